@@ -218,7 +218,7 @@ def without_weights(reference: str) -> str:
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
     """Return the error message for a name that is neither among `known` nor a file or folder.
 
-    For a repository of the Hub, it says how to get it, and names its preset if there is one.
+    For a repository on the Hub, it says how to download it, and names its preset if there is one.
     """
     said = f"no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):

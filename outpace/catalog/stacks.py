@@ -37,9 +37,9 @@ class SoftwareStack(Record):
     """Traits of a training program.
 
     `attention`: the kernel that it uses where a model allows fused attention. `repeats_matmuls`:
-    what its selective recomputation repeats of a block's matmuls: none, every second one in 16 bits
-    (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and its
-    gradients summed, together or one by one. `overlaps`: these run during computation.
+    which of a block's matmuls its selective recomputation repeats: none, every second one in 16
+    bits (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and
+    its gradients summed, together or one by one. `overlaps`: these run during computation.
     `broadcasts`: under ZeRO-1, ranks send new parameters one after the other. `fuses_dropout`:
     bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens reach experts,
     during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what is replayed as

@@ -108,7 +108,7 @@ def _with_fixed_date(template: str) -> str:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` are the numbers of the messages that the spans belong to, None if unknown. `whole` is
+    `answers` are the numbers of the messages to which the spans belong, None if unknown. `whole` is
     False if only the last answer could be found in the template's output.
     """
 
@@ -251,7 +251,7 @@ class ChatFormat:
         tools: Sequence[Tool],
         template: str,
     ) -> str:
-        """Render the text before an answer to the messages, of which most templates need one."""
+        """Render the text before an answer to the messages. Most templates need some message."""
         try:
             return self._text(messages, True, where, tools, template)
         except BadInputError:
@@ -289,7 +289,7 @@ class ChatFormat:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
             if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
-                # Some templates, such as Phi's, write it only at the end of the whole conversation.
+                # Some templates, such as Phi's, write it only after the whole conversation.
                 through = through.removesuffix(self.tokenizer.eos_token or "")
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)
@@ -360,8 +360,7 @@ class ChatFormat:
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids the assistant writes, namely those that start in a
-        span.
+        """Encode the text; also return which ids start in a span, so the assistant writes them.
 
         `spans` defaults to the spans of all its answers.
         """
@@ -383,7 +382,7 @@ class ChatFormat:
 
 
 def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each position whether it begins in one of the spans; both are sorted."""
+    """Return whether each position begins in one of the spans. Positions and spans are sorted."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:
@@ -393,7 +392,7 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 class _HeaderError(BadInputError):
-    """Error: a template's prompt for an answer ends with an `opening` that the answer lacks."""
+    """Raised if a template's prompt for an answer ends with an `opening` that the answer lacks."""
 
     opening = ""
 

@@ -294,9 +294,10 @@ def _by_number(name: str) -> tuple[int, int, str]:
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     """Return the tokenizer with a post-processor for pairs and a padding token.
 
-    If the tokenizer already has one, it is kept. Otherwise, an encoder uses BERT's (Devlin et al.,
-    arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between
-    the two. It is saved with the model, so that transformers encodes a pair in the same way.
+    An existing post-processor is kept. Otherwise, an encoder uses BERT's (Devlin et al., arXiv
+    1810.04805, §3: [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between the
+    texts. The post-processor is saved with the model, so transformers encodes pairs in the same
+    way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):

@@ -74,8 +74,7 @@ class Conversation:
 
 
 def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
-    """Return the conversation of a row in one of the usual forms. Raises BadInputError for other
-    forms.
+    """Return the conversation of a row in a usual form. Raises BadInputError for other forms.
 
     `roles` are additional names of speakers, which are kept unchanged.
     """
@@ -138,7 +137,7 @@ _Turn = tuple[Message, bool]
 
 
 def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
-    """Return the turns of a question and its answer, and the columns that they were read from."""
+    """Return the turns of a question and its answer, and the columns from which they were read."""
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),

@@ -31,7 +31,7 @@ _ITEM, _ERROR, _END = "item", "error", "end"
 
 
 class IsolatedError(BadInputError):
-    """The work exceeded a limit, or its process ended; the message says which."""
+    """Raised if the work exceeded a limit, or its process ended; the message says which."""
 
 
 def call_isolated(

@@ -155,7 +155,7 @@ def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
 
 
 class RepeatedKeyError(ValueError):
-    """Error: an object in a JSON text has a key more than once, so its value is ambiguous."""
+    """Raised if an object in a JSON text has a key more than once, so its value is ambiguous."""
 
 
 def read_value(text: str) -> Any:
@@ -189,8 +189,7 @@ def _require_distinct(names: Sequence[str], where: str) -> None:
 
 
 def nested_rows(row: Row) -> str:
-    """Return the end of a sentence: where rows are nested in this one, and what to do; '' if
-    nowhere.
+    """Return the end of a sentence: where rows are nested in this row, and what to do; or ''.
 
     Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
     """
@@ -206,7 +205,7 @@ def nested_rows(row: Row) -> str:
 
 
 def rows_in_columns(row: Row) -> str:
-    """Describe rows stored by column, as lists or by row number. Like `nested_rows`."""
+    """Describe rows stored by column, as lists or by row number, in the form of `nested_rows`."""
     if (count := _count_whole_rows(row.values)) is not None:
         return (
             f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
@@ -260,7 +259,7 @@ def first_sign(file: Path) -> str:
 
 
 def _format_json_error(error: Exception, column: int | None = None) -> str:
-    """Describe why JSON cannot be read, with the column (the error's by default)."""
+    """Describe why JSON cannot be read, with the column (by default, that of the error)."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
@@ -450,7 +449,7 @@ def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of a columnar format without the nulls that the format adds within columns.
 
     Arrow gives each object of a column the keys of all others, so a call's arguments, or a tool's
-    parameters, have the keys of all tools. A message's content may really be null.
+    parameters, have the keys of all tools. A message's content, however, may legitimately be null.
     """
     return {name: _drop_nulls(value) for name, value in values.items()}
 
@@ -498,8 +497,8 @@ def _table(
 ) -> Iterator[tuple[Row, int]]:
     """Yield rows of a table below its header.
 
-    GLUE's tab-separated files do not quote: a quotation mark is part of the text. Other files do,
-    such as those that pandas writes (see `_quotes`).
+    GLUE's tab-separated files do not use quoting: a quotation mark is part of the text. Others do,
+    such as files from pandas (see `_quotes`).
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -577,7 +576,7 @@ def _lines_of(file: Path) -> Iterator[str]:
 
 
 def _quotes(file: Path) -> bool:
-    """Return whether cells between tabs that begin with a quotation mark are quoted, as in CSV.
+    """Return whether tab-separated cells that begin with a quotation mark are quoted, as in CSV.
 
     They are if all are well-formed and either the header is quoted or some marks are doubled. They
     also are if only quoting gives all rows the header's columns, for example because cells contain

@@ -201,7 +201,7 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:
-    """Report how many rows have NUL characters, with the first of them."""
+    """Report how many rows have NUL characters, and where the first one is."""
     found = [row.where for row in rows if _has_nul(row.values)]
     if not found:
         return []

@@ -27,9 +27,9 @@ Batch = dict[str, torch.Tensor]
 class TokenDataset(Dataset[Batch]):
     """Sample i of a stream is its tokens [i·S, i·S + S], of which the last is only a target.
 
-    `locate` gives the samples at positions of training; `__getitems__` makes them a batch: `tokens`
-    and `targets` (B, S) int64, and `documents` (B, S) int32 if requested. Raises BadInputError if a
-    source has less than one sample; `part` names the data in messages.
+    `locate` returns the samples at positions of training; `__getitems__` collates them into a
+    batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if requested. Raises
+    BadInputError if a source has less than one sample; `part` names the data in messages.
     """
 
     def __init__(

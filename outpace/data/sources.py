@@ -500,7 +500,7 @@ def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_by_name(names: Sequence[str]) -> str | None:
-    """Return the split of the last name that names one, if any."""
+    """Return the split given by the last name that indicates one, if any."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"
@@ -656,8 +656,8 @@ def dataset_files(dataset: Any) -> tuple[Path, ...]:
 def open_dataset(reference: str) -> Any:
     """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path.
 
-    Its rows have plain Python values, whatever format it was saved with; images and audio are
-    bytes.
+    Its rows have plain Python values, regardless of the format in which it was saved; images and
+    audio are bytes.
     """
     name, config, split = _dataset_name(reference)
     try:

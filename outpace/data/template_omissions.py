@@ -12,7 +12,8 @@ from outpace.records.errors import BadInputError
 
 Render = Callable[[Sequence[Message]], str]
 
-# Keys of messages that are read elsewhere: tool_calls by require_calls_written, weights with rows.
+# Keys of messages that are checked elsewhere: tool_calls by require_calls_written, weights with
+# rows.
 _READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_KEYS
 
 
@@ -49,7 +50,7 @@ def unwritten_parts(
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
     """Return the roles of messages whose words the template leaves out of the `whole` text.
 
-    The assistant's words are checked where they become targets. `render` writes other messages.
+    The assistant's words are checked where they become targets. `render` renders other messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}

@@ -75,7 +75,8 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
-        # The decoder kept the first bytes of a character that was cut by the previous block's end.
+        # The decoder has kept the first bytes of a character that the end of the previous block
+        # cut.
         offset = read - len(decoder.getstate()[0]) + error.start
         raise BadInputError(
             f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}. "

@@ -59,7 +59,7 @@ _GPT2_CLASSES = frozenset(
     {"GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer", "BartTokenizer",
      "LongformerTokenizer", "BlenderbotTokenizer", "LEDTokenizer", "DebertaTokenizer"}
 )  # fmt: skip
-# Roles whose token is in the data, so that another token would change the text.
+# Roles whose token occurs in the data, so a different token would change the text.
 _NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
@@ -393,7 +393,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            # Only now do some fail, because a token is missing or a rule never terminates.
+            # Some fail only now, because a token is missing or a rule never terminates.
             call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
@@ -413,7 +413,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
 
 
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse a post-processor that adds ids that its tokens do not have. Such ids remain after a
+    """Refuse a post-processor that adds ids other than those of its tokens. Such ids remain after a
     vocabulary was replaced, and texts would begin with a wrong token or an unknown id.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
@@ -487,7 +487,7 @@ def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
-        if path.name == "tokenizer.json":  # the files next to it belong to it
+        if path.name == "tokenizer.json":  # the files next to it belong to this tokenizer
             return _load(path.parent)
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     config, template_file = _config_of(path)

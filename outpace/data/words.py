@@ -3,7 +3,7 @@
 A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
 of each word, independently of its context. So a known word needs only a lookup. Here, Python's `re`
 cuts texts, since it is several times as fast as the tokenizer's own engine. It is used only for
-texts for which both are known to agree; the tokenizer encodes all others.
+texts on which both engines are known to agree; the tokenizer encodes all others.
 """
 
 import json

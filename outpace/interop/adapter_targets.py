@@ -1,4 +1,4 @@
-"""Checks that the modules which an adapter's config selects match the tensors in its file."""
+"""Check that the modules selected by an adapter's config match the tensors in its file."""
 
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -24,7 +24,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILY_TRAITS
 
 _INSIDE = "backbone."
-# Layers in the files for other purposes, or for other classes.
+# Layers in files that serve other purposes, or other classes.
 _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
@@ -38,7 +38,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
     given, count = values.get("id2label"), values.get("num_labels")
-    if not given:  # so does transformers, regardless of label2id
+    if not given:  # as in transformers, regardless of label2id
         return tuple(f"LABEL_{number}" for number in range(count if type(count) is int else 2))
     names = _names_by_number(given, directory / CONFIG_FILE)
     numbers = values.get("label2id")

@@ -159,7 +159,7 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
 
 
 def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
-    """Read a spec with notes, or load it from `cache_dir` if an equal config.json was read before.
+    """Read a spec with notes, or load it from `cache_dir` if the same config.json was read before.
 
     transformers takes half a second to load, and the result is the same each time.
     """
@@ -212,7 +212,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
 
 
 class DimensionsError(BadInputError):
-    """Error: dimensions contradict each other; some may be defaults that are not in the file."""
+    """Raised if dimensions contradict each other; some may be defaults that are not in the file."""
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:
@@ -331,7 +331,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which projections have biases, if this is not fixed by the family."""
+    """Return which projections have biases, for families that do not fix this."""
     names = FAMILY_TRAITS[config.model_type].biases
     if not names:
         return {}

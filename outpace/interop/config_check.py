@@ -1,4 +1,4 @@
-"""Checks of a config.json against its model_type: refuse contradictions, and report other doubts.
+"""Checks of a config.json against its model_type, which refuse contradictions and report the rest.
 
 transformers accepts any key and ignores those that the model's code does not read. A config
 relabelled from another model loads without a warning, and computes something else.
@@ -78,7 +78,7 @@ _DIMENSIONS = frozenset(
     moe_intermediate_size expansion_ratio max_seq_len
     """.split()  # noqa: SIM905 (a table of names)
 )
-# Architectures' names for the number of layers that predict further tokens.
+# Architectures' names for the number of layers that predict additional tokens.
 _FUTURE_TOKENS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers",
 )  # fmt: skip
@@ -149,7 +149,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def read_type(values: Mapping[str, Any]) -> Any:
-    """Return the model_type as which transformers reads a config; a Mistral may be a Ministral."""
+    """Return the model_type that transformers uses for a config; a Mistral may be a Ministral."""
     told = values.get("model_type")
     return "ministral" if told == "mistral" and "layer_types" in values else told
 

@@ -79,8 +79,7 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
 def _settings_beside_spec(
     family: Family, given: Mapping[str, Any], ids: Mapping[str, TokenIds], vocab: int
 ) -> dict[str, Any]:
-    """Return a config.json's settings that a spec does not have, and special ids that it leaves
-    out.
+    """Return a config.json's settings that a spec lacks, and special ids that the file omits.
 
     For missing ids, transformers uses the family's. Dropouts are those of the spec.
     """

@@ -131,7 +131,7 @@ def tensor_naming(model_type: str) -> Naming | None:
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
-    """Map stored names to outpace's, in order: GPT-2 stores q, k and v in one tensor."""
+    """Map stored names to outpace's names, in order: GPT-2 stores q, k and v in one tensor."""
     groups: dict[str, list[str]] = {}
     for name in names:
         stored = name if used is None else used.stored_name(name)

@@ -101,7 +101,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
-    """Return the ids that end a text, and those that end an answer."""
+    """Return the ids that end a text, together with those that end an answer."""
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
     more = [stop for stop in dict.fromkeys(stops) if stop not in known]
     return [*known, *more] if more and (known or len(more) > 1) else more[0] if more else ids

@@ -47,7 +47,7 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?wei
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
-# Options with which PEFT still computes B · A. Other options with similar names (use_qalora,
+# Options that leave PEFT's B · A unchanged. Other options with similar names (use_qalora,
 # kasa_config, future ones) change the result.
 _HARMLESS = frozenset(
     {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
@@ -216,7 +216,7 @@ def fingerprint_config(folder: Path) -> str:
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
     targets = found.get("target_modules")
     if isinstance(targets, list):
-        found["target_modules"] = sorted(map(str, targets))  # peft has a set here
+        found["target_modules"] = sorted(map(str, targets))  # peft uses a set here
     return json.dumps(found, sort_keys=True)
 
 

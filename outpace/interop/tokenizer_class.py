@@ -23,7 +23,7 @@ from outpace.records.errors import BadInputError, shorten
 # Classes that read tokenizer.json unchanged.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Families that outpace trains and whose tokenizers transformers 5 builds with a fixed class,
-# whatever class the files name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+# regardless of the class in the files (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
 # Maximum size of a tokenizer's files (vocab.json, tokenizer.model); larger files are weights.
@@ -82,12 +82,12 @@ def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def has_class_by_family(family: str | None) -> bool:
-    """Return whether transformers builds every tokenizer of the family with one class."""
+    """Return whether transformers builds every tokenizer of the family with the same class."""
     return family in _BY_FAMILY
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and split texts like transformers' class for Qwen 2, whatever the files say."""
+    """Normalize and split texts like transformers' class for Qwen 2, regardless of the files."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():

@@ -37,7 +37,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # A number, but not the beginning of something else ("1.2.3").
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
-# Times, rates and memory outside of this range are damaged.
+# Times, rates and memory outside of this range are treated as damaged.
 _LEAST, _MOST = 1e-12, 1e18
 _GIB, _MIB = 2**30, 2**20
 _STATE = "trainer_state.json"
@@ -136,7 +136,7 @@ def _number(text: str) -> float | None:
 
 
 def _steady_median(values: Sequence[float]) -> float | None:
-    """Return the median of logged values after the first one, which includes start-up."""
+    """Return the median of logged values without the first, which includes start-up."""
     return statistics.median(values[1:] if len(values) > 1 else values) if values else None
 
 

@@ -85,7 +85,7 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
 
 @contextmanager
 def _reads(kind: Any) -> Iterator[set[str]]:
-    """Record the names of values that are read from the configs of a class."""
+    """Record the names of values that are read from configs of a class."""
     names: set[str] = set()
     inherited = kind.__getattribute__
 

@@ -53,7 +53,7 @@ def code_fingerprint(reference: str) -> str | None:
     except (OSError, SyntaxError, ValueError):
         return None
     if sys.version_info >= (3, 13):
-        text = ast.dump(tree, show_empty=True)  # as before 3.13
+        text = ast.dump(tree, show_empty=True)  # the default before 3.13
     else:
         text = ast.dump(tree)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

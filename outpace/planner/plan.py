@@ -373,7 +373,7 @@ def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Return the plans to list: plans with a role first, then plans of other kinds."""
+    """Return the plans to list: first those with a role, then plans of other kinds."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"),
         (found.leanest, "with headroom" if found.roomier else "leanest"),
@@ -608,7 +608,7 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
         (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
                                                   if k != name}))
         for name, value in wanted.keep.items()
-        if name not in ADAPTER_NAMES  # these change what is trained
+        if name not in ADAPTER_NAMES  # these options change what is trained
     ]  # fmt: skip
     if wanted.most_tp is not None:
         asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))

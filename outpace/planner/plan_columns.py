@@ -110,7 +110,7 @@ class PlanBatch:
 
     @property
     def data_parallel(self) -> Ints:
-        """Return the number of shares of a global batch."""
+        """Return the number of ranks over which a global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property

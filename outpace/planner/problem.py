@@ -75,7 +75,7 @@ class PlanningProblem:
         )  # fmt: skip
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """Return `required_bytes`, or just above the limit if the host lacks memory for offloading.
+        """Return `required_bytes`, or just more than the limit if the host lacks memory to offload.
 
         Such a plan does not fit, but is closer to fitting than those that are too large for a
         device.

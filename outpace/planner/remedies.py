@@ -175,7 +175,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
 
 
 def _beyond_positions(job: PlanningProblem) -> str:
-    """Say that sequences are longer than the unmodified model supports, if they are; else ''."""
+    """Say if sequences are longer than the unmodified model supports; else ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""

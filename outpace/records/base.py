@@ -90,7 +90,7 @@ class Record(BaseModel):
         write_atomic(path, self.as_file())
 
     def as_file(self) -> str:
-        """Return the contents of a file with the record."""
+        """Return the record as `save` writes it."""
         text = self.model_dump_json(indent=2)
         if self.has_checksum:
             values = json.loads(text)

@@ -184,8 +184,7 @@ def _one_slip(one: str, other: str) -> bool:
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """Return suggestions for a model's name: the same family, generation and size spelled
-    differently.
+    """Return suggestions for a model's name: the same family, generation and size, respelled.
 
     If there are none, return those of the family and generation with the closest size; for a size
     or family alone ("405b", "llama-3.1"), all that have it. Mixtral is not a typing error for

@@ -82,7 +82,7 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
 
 
 class Elastic(Record):
-    """Numbers of hosts with which a run may start and continue, and of restarts."""
+    """Limits of an elastic run: hosts with which it may start and continue, and restarts."""
 
     min_nodes: PositiveInt
     max_nodes: PositiveInt
@@ -101,8 +101,8 @@ class HostFacts(Record):
     """A host's answer to a query.
 
     `address`: the address at which the first host reached it; `asked_from`: the first host's
-    address; None if they are the same host. `port`: a free one. `left`: processes of earlier starts
-    that are still running.
+    address; None if they are the same host. `port`: a free port. `left`: processes of earlier
+    starts that are still running.
     """
 
     versions: dict[str, str]

@@ -16,7 +16,7 @@ _LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS
 
 
 class ChangedLineError(ValueError):
-    """A line differs from what was written."""
+    """Raised if a line differs from what was written."""
 
     def __init__(self) -> None:
         super().__init__(

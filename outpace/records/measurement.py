@@ -17,7 +17,7 @@ PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 # Medians exclude the first steps, which warm up caches, allocator and compiler.
 WARMUP_STEPS = 3
 NEAR_SHARE = 0.03  # share of the expected step time that counts as equal
-_FEW_STEPS = 20  # another program may run during all of them
+_FEW_STEPS = 20  # so few that another program may run during all of them
 # Ratio of mean to median step time above which the median is misleading.
 _UNEVEN = 1.1
 

@@ -35,8 +35,8 @@ class Operators(NamedTuple):
 class StepTensors(NamedTuple):
     """Temporary tensors of a step in fp32, in units of the largest parameter.
 
-    They depend on the dtype of the weights: fp32 (or master weights), fp16, or bf16 alone, which is
-    rounded stochastically.
+    They depend on the dtype of the weights: fp32 (or master weights), fp16, or bf16 without
+    masters, which is rounded stochastically.
     """
 
     fp32: float
@@ -114,11 +114,10 @@ def _low_adamw(
 # for rounding to bf16 are computed within the kernel. Adafactor's matrix is read again for its sums
 # (counted as gradients once more, and the update). `operators` are counted as torch dispatches them
 # (2.13) in steps over one to three tensors of a kind, with weights in fp32;
-# tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Step counts,
-# which Python reads from host memory, do not count: nothing is launched for them. Muon
-# orthogonalises matrices one by one on a CPU, and in batches of one shape on a GPU; Adafactor steps
-# tensors likewise. `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and the rounded
-# values.
+# tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Step counts are
+# left out: Python reads them from host memory, so nothing is launched. Muon orthogonalises matrices
+# one by one on a CPU, and in batches of one shape on a GPU; Adafactor steps tensors likewise.
+# `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and the rounded values.
 OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
     "adamw-foreach": _adamw(80, Operators(0, 0), 0.0, 1.0),
@@ -162,7 +161,8 @@ def optimizers_that(has: Callable[[OptimizerTraits], bool]) -> tuple[OptimizerNa
 
 EXACT = optimizers_that(lambda traits: traits.exact)
 ADAMW = optimizers_that(lambda traits: traits.is_adamw)
-# Compute in fp32, whatever the dtypes of weights and states, and round bf16 weights stochastically.
+# Compute in fp32, regardless of the dtypes of weights and states; round bf16 weights
+# stochastically.
 LOW = optimizers_that(lambda traits: traits.kept is not None)
 # AdamW with moments in fp32, by torch.
 PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)

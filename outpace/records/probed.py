@@ -26,8 +26,8 @@ class ProgressDisplay(Protocol):
 class LinkFit(Record):
     """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.
 
-    Traffic is counted as by nccl-tests for busbw, so the result is the link's bandwidth,
-    whatever the collective and the number of ranks.
+    Traffic is counted as by nccl-tests for busbw, so the result is the link's bandwidth, regardless
+    of the collective and the number of ranks.
     """
 
     collective: str = Field(description="all-reduce, all-gather, reduce-scatter, …")
@@ -43,8 +43,9 @@ class LinkFit(Record):
 def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
     """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
-    It is the fit for the axis "across", where each local rank has a group and all communicate at
-    once. With one rank per host, there is no such axis, and all ranks together use the network.
+    It is the fit for the axis "across", where each local rank has a group and all groups
+    communicate at the same time. With one rank per host, there is no such axis, and all ranks
+    together use the network.
     """
     if hosts < 2:
         return None
@@ -56,8 +57,8 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
     """Return a host's network bandwidth, from `network_fit` and the number of groups per host.
 
-    All groups send at once, so the network carries the sum of their rates. None if no fit is
-    steady.
+    All groups send at the same time, so the network carries the sum of their rates. None if no fit
+    is steady.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 

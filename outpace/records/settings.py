@@ -51,10 +51,10 @@ Size = Annotated[PositiveInt, BeforeValidator(_size)]
 _MOST_TIMEOUT_S = 1e7
 _MOST_STEPS = 10**12
 _MOST_TOKENS = 10**18
-_MOST_SAMPLES = 10**9  # in a batch, and tokens in a sample
+_MOST_SAMPLES = 10**9  # in a batch; also of tokens in a sample
 _MOST_RANKS = 2**24
 _MOST_PROCESSES = 2**16  # or threads on one host
-_MOST_WIDTH = 2**24  # for example of models
+_MOST_WIDTH = 2**24  # such as that of a model
 MOST_SEED = 2**63 - 1  # of torch's generators
 # By setting: the smallest positive value, and the largest; 0 has another meaning or is refused. A
 # learning rate below the smallest changes no weight.

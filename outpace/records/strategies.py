@@ -151,7 +151,7 @@ def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ..
 
 
 def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None:
-    """Return a sentence if a strategy that splits something runs on one process, else None."""
+    """Return a sentence if a strategy that splits something runs on a single process, else None."""
     if world_size > 1 or strategy is None or not TRAITS[strategy].axes:
         return None
     return f"--strategy {strategy} on one process splits nothing"

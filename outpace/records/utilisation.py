@@ -99,7 +99,7 @@ class Load(Record):
 
 
 def disturbance(loads: Sequence[Load]) -> list[str]:
-    """Say, for each host, how many cores other programs kept busy, if that slows a run."""
+    """Say, for each host, how many cores other programs kept busy, if enough to slow a run."""
     return [
         f"other programs kept {used:.1f} of the {len(load.host.cores)} cores"
         f"{f' of host {load.node}' if len(loads) > 1 else ''} busy meanwhile"

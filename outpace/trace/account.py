@@ -30,9 +30,9 @@ from outpace.trace.reserve import events_of, peak_reserved_bytes
 from outpace.trace.steps import Trainable, Workload, run_steps
 from outpace.trace.world import lay_out, one_rank
 
-# From the second layer on, all layers do the same, except the last. A fourth one is for safety.
+# All layers from the second to the last but one do the same. A fourth layer is for safety.
 _SHALLOW = 4
-# With more passes than this, the middle ones do the same as the second.
+# With more passes than this, the middle passes do the same as the second.
 MOST_PASSES = 3
 _POINTS = 400  # maximum number of points of a timeline
 
@@ -175,7 +175,7 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Return the activations live at the peak: bytes by module that made them, largest first."""
+    """Return activations live at the peak: bytes by the module that made them, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True

@@ -40,7 +40,7 @@ class MemoryPiece:
 
 @dataclass(slots=True)
 class Change:
-    """Memory allocated (`sign` 1) or freed (-1), after an operator in a module."""
+    """Memory allocated (`sign` 1) or freed (-1) by an operator in a module."""
 
     sign: int
     piece: MemoryPiece

@@ -55,7 +55,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
 
 
 class _PartitionedForward:
-    """A forward that runs through the graphs that the compiler would build for it."""
+    """A forward that runs as the graphs that the compiler would build."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer

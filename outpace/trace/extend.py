@@ -1,4 +1,4 @@
-"""Exact memory of a deep model, derived from two shallow ones, since equal layers do equal work.
+"""Exact memory of a deep model, derived from two shallow models with equal layers.
 
 Records at two depths differ by the work of one period of layers, once or several times in each part
 of a step. Comparing them finds this work, which is repeated for the deep model's other periods. If
@@ -22,7 +22,7 @@ _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Error: two depths differ by more than repeated layers."""
+    """Raised if two depths differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
 def extend(
     shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
 ) -> list[Strip]:
-    """Extrapolate to a depth beyond `deeper` by `times` its distance from `shallow`.
+    """Extrapolate beyond `deeper`, by `times` the difference in depth to `shallow`.
 
     The two are `period` layers apart. Raises IrregularError.
     """

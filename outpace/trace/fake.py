@@ -19,8 +19,7 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode on top of FakeTensorMode, in which small tensors are real unless they depend on fake
-    ones.
+    """Mode on top of FakeTensorMode: small tensors are real unless they depend on fake ones.
 
     Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters: none of these
     depends on weights or data. All other values that are read are 1, such as flags that a gradient
@@ -45,6 +44,6 @@ class RealSmallTensors(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors fake: they have shapes, and memory only if they are small."""
+    """Make new tensors fake: they have shapes, but memory only if they are small."""
     with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

@@ -32,7 +32,7 @@ _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.o
 
 
 class TemporaryBytes:
-    """Function that returns the bytes that operators need besides their inputs and outputs.
+    """Callable that returns the bytes that operators need besides inputs and outputs.
 
     Norms, GELU and blocked attention are written in Python, so their code is run on meta tensors.
     `on_cpu`: whether the traced device is a CPU.
@@ -47,8 +47,7 @@ class TemporaryBytes:
 
         Return 0 for unknown operators, and for tensors with memory.
         """
-        # Also needed for tensors with memory, since a mode around the operator does not see inside
-        # it.
+        # Also for tensors with memory, since a mode around the operator does not see inside it.
         if func is low_loss.overload:
             return temporary_bytes(args[0], args[1])
         if func is low_loss_backward.overload:

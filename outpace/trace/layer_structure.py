@@ -144,7 +144,7 @@ def _projections(
 def _plain(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find one or several matmuls for queries, keys and values, all with the residual width.
+    """Find one or several matmuls for queries, keys and values, all of the residual width.
 
     If masked attention repeats keys to the number of query heads, the matmuls show the real number.
     """

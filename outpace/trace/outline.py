@@ -17,7 +17,7 @@ from outpace.trace.matmuls import AttentionCall, Forward, MatmulCall, record
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # By attention ("own" or "cross"): the number of matmuls before it, and its number of keys.
 Places = Mapping[str, tuple[int, int]]
-# Repeated parts with less than this share of the largest one's work do not count as layers.
+# Repeated parts with less than this share of the largest part's work do not count as layers.
 _MINOR = 0.1
 
 
@@ -45,7 +45,7 @@ class LayerPart:
 
 
 class ModuleTracing:
-    """Builds an outline from a module's forward."""
+    """Builder of an outline from a module's forward."""
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.module = module

@@ -252,7 +252,7 @@ def _representatives(
 
 
 class _Tracing(ModuleTracing):
-    """Builds an outline from a transformers model's forward."""
+    """Builder of an outline from a transformers model's forward."""
 
     def __init__(
         self,

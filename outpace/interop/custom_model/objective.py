@@ -175,7 +175,7 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Return the number over which a user's loss is a mean: of targets, or of samples without any.
+    """Return the number of items over which a user's loss is averaged: targets, or else samples.
 
     torch's losses skip targets of −100, so these do not count.
     """
@@ -227,7 +227,7 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Find the scores (B, S, V) in a module's output; in a tuple, among the first two entries."""
+    """Find the scores (B, S, V) in a module's output, for a tuple among its first two entries."""
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]

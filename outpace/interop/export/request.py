@@ -36,7 +36,7 @@ class ScriptEdit(Note):
 class Replacement(str):
     """A sentence on a replacement for a part of the plan.
 
-    `fields` are the fields of the plan that the configuration describes instead; omitted options
+    `fields` are the values that the configuration has for fields of the plan; options that it omits
     have their defaults there.
     """
 
@@ -65,7 +65,7 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on parts of the plan that are not expressed and change memory or time."""
+        """Sentences on missing parts of the plan that change memory or time."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property

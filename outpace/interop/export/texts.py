@@ -23,7 +23,7 @@ HEAD = "$HEAD_NODE"
 
 
 def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
-    """Format sentences as comments of TOML, YAML or shell, each wrapped."""
+    """Format sentences as wrapped comments for TOML, YAML or a shell."""
     return "".join(
         line + "\n"
         for sentence in sentences

@@ -189,7 +189,7 @@ def _mlp(spec: ModelSpec) -> tuple[int, float]:
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Name features of the model that torchtitan's model does not have with any arguments."""
+    """Name features of the model that torchtitan's model lacks, whatever its arguments."""
     found = []
     if spec.tied and not qwen:
         found.append(

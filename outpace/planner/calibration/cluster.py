@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def guessed(self) -> bool:
-        """Return whether the rates come neither from the catalog's measurements nor from steps."""
+        """Return whether the rates are guesses rather than published or measured."""
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
@@ -192,7 +192,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.DispatchRate:
-    """Return a dispatcher's rate, with shares relative to the rate that a ring reaches."""
+    """Return a dispatcher's rate, with shares relative to a ring's rate."""
     found = efficiency.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return found.model_copy(
         update={"link_share": found.link_share / share,
@@ -289,7 +289,7 @@ def _probed_fabric(known: ProbeFigures, ranks: int, kind: Kind) -> Fabric:
 
 
 def _by_gloo(fabric: Fabric) -> Fabric:
-    """Double the reduce-scatter's rounds: gloo sums the whole array on every rank (torch 2.13)."""
+    """Double the rounds of reduce-scatters: gloo (torch 2.13) sums whole arrays on every rank."""
     return replace(fabric, scatter_rounds=2)
 
 
@@ -305,7 +305,7 @@ def _with_all_rates(rates: RateFit) -> RateFit:
 
 
 def _reference_steps(known: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """Yield this version's reference steps on `ranks` ranks of all hosts."""
+    """Yield the reference steps of this outpace version on `ranks` ranks of all hosts."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
@@ -373,7 +373,7 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
 
 
 def network_share(network: Network) -> float:
-    """Return the fraction of its nominal rate that a network reaches, by kind of link."""
+    """Return the fraction of the nominal rate that a network of this kind of link reaches."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

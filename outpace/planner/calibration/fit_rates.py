@@ -49,7 +49,7 @@ class RateFit:
     fabric: Fabric
 
 
-# A function of all rates, and of a factor on the time of one of them.
+# A function of all rates, and of a factor on the time that one of them determines.
 Adjustment = Callable[[RateFit, float], RateFit]
 
 

@@ -16,7 +16,7 @@ LEVEL = 0.9
 # A kind gets a separate interval if the interval from other sources covers at least this share of
 # each source on average. Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
-# Classes of device counts, each with its largest count.
+# Classes of device counts, each with its upper bound.
 WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
 # Interval for guessed rates, without measured steps: the factor by which a rate may be wrong.
 _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
@@ -53,8 +53,8 @@ class Interval(NamedTuple):
 class QuestionKind:
     """Kind of a question, by which published steps are chosen. `architecture`: of the chip, None if
     it is not in the catalog; `experts`: whether the model has some; `adapters`: whether only
-    adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices` their
-    number; None matches any.
+    adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices` the
+    number of devices; None matches any.
     """
 
     architecture: str | None = None
@@ -65,7 +65,7 @@ class QuestionKind:
 
     @property
     def narrow_name(self) -> str | None:
-        """Return the name of the kind with all its fields; None if a field is open."""
+        """Return the name of the kind with all its fields; None if a field is unset."""
         if None in (self.architecture, self.software, self.devices):
             return None
         model = f"{self.model}, adapters" if self.adapters else self.model
@@ -74,11 +74,11 @@ class QuestionKind:
 
     @property
     def model(self) -> str:
-        """Return a word for whether the model has experts."""
+        """Return the word for the kind of model: with or without experts."""
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the name and the row of the narrowest kind in a table."""
+        """Return the name and the row of the narrowest kind that a table has."""
         wide = kind_name(self.architecture, self.experts)
         names = (self.narrow_name, wide, kind_name(None, self.experts))
         name = next(name for name in names if name in table)

@@ -65,7 +65,7 @@ class ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the time to launch an operator, in seconds: the time of the smallest matmuls."""
+        """Return the seconds to launch an operator, which are the time of the smallest matmuls."""
         small = [
             seconds
             for dtype in _DTYPES
@@ -233,7 +233,7 @@ def cpu_device(
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
     # The same cores communicate and compute.
     sharers = max(1.0, ranks / machine.host_cores)
-    # Its attention is no faster in 16 bits than in fp32 (docs/development/log.md).
+    # A CPU's attention is no faster in 16 bits than in fp32 (docs/development/log.md).
     rate = found.rate("fp32")
     return replace(
         found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True,

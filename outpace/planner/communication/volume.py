@@ -54,7 +54,7 @@ def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
 
 @dataclass
 class Tally:
-    """Number of collectives and bytes sent, by kind."""
+    """Number of collectives and of bytes sent, by kind of collective."""
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return the messages between ranks that every step has, whatever the strategy."""
+    """Return the messages between ranks that every step has, regardless of the strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -214,7 +214,7 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Group sizes so that the sum of each group is at most `limit`; a larger one is alone."""
+    """Group sizes such that each group's sum is at most `limit`; larger sizes stand alone."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:

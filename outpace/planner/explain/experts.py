@@ -31,9 +31,10 @@ _SENDS: Mapping[Dispatcher, str] = {
 
 
 def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int]) -> list[str]:
-    """Return notes on a model's experts; none if it has none.
+    """Return notes on a model's experts, if it has any.
 
-    If no listed plan has expert parallelism, one note gives the time of the fastest plan that does.
+    If no listed plan uses expert parallelism, one note gives the time of the fastest plan that
+    does.
     """
     if not job.outline.experts:
         return []

@@ -29,7 +29,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 _MORE_ROOM = 1.03  # minimum ratio of memory to report
 _ALIKE = 5e-4  # shown as 0.0 %
 _RECOMPUTED = ("products_s", "attention_s", "memory_s")
-_LARGE = 0.5  # a second difference of at least this share of the largest is named
+_LARGE = 0.5  # a second difference is named if it is at least this share of the largest
 _MINOR = 0.01  # differences below this share of the largest are not mentioned
 
 

@@ -1,4 +1,4 @@
-"""Choice of blocks to recompute so that a step fits a memory budget at the lowest cost in time.
+"""Choice of the blocks to recompute for a step to fit a memory budget at the lowest cost in time.
 
 Blocks are equal, so a choice is a number of blocks for each mode, and all choices can be tried.
 (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
@@ -60,7 +60,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 
 
 def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
-    """Return the plan with all blocks in one mode. Raises BadInputError if none fits."""
+    """Return the plan with all blocks in the first mode that fits. Raises BadInputError."""
     for mode, cost in uniform.items():
         if cost.peak_memory_bytes <= budget_bytes:
             return _uniform(plan, mode)

@@ -1,4 +1,4 @@
-"""A device's rates: matmuls, attention, memory and the host, by catalog or probe."""
+"""A device's rates for matmuls, attention, memory and the host, from the catalog or a probe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -302,7 +302,7 @@ def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floa
 def _by_curve(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Return the time of a batch of matmuls, at the share of the best rate for their size."""
+    """Return the time of a batch of matmuls, from the share of the rate that their size reaches."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

@@ -23,8 +23,8 @@ class Protocol(NamedTuple):
     """A protocol of a collective: its latencies and its share of bandwidth.
 
     Latency is fixed, plus a part per step inside and across nodes. Protocols with short steps use
-    less of the bandwidth; the fastest is used. `by_size` makes it a tree protocol: the share
-    reached by array size, in powers of two from 64 bytes.
+    less of the bandwidth; the fastest is used. A protocol with `by_size` is a tree protocol: it has
+    the share reached by array size, in powers of two from 64 bytes.
     """
 
     base_s: float
@@ -36,8 +36,7 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of `per_node` devices. Rates are those that a ring reaches, in bytes/s in one
-    direction.
+    """Nodes of `per_node` devices, with rates that a ring reaches in one direction, in bytes/s.
 
     `inside_bytes_per_s` is the rate between a device and the others of its node,
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that

@@ -1,5 +1,4 @@
-"""Memory of the head and the loss if the head is frozen: from the last hidden state to its
-gradient.
+"""Memory of a frozen head and the loss, from the last hidden state to its gradient.
 
 The logits are handled as in `planner.memory.loss`, without the head's gradient.
 """

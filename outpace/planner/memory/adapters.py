@@ -220,7 +220,7 @@ class AdapterMemory:
     def first_saves_less(self) -> Floats:
         """Return how many fewer bytes the first block saves, since its input has no gradient.
 
-        Its first norm saves nothing; nor does attention, as long as no adapter precedes it.
+        Its first norm saves nothing, and neither does attention as long as no adapter precedes it.
         """
         b = self.block
         less = b.residual + b.norm

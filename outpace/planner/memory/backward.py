@@ -16,7 +16,7 @@ from outpace.planner.plan_columns import Bools, Floats, Ints
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a block: which plans have it, its mode, and which gather the next one."""
+    """Position of a block: which plans have it, its mode, and which plans gather the next block."""
 
     present: Bools
     mode: BlockMode
@@ -113,7 +113,7 @@ def _add_block(
     here.free("unsharded", made)
     here.free("communication", reduced)
     here.allocate("communication", sent_now)
-    here.free("communication", made)  # the block's own gradients
+    here.free("communication", made)  # the block's gradients
     kept = np.where(sharding.gathers, s.weight * setup.elements, 0.0)
     kept = kept * sharding.expert_factor / sharding.shards
     # Until they are on the host, reduced gradients exist in addition to the unreduced ones.

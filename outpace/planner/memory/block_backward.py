@@ -159,8 +159,7 @@ def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 def flash_workspace_bytes(
     one: AttentionShape, columns: PlanBatch, seq_len: int, queries: Floats
 ) -> Floats:
-    """Return the bytes of FlashAttention's fp32 sums of query gradients (Dao, arXiv 2307.08691,
-    §3).
+    """Return the bytes of FlashAttention's fp32 query gradients (Dao, arXiv 2307.08691, §3).
 
     This includes gradients of keys and values for each of the `queries` (bytes) that share them.
     """

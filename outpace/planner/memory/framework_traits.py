@@ -1,7 +1,7 @@
 """Traits of trainers that affect memory with any plan: outpace, Megatron-LM, Lightning's FSDP.
 
-The memory formula knows a plan by its axes and options. How a program implements them is recorded
-here, each trait with its source.
+The memory formula gets a plan's axes and options. How a program implements these is recorded here,
+each trait with its source.
 """
 
 from dataclasses import dataclass, replace

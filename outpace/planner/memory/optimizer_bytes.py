@@ -1,4 +1,4 @@
-"""Bytes that an optimizer stores per parameter, and how much it updates at once."""
+"""Bytes that an optimizer stores per parameter, and how many values it updates together."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LEAST_BLOCK = 32
 MASTER_PIECE_BYTES = 256 << 20
 # The maximum number of values that are updated as one tensor; on a CPU, as many as its caches hold.
 JOINED_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
-FEW_VALUES = 1 << 15  # that take little memory in any model
+FEW_VALUES = 1 << 15  # small parameters, which take little memory in any model
 # Maximum number of values of a parameter whose random numbers for rounding come from a counter
 # (`random_words`), where a few operators serve many parameters. Larger parameters use a generator
 # each, whose kernel makes a single pass.

@@ -59,8 +59,7 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add fp32 gradients for fp16's loss scale, one by one, on the ranks that have the master
-    weights.
+    """Add fp32 gradients for fp16's loss scale, one by one, on ranks with master weights.
 
     They replace those in 16 bits, except views of buffers, which stay.
     """

@@ -119,7 +119,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     layers = _layers(question, c, sizes)
     elements = mean([one.elements for one in layers], outline.stacks)
     matrices = mean([one.matrices for one in layers], outline.stacks)
-    # Peaks are those of blocks of the stack that saves the most, whatever the plan.
+    # Peaks are those of blocks of the stack that saves the most, regardless of the plan.
     widest = max(range(len(layers)), key=lambda i: _width(outline.stacks[i]))
     sharding = _sharding(question, c, sizes, elements)
     splits_stream = (c.tp > 1) & c.sequence_parallel

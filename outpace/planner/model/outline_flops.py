@@ -15,9 +15,9 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    A matmul has 2·m·n·k. Attention counts all keys (within a window, if there is one), masked or
-    not. Experts count only for the tokens that use them, plus the router. Stacks with a fixed
-    length keep it. A decoder's cross-attention reads the encoder's output.
+    A matmul takes 2·m·n·k FLOPs. Attention counts all keys (within a window, if there is one),
+    masked or not. Experts count only for the tokens that use them, plus the router. Stacks with a
+    fixed length keep it. A decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:

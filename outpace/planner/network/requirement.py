@@ -85,8 +85,8 @@ def _is_pcie(link: Network) -> bool:
 def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
     """Return the networks with which communication costs each plan no more than the tolerance.
 
-    Device links are judged with an infinitely fast network between nodes. Raises BadInputError for
-    plans whose traffic is unknown or that do not divide the batch.
+    Device links are compared with an infinitely fast network between nodes. Raises BadInputError
+    for plans whose traffic is unknown or that do not divide the batch.
     """
     steps = NetworkSteps(asked, entries)
     node, device = steps.node_costs(), steps.device_costs()

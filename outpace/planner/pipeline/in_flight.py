@@ -1,8 +1,8 @@
 """Number of micro-batches whose activations a pipeline's ranks keep, from its schedule.
 
 A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
-gradients exist, it keeps most at the end of the warm-up; later, with all gradients allocated, it
-keeps the same or less. Both are returned, since either can need more memory.
+gradients exist, it keeps the most at the end of the warm-up; later, with all gradients allocated,
+it keeps at most as much. Both are returned, since either can need more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations. In a schedule that splits some backwards, a whole one is two."""
+    """Yield a rank's operations. If a schedule splits some backwards, a whole one counts as two."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

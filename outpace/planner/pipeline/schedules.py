@@ -75,7 +75,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
 
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order forwards until the first backward is ready, then a backward and a forward in turn.
+    """Order forwards until the first backward is ready, then alternate backwards and forwards.
 
     Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
     """
@@ -107,7 +107,7 @@ def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order all micro-batches on each of a rank's stages in turn, then backwards in reverse.
+    """Order all micro-batches on one of a rank's stages after the other, then backwards in reverse.
 
     Lamy-Poirier, arXiv 2211.05953, §3.
     """
@@ -144,7 +144,7 @@ def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Place
 def _in_turn(
     forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
 ) -> list[Action]:
-    """Return `ahead` forwards, then forwards and backwards in turn, then the rest.
+    """Return `ahead` forwards, then alternating forwards and backwards, then the rest.
 
     `put_off`: each backward computes only gradients of inputs; the weights' part follows that many
     backwards later.
@@ -162,7 +162,7 @@ def _in_turn(
 
 
 class _Writer:
-    """Builds the order of a rank that has two stages: 0 is the earlier, 1 the later.
+    """Builder of the order of a rank that has two stages: 0 is the earlier, 1 the later.
 
     An action is a letter and a stage. "F0" is stage 0's next forward, "B0" its next backward, and
     "I0" only the part of that backward that computes the inputs' gradients. "W0" computes the

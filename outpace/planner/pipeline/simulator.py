@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule, action by action: when ranks work and how long they wait.
+"""Simulation of a pipeline schedule, action by action, with the times that ranks work and wait.
 
 Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
 are available: a forward needs the previous stage's forward, a backward the next stage's backward

@@ -1,12 +1,13 @@
 """Choice among plans that are about as fast: the simplest with free memory, and the leanest.
 
-The estimates of two plans on one machine share most of their error, but each may have its own error
-of 2 %. Below that, the plan that an expert would run comes first: without an unnecessary axis or
-schedule, and with free memory. A plan that offloads at all or more than others, or that fills a
-device's memory, must be more than 10 % faster. Offloading puts load on a host that all devices of a
-node share, and no published step uses it. The median error of estimated memory is 2 to 5 %, but it
-is larger in some cases: a quarter or more of the plans that are estimated to need more than
-`CROWDED` of a device's memory do not run. So a plan that leaves memory free may take even longer.
+The estimates of two plans on one machine share most of their error, but each may have an additional
+error of 2 %. If plans differ by less, the plan that an expert would run comes first: without an
+unnecessary axis or schedule, and with free memory. A plan that offloads at all or more than others,
+or that fills a device's memory, must be more than 10 % faster. Offloading puts load on a host that
+all devices of a node share, and no published step uses it. The median error of estimated memory is
+2 to 5 %, but it is larger in some cases: a quarter or more of the plans that are estimated to need
+more than `CROWDED` of a device's memory do not run. So a plan that leaves memory free may take even
+longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ _TIGHT = 2  # added cost of a plan that uses more than ROOMY
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # expanded together; with fewer, calls take most of the time
 _FEW_LAYOUTS = 512
-_PIECE = 256  # plans whose memory is estimated first; each later piece is twice as large
+_PIECE = 256  # number of plans whose memory is estimated first; each later piece is twice as large
 
 Estimates = Callable[[PlanBatch], Floats]
 _Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan

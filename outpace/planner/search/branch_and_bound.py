@@ -157,12 +157,12 @@ def find_alternatives(
     nothing and do not crowd memory; all that offload nothing (then, plans that leave memory free
     and take at most `WIDE` times as long are preferred); the same with one thing offloaded, then
     with two. It is about as fast as the fastest of its group, and within the same limit. The
-    fastest of all replaces it if that offloads no more, does not crowd memory, and is simple enough
-    to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the leanest
-    offloads nothing. If all plans that are about as fast fill a device's memory, the leanest is the
-    fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors` are lower
-    bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are those of
-    the search.
+    fastest of all replaces it if the fastest offloads no more, does not crowd memory, and is simple
+    enough to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the
+    leanest offloads nothing. If all plans that are about as fast fill a device's memory, the
+    leanest is the fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors`
+    are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are
+    those of the search.
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -296,7 +296,7 @@ def fastest_accepted(
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
     asked = _Acceptance(accepts, wanted.seq_len)
-    # A layout that is not accepted is not accepted with any options.
+    # A layout that is not accepted is not accepted with any options, either.
     plain = plain.select(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
@@ -424,7 +424,7 @@ def _family(
     memory_bytes: float,
     count: int,
 ) -> Iterator[PlanBatch]:
-    """Yield one family's layouts, cheapest first: those that can be among the `count` best kinds.
+    """Yield one family's layouts that can be among the `count` best kinds, cheapest first.
 
     For kinds already found, only layouts that may be faster are considered. Times are estimated
     before bytes, which take longer; if none of the first layouts fit, permanent bytes are computed

@@ -13,8 +13,7 @@ Needs = Callable[[PlanBatch], Floats]
 
 
 def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
-    """Return a version of `needs` that looks each plan up in `known` first, and adds new ones to
-    it.
+    """Return a version of `needs` that caches its results in `known`.
 
     The search has already computed the memory of most plans among which it picks alternatives.
     """
@@ -31,7 +30,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
 
 
 def _keys(columns: PlanBatch) -> list[bytes]:
-    """Return a key of bytes per plan. Adapters are left out, since a search has only one kind."""
+    """Return a byte string per plan as key, without adapters, which are the same in a search."""
     values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
     numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]
     rows = np.ascontiguousarray(np.concatenate(numbers, axis=1))

@@ -86,7 +86,7 @@ class Adapters:
 
 
 def adapter_matmuls(settings: AdapterSettings, outline: Outline) -> Adapters:
-    """Return a plan's adapters, grouped by the matmuls that their matrices belong to."""
+    """Return a plan's adapters, grouped by the matmuls to which their matrices belong."""
     targets = {}
     for name, parts in _MATMULS.items():
         joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]

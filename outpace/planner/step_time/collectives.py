@@ -72,7 +72,7 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
 def _beside_parts_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return the time that `parts` of attention, each for one rank's keys, leave exposed."""
+    """Return the time that `parts` of attention, each for one rank's keys, do not hide."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
@@ -111,8 +111,7 @@ def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Flo
 
 
 def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
-    """Return bytes per number to merge a part into outputs, queries' gradients, and keys'
-    gradients.
+    """Return the bytes per number to merge a part into outputs and gradients of queries and keys.
 
     Transformer Engine's kernel reads two outputs in fp32 and writes one; gradients are counted as
     outputs. outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written), as
@@ -253,7 +252,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
 
 
 def _pieces(setup: StepTimeSetup) -> Floats:
-    """Return how many collectives gather parameters and sum gradients: by block or parameter.
+    """Return how many collectives gather parameters and sum gradients: one per block or parameter.
 
     Each takes its latency, which grows with the ranks.
     """
@@ -269,7 +268,7 @@ def _pieces(setup: StepTimeSetup) -> Floats:
 
 
 def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
-    """Return the time that the passes of one micro-batch leave exposed, by ZeRO level."""
+    """Return the exposed time next to the passes of one micro-batch, by ZeRO level."""
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
     # The micro-batches of a pipeline share gathers and reductions.

@@ -114,7 +114,7 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s)).seconds,
         loading_s=nothing,
     )
-    # The time by which the host is ahead of the GPU when it reaches the optimizer.
+    # How far the host is ahead of the GPU when it reaches the optimizer.
     ahead_s = np.maximum(found.step_s - _mean_s(setup, passes, "host_s"), 0.0)
     found = replace(found, optimizer_s=optimizer_step_s(setup, ahead_s))
     return replace(found, loading_s=_loading_s(setup, found.step_s))

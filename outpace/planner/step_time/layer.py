@@ -131,9 +131,9 @@ _PADDED_TO = 64
 # 9.19 on H200, 633 TFLOP/s at 2,048 keys and 702 at 16,384; causal 484 and 673
 # (NVIDIA/cudnn-frontend 3929da2).
 _WHOLE = 0.25
-# How often the eager loss moves a logit's bytes, and 4 bytes: it finds the maximum, makes an fp32
-# copy and its softmax, and multiplies by the mask. Compiled, 16-bit logits are read once in the
-# forward, and read and written once in the backward.
+# How many times the eager loss moves a logit's bytes, and 4 bytes: it finds the maximum, makes an
+# fp32 copy and its softmax, and multiplies by the mask. Compiled, 16-bit logits are read once in
+# the forward, and read and written once in the backward.
 _EAGER_LOSS = (3, 6)
 # Bytes per output number of an expert to which Megatron-Core adds a bias (d98e8a64,
 # transformer/moe/experts.py, _apply_bias). Forward: bias times the router's fp32 weight (4
@@ -492,7 +492,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return how many keys a query has scores for; on a GPU, a window consists of whole blocks."""
+    """Return how many keys each query has scores for; on a GPU, windows are whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -715,7 +715,7 @@ def head(
 ) -> EndsTime:
     """Return the times of the head with the loss, and the number of operators in each direction.
 
-    `outpace_loss`: on a GPU, computed by `nn.head_loss` rather than as other programs do.
+    `outpace_loss`: on a GPU, the loss is `nn.head_loss` rather than that of other programs.
     """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
@@ -752,10 +752,9 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Return the time before the layers: lookups, gradients added to a table of zeros, and matmuls
-    (which embed patches, for example).
+    """Return the time before the layers: lookups, gradients added to a table of zeros, matmuls.
 
-    Also return the number of operators in each direction.
+    Matmuls embed patches, for example. Also return the number of operators in each direction.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

@@ -42,10 +42,10 @@ def optimizer_s(
 
     `stepped` are the parameters that a rank updates.
 
-    Operators run while the host launches the next, and the slower of the two determines the time.
-    `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace, whose
-    host does not wait for the device within a step; other programs read the loss or the norm. Muon
-    adds the matmuls of its iteration, and gathers its matrices.
+    An operator runs while the host launches the next one, and the slower of the two determines the
+    time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
+    whose host does not wait for the device within a step; other programs read the loss or the norm.
+    Muon adds the matmuls of its iteration, and gathers its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)

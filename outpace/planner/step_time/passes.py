@@ -234,7 +234,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
 
 
 def _is_alone(setup: StepTimeSetup) -> bool:
-    """Return whether the device is its own host, or its host waits for every kernel."""
+    """Return whether the device is the host itself, or the host waits for every kernel."""
     return setup.device.kind == "cpu" or setup.question.stack.blocks_launches
 
 
@@ -247,7 +247,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     """Return one sum of a layer's output over the ranks of tp, and its parts.
 
     With sequence parallelism, it is an all-gather and a reduce-scatter of the same total bytes
-    (Korthikanti et al., arXiv 2205.05198, §4.2); what is gathered may have been cast to 8 bits.
+    (Korthikanti et al., arXiv 2205.05198, §4.2); the gathered tensor may have been cast to 8 bits.
     """
     c, fabric = setup.columns, setup.fabric
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item

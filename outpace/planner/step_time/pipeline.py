@@ -34,7 +34,7 @@ class PipelineTime:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one plan's pipeline: seconds of a micro-batch on each, and between two.
+    """Stages of one plan's pipeline: seconds of a micro-batch on each stage and between stages.
 
     `posted_s` is the host's time to launch a step's collectives.
     """

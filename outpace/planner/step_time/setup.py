@@ -24,12 +24,12 @@ class StepTimeQuestion:
     """A model on a machine, and the attention kernel that it uses.
 
     `loader_tokens_per_s` is the rate at which a node loads data while computing. `other_program`:
-    the trainer is not outpace. If it shards parameters, its residual stream has 16 bits whatever
-    the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas outpace's is
-    fp32 under autocast; its loss is computed eagerly, for a vocabulary that is not padded. `stack`
-    is the software that trains. `adapters` are trained on frozen weights, if the plans do not say
-    which. `uneven`: some experts get most of the tokens, as from trained routers (a power law of
-    1.2); otherwise, all get the same number.
+    the trainer is not outpace. If it shards parameters, its residual stream has 16 bits, regardless
+    of the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas outpace's
+    is fp32 under autocast; its loss is computed eagerly, for a vocabulary that is not padded.
+    `stack` is the software that trains. `adapters` are trained on frozen weights, if the plans do
+    not say which. `uneven`: some experts get most of the tokens, as from trained routers (a power
+    law of 1.2); otherwise, all get the same number.
     """
 
     outline: Outline
@@ -85,7 +85,7 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class StepTimeSetup:
-    """Values of all plans at once, one entry each.
+    """Values of all plans together, one entry each.
 
     `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of the values on
     which a layer's time depends, and `cell` is the index of each plan's combination. `tokens` is

@@ -58,8 +58,7 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """Return a case of a collective of about `size` bytes, on all groups of an axis at the same
-    time.
+    """Return a case of a collective of about `size` bytes, with all groups of an axis in parallel.
 
     Its check has the same result on all ranks: if it fails on one rank, all ranks report the error.
     """

@@ -4,7 +4,7 @@ from outpace.records.finding import Finding, Severity, Slowdown
 
 
 class UnknownFactError(Exception):
-    """Error: a check lacks a fact. The message says which one, and how to get it."""
+    """Raised if a check lacks a fact. The message says which one, and how to get it."""
 
 
 def make_finding(
@@ -15,7 +15,7 @@ def make_finding(
 
 
 def times(low: float, high: float, of: str, source: str) -> Slowdown | None:
-    """Create a slowdown; None if there is none."""
+    """Create a slowdown; None if it is negligible."""
     return Slowdown(low=low, high=high, of=of, source=source) if high > 1.001 else None
 
 

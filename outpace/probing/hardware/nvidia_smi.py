@@ -29,11 +29,11 @@ _TAB = 8
 
 
 class ToolError(OutpaceError):
-    """Error: the driver's tool gives no answer, because it is missing, failed, or timed out."""
+    """Raised if the driver's tool gives no answer: it is missing, failed, or timed out."""
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
-    """Run this host's `nvidia-smi`. Raises ToolError with its message, or after a timeout."""
+    """Run this host's `nvidia-smi`. Raises ToolError with its message, also after a timeout."""
     text = run_tool([TOOL, "topo", "-m"], timeout_s)
     try:
         return parse(text, "nvidia-smi topo -m")

@@ -26,7 +26,8 @@ _TELLING = (
 )  # fmt: skip
 # Variables that differ for each launch, or that only the launcher sets.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
-# Names of variables with secrets. Addresses with a user are secret, too, since it may be a token.
+# Names of variables with secrets. Addresses that contain a user are secret, too, since the user may
+# be a token.
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASS(W|P|C|_|$)|PWD|(^|_)PW(_|$)|KEY|CRED|AUTH|COOKIE|BEARER|SIGNATURE",
     re.IGNORECASE,

@@ -160,7 +160,7 @@ def _write_tokens(
 class TextDataset(Dataset[dict[str, Tensor]]):
     """Texts that are tokenised on access, each padded or truncated to `seq_len` tokens.
 
-    `mean_tokens`: the mean number per text.
+    `mean_tokens`: the mean number of tokens per text.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _LONG = 5
 
 
 class WrongResultError(OutpaceError):
-    """Error: a timed call computed a wrong result, because of a faulty machine or library."""
+    """Raised if a timed call computed a wrong result: the machine or a library is faulty."""
 
 
 class Clock(Protocol):
@@ -85,8 +85,7 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time. `amount`: how many of the figure's unit (FLOP, bytes) a call processes; 1 for
-    "s".
+    """A call to time. `amount`: FLOP, bytes or other units that a call processes; 1 for "s".
 
     `make` returns the callable; its objects are released after a sample. `check` describes what is
     wrong with a call's result, and is called once, before anything is timed. Everything runs in the
@@ -107,8 +106,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to spend on measuring: the whole budget, unless rounds reach `most_samples` of each
-    case.
+    """Time to spend on measuring: the whole budget, or less if `most_samples` are reached.
 
     On shared machines, speed changes from one tenth of a second to the next. Many short samples are
     therefore more informative than a few long ones (docs/development/log.md). If time is short,

@@ -55,8 +55,7 @@ class Processes:
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:
-        """Return the processor time in seconds and resident bytes; None if all processes have
-        exited.
+        """Return processor time in seconds and resident bytes; None if all processes have exited.
 
         The time of an exited process counts as soon as its parent has waited for it. The bytes
         exclude shared and file-backed memory.

@@ -36,8 +36,7 @@ def find_browser(asked: str | None) -> str:
 
 
 def picture(html: str, browser: str, root: bool) -> bytes:
-    """Return a PNG of the whole page. `root`: run without Chromium's sandbox, which root cannot
-    use.
+    """Return a PNG of the whole page. `root`: without Chromium's sandbox, which fails for root.
 
     Raises BadInputError if the browser fails, or if the page is too long for one picture.
     """

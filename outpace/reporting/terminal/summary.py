@@ -33,7 +33,7 @@ def first_step_name(measurement: Measurement) -> str:
 def summary(measurement: Measurement) -> RenderableType:
     """Return losses, speed, time by part, a sample and the run's path, for 80 columns or more.
 
-    Generated text and paths are shown literally, never read as markup.
+    Generated text and paths are shown literally, never interpreted as markup.
     """
     above = Table.grid(padding=(0, 4))
     above.add_row(_losses(measurement), _speed(measurement))

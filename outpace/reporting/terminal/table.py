@@ -15,8 +15,7 @@ _MOST_BESIDE = 4  # with more names, each has a row, which is easier to compare
 
 
 class NarrowTable:
-    """A table with a row per name. Columns that do not fit are moved to tables below, or are left
-    out.
+    """A table with a row per name. Columns that do not fit are moved below, or left out.
 
     Up to four names get a column each instead, if everything then fits in one table. `figures`:
     cells by column, the most important columns first. `left_out`: the note about columns that are
