@@ -31,7 +31,7 @@ class Telemetry:
             self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
 
     def since(self) -> dict[str, Any] | None:
-        """Return the lowest, median and highest value of each since the last call."""
+        """Return each quantity's lowest, median and highest value since the last call."""
         if self._process is None:
             return None
         text = self._path.read_text()

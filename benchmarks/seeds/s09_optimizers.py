@@ -3,7 +3,7 @@
     python benchmarks/seeds/s09_optimizers.py            # records results/seeds_optimizers.json
     python benchmarks/seeds/s09_optimizers.py --quick    # small; records nothing
 
-AdamW's three forms run a step in turn, over 2,000 small tensors and over a model's
+AdamW's three forms run a step in turn, over 2,000 small tensors and over those of a model
 (benchmarks/optimizers.py has all optimizers).
 """
 

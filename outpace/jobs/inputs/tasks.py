@@ -125,8 +125,8 @@ class TaskModel:
         """Raise BadInputError for a tokenizer with tokens that the model lacks."""
         if self.vocab is not None and tokenizer.vocab_size > self.vocab:
             raise BadInputError(
-                f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model "
-                f"{self.vocab}. Use a model with a vocabulary at least as large, or another "
+                f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model's has "
+                f"only {self.vocab}. Use a model with a vocabulary at least as large, or another "
                 "tokenizer."
             )
 
