@@ -92,7 +92,7 @@ class Residual(nn.Module):
 
 
 def kinds(rows: int) -> dict[str, tuple[str, nn.Module, tuple[int, ...]]]:
-    """Return by name: the kind, the module, and the shape of its input."""
+    """Return, by name, each kind with its module and the shape of its input."""
     tokens = (rows, WIDTH)
     heads = (rows // 256, HEADS, 256, WIDTH // HEADS)
     image = (rows // 256, 64, 32, 32)

@@ -604,7 +604,7 @@ def _products(row: Row) -> Iterator[Plan | None]:
 
 
 def _micro_batches(row: Row, share: int, pp: int) -> Sequence[int]:
-    """Return the sizes to try of a rank's `share` of samples.
+    """Return the micro-batches to try for a rank's `share` of samples.
 
     torchtitan has as many micro-batches as a pipeline has ranks, by default (pytorch/torchtitan
     9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule; since 2025-01-07, 90567fc98,

@@ -26,7 +26,7 @@ def count(row: Row) -> int:
 
 
 def linear(table: Sequence[Row]) -> dict[str, Any]:
-    """Return how far further micro-batch counts are off the line through the first two."""
+    """Return how far other numbers of micro-batches are off the line through the first two."""
     names = ("layers", "hidden", "heads", "tp", "pp", "dp", "micro_batch")
     alike: defaultdict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for row in table:

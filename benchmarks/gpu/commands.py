@@ -127,7 +127,7 @@ def _first_step(check: Check, shape: Shape, name: str, flag: str, cache: Path) -
 
 
 def micro_batch(check: Check) -> None:
-    """Compare `--micro-batch auto` with the same run given the number, from outside."""
+    """Compare `--micro-batch auto` with a run that is given the same number, from outside."""
     seq_len, steps = ("32", "4") if check.small else ("256", "8")
     times = {}
     for name, size in (("number", "8"), ("auto", "auto")):

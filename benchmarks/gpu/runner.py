@@ -2,7 +2,8 @@
 
 The parent imports torch, transformers and outpace once and never uses the GPU, so sections are
 forked from it within milliseconds, and each starts with a separate CUDA context. A section that
-hangs is ended, and one that crashes affects no other; rows that they have written count.
+hangs is ended, and one that crashes affects no other; rows that they have already written still
+count.
 """
 
 import faulthandler

@@ -39,10 +39,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment; `predict` and `measure` get whether to be quick.
+    """An experiment; `predict` and `measure` are told whether to be quick.
 
     `instead`: what is measured in place of what this machine cannot do, and why. `worker` runs a
-    rank of the experiment's own jobs, and gets the output file and whether to be quick.
+    rank of the experiment's own jobs, and is given the output file and whether to be quick.
     """
 
     name: str

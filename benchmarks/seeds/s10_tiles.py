@@ -68,7 +68,7 @@ def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Measure the seconds of each size, the steps that they show, and heads next to GPT-2's."""
+    """Measure each size's seconds and the jumps between sizes, and heads next to GPT-2's."""
     import torch
 
     from outpace.probing.compute.tile_detection import find_tile
