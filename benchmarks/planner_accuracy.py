@@ -469,7 +469,7 @@ def main() -> None:
 
 
 def record_kinds(known: Mapping[str, Predicted] | None = None) -> None:
-    """Score all rows of the project by kind, and save that. `known` are already predicted."""
+    """Score all rows of the project by kind, and save that. `known`: rows predicted before."""
     found = known or {}
     board = score_board.score(
         published.rows(*published.ALL), lambda row: found.get(row.id) or predict(row)

@@ -38,7 +38,7 @@ def formula(ranks: int, microbatches: int) -> float:
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Return the share of passes in a device's time, with one batch in more and more parts."""
+    """Return the share of a device's time that passes take, by the number of parts of a batch."""
     from predictions import model, step
 
     found = {}
