@@ -28,7 +28,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Predict the seconds of an optimizer's step on the device: bytes, and launches."""
+    """Predict the seconds of an optimizer's step on the device."""
     from predictions import model, step
 
     from outpace.planner.model.outline import outline

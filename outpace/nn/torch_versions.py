@@ -1,7 +1,7 @@
 """Differences between the versions of torch that outpace runs on, 2.11 to 2.15.
 
 Each function behaves as on the newest torch, or reports that a version cannot. No other module
-checks torch's version or whether it has an attribute; `tests/nn/test_torch_versions.py` makes sure.
+checks torch's version or whether it has an attribute (see `tests/nn/test_torch_versions.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -290,9 +290,9 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.precision in WEIGHTS or plan.precision == "fp8":
         raise BadInputError(
-            f"parallelize lays out the module as it is, so precision {plan.precision} must "
-            "already be in it. Convert the module first (module.bfloat16(), torchao's float8) and "
-            "pass precision fp32, or use outpace train."
+            f"parallelize does not convert the module to precision {plan.precision}. Convert it "
+            "first (module.bfloat16(), torchao's float8) and pass precision fp32, or use outpace "
+            "train."
         )
     if plan.optimizer_in_backward:
         raise BadInputError(

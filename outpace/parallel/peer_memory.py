@@ -248,8 +248,8 @@ class PeerMemoryGroup:
     def _move(self) -> dict[int, int]:
         """Tell other ranks that this one has made the next step, and wait until all have.
 
-        Returns the kinds of their collectives; after the last step, these may already be the next
-        ones.
+        Returns the kinds of their collectives; after the last step, a rank may already be in the
+        next one.
         """
         kinds = {}
         self._notice.moves += 1
