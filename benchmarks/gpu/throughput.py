@@ -228,7 +228,7 @@ def lora_1b(check: Check) -> None:
 
 
 def large_llama(check: Check) -> None:
-    """Measure Llama-3.2-1B, 8 × 2,048; an H100 does not hold both at the same time."""
+    """Measure Llama-3.2-1B, 8 × 2,048; an H100 cannot hold both trainers' state at once."""
     shape = shape_of(check, "llama-3.2-1b batch 8")
     side_by_side(check, shape, True, _compiled(check), in_turn=False)
 

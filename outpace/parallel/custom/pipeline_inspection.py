@@ -392,7 +392,7 @@ class PipelineInspection:
         return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
-        """Give each stage its own copy of buffers outside of blocks that change.
+        """Give each stage its own copies of those buffers outside of blocks that change.
 
         The last stage's copies are valid, because it computes everything outside of blocks with
         real parameters, whereas middle stages have NaN parameters there.
