@@ -448,7 +448,7 @@ def _describe(error: Exception) -> str:
 
 
 def _means(*totals: Tensor) -> list[float]:
-    """Return the mean losses for sums and counts."""
+    """Return the mean losses from sums and counts."""
     return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
 
 

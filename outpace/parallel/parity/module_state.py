@@ -292,7 +292,7 @@ def _find_undo(
 
 
 def _children_of(value: Any) -> Iterable[Any]:
-    """Return the attributes or entries of a value, which may change."""
+    """Return the attributes or entries of a value."""
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
