@@ -51,7 +51,7 @@ class Framework:
 
     @property
     def software(self) -> SoftwareStack:
-        """Return how it trains, by its stack."""
+        """Return the program's traits that affect training."""
         return STACKS[_SOFTWARE.get(self.stack, "megatron-lm")]
 
     def traits(self, precision: str) -> FrameworkTraits:

@@ -150,8 +150,8 @@ def verify(
         if plan.optimizer not in EXACT:
             raise BadInputError(
                 f"optimizer {plan.optimizer} rounds its states or updates, and different plans "
-                f"round differently. Verify the plan with optimizer {join_or(EXACT)}; how far it "
-                "trains from AdamW is in docs/concepts/optimizers.md."
+                f"round differently. Verify the plan with optimizer {join_or(EXACT)}; "
+                "docs/concepts/optimizers.md compares the losses of optimizers."
             )
     expected = {}
     verdicts = []
