@@ -1,7 +1,7 @@
 """Exclusion of code from torch.compile without loading the compiler, which takes a second.
 
 Parts of torch ask the compiler to skip some of their methods, which has no effect if nothing is
-compiled. Here, they do without it.
+compiled. Here, nothing asks the compiler.
 """
 
 import sys

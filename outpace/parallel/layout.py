@@ -186,9 +186,7 @@ class Layout:
     def plain_draws(self) -> PlainDraws | None:
         """Return seeds that let a plain module draw what the stages draw in the next step.
 
-        Collective.
-
-        None if that is unnecessary, since each rank has its own samples, or impossible.
+        None if that is unnecessary, since each rank has its own samples, or impossible. Collective.
         """
         return None
 

@@ -75,7 +75,7 @@ class PipelineInspection:
             for name, part in stage.modules_of(stage.mine).items()
             if part._buffers
         ]
-        # Buffers outside of blocks that change; the last stage's values are kept.
+        # Changing buffers outside of blocks; the last stage's values are kept.
         self.buffers: tuple[str, ...] = ()
         self.loss_dtype = torch.float32
 
@@ -392,7 +392,7 @@ class PipelineInspection:
         return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
-        """Give each stage its own copies of those buffers outside of blocks that change.
+        """Give each stage its own copies of changing buffers outside of blocks.
 
         The last stage's copies are valid, because it computes everything outside of blocks with
         real parameters, whereas middle stages have NaN parameters there.
@@ -425,7 +425,7 @@ class PipelineInspection:
     def settle_buffers(self) -> None:
         """Copy the buffers of this rank's stages to its model after a step.
 
-        Buffers outside of blocks that change get the last stage's values on all ranks.
+        Changing buffers outside of blocks get the last stage's values on all ranks.
         """
         for held, running in self._holders:
             for name, buffer in running._buffers.items():

@@ -222,7 +222,7 @@ class CustomStage(nn.Module):
         """Run the stage with the random numbers that all stages draw in inspections.
 
         The message has all values that blocks store. Also returns the keys of earlier stages'
-        values that this stage reads, and of buffers outside of blocks that change.
+        values that this stage reads, and of changing buffers outside of blocks.
         """
         reads, rest, places = ReadLog(), self._rest(), self._places()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))

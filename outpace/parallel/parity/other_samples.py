@@ -73,9 +73,8 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
     """Send bytes to the previous rank; return the bytes, of these sizes, from the next one.
-    Collective.
 
-    In this way, no rank holds the samples of all ranks.
+    In this way, no rank holds the samples of all ranks. Collective.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
