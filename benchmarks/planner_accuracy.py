@@ -42,6 +42,7 @@ from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.explain.titles import title
 from outpace.planner.memory import peak as memory
 from outpace.planner.memory.framework_traits import LIGHTNING_FSDP
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan import plans
 from outpace.planner.plan_columns import OPTIMIZERS, of_plans
@@ -103,8 +104,9 @@ def predict(row: Row) -> Predicted:
     if len(found) > 1:
         room = question.device.memory_bytes or math.inf
         held = published.columns(row, found, question.outline.layers, times=False)
-        needs = memory.reserved_bytes(question.outline, question.seq_len, held,
-                                      traits=published.traits(row))  # fmt: skip
+        needs = memory.reserved_bytes(
+            MemoryQuestion(question.outline, question.seq_len, traits=published.traits(row)), held
+        )
         fits = needs <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
     place = int(np.argmin(step))
@@ -251,10 +253,11 @@ def predict_bytes(row: Row) -> dict[str, Any]:
     found = published.plans(row)[:1]
     columns = published.columns(row, found, question.outline.layers, times=False)
     traits, fused = published.traits(row), question.kernel != "unfused"
-    peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank=_WRITER,
-                             fused_attention=fused, traits=traits)  # fmt: skip
-    needs = memory.reserved_bytes(question.outline, question.seq_len, columns,
-                                  fused_attention=fused, traits=traits)  # fmt: skip
+    memory_question = MemoryQuestion(
+        question.outline, question.seq_len, fused_attention=fused, traits=traits
+    )
+    peak = memory.peak_bytes(memory_question, columns, rank=_WRITER)
+    needs = memory.reserved_bytes(memory_question, columns)
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     return {
         "row": row.id,
@@ -358,10 +361,11 @@ def _sharded_adapters(row: Row) -> tuple[float, float]:
     # A step of adapters allocates nothing, since their parameters are so small.
     columns = replace(columns, optimizer=np.array([OPTIMIZERS.index("adamw-fused")]))
     traits, length = LIGHTNING_FSDP, _longest(row)
-    kinds = memory.anatomy(model, length, columns, traits=traits)
+    question = MemoryQuestion(model, length, traits=traits)
+    kinds = memory.anatomy(question, columns)
     states = float(kinds["optimizer state"][0])
-    peak = memory.peak_bytes(model, length, columns, traits=traits)
-    needs = memory.reserved_bytes(model, length, columns, traits=traits)
+    peak = memory.peak_bytes(question, columns)
+    needs = memory.reserved_bytes(question, columns)
     return float(peak[0]) - states, float(needs[0]) - states
 
 

@@ -27,6 +27,7 @@ from recording import save
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.planner.memory.peak import anatomy, peak_bytes
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.pipeline.stages import representatives
 from outpace.planner.plan_columns import of_plans
@@ -223,7 +224,7 @@ def compared(case: Case) -> dict[str, Any]:
     batch = case.plan.samples_per_pass * case.plan.data_parallel * case.accumulation
     columns = of_plans([case.plan], batch, spec.layers)
     device = "cuda" if case.device == "cuda" else "cpu"
-    kinds = anatomy(outline(spec, case.model), case.seq_len, columns, device)  # type: ignore[arg-type]
+    kinds = anatomy(MemoryQuestion(outline(spec, case.model), case.seq_len, device), columns)  # type: ignore[arg-type]
     reckoned = sum(float(v[0]) for kind, v in kinds.items() if kind != "offloaded")
     return {
         "model": case.model,
@@ -256,7 +257,7 @@ def speed(plans: list[Plan], repeats: int = 5, times: int = 100) -> dict[str, An
     seconds = []
     for _ in range(repeats):
         began = time.process_time()
-        peak_bytes(described, 4096, many, "cuda")
+        peak_bytes(MemoryQuestion(described, 4096, "cuda"), many)
         seconds.append(time.process_time() - began)
     return {"plans": len(many), "processor_seconds": seconds,
             "plans_per_s": len(many) / statistics.median(seconds)}  # fmt: skip

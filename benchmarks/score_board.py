@@ -17,6 +17,7 @@ from published import Row, UnstatedError
 
 from outpace.planner.calibration.prediction_interval import LEVEL, WORLDS, QuestionKind, interval
 from outpace.planner.memory import peak as memory
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import parameters
 
 # Times of these tiny models repeat only to 29 % (data/README.md).
@@ -138,13 +139,14 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
         unjudged["rows that the planner cannot express"] += 1
         return None
     traits, fused = published.traits(row), not published.keeps_scores(row)
-    needs = memory.reserved_bytes(question.outline, question.seq_len, held,
-                                  fused_attention=fused, traits=traits)  # fmt: skip
+    memory_question = MemoryQuestion(
+        question.outline, question.seq_len, fused_attention=fused, traits=traits
+    )
+    needs = memory.reserved_bytes(memory_question, held)
     measured = row.measured_bytes
     tensors = needs
     if measured is not None:
-        tensors = memory.peak_bytes(question.outline, question.seq_len, held, traits=traits,
-                                    fused_attention=fused, rank=_rank(row))  # fmt: skip
+        tensors = memory.peak_bytes(memory_question, held, rank=_rank(row))
     reserved = any(word in row["peak_mem_kind"] for word in ("reserved", "nvidia-smi"))
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     room = question.device.memory_bytes

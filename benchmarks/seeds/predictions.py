@@ -11,6 +11,7 @@ from outpace.catalog.node_names import find_node
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
@@ -54,7 +55,9 @@ def step(
     columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
     times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}
-    needs = peak.reserved_bytes(of, seq_len, columns, fused_attention=kernel != "unfused")
+    needs = peak.reserved_bytes(
+        MemoryQuestion(of, seq_len, fused_attention=kernel != "unfused"), columns
+    )
     step_s = sum(parts.values())
     return {
         "machine": machine,

@@ -537,10 +537,7 @@ def _estimate(
     low, high, _, level = _interval(job)
     wider = spread_beyond(_extrapolations(job, to_plan(row, 0)))
     low, high = low**wider, high**wider
-    by_kind = memory.anatomy(
-        job.outline, wanted.seq_len, row, device.kind,
-        fused_attention=device.fused_attention, traits=job.traits,
-    )  # fmt: skip
+    by_kind = memory.anatomy(job.memory_question, row)
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }

@@ -10,6 +10,7 @@ from outpace.catalog.stacks import SoftwareStack
 from outpace.planner.calibration.cluster import Cluster
 from outpace.planner.memory import peak
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, PlanBatch
 from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
@@ -59,20 +60,21 @@ class PlanningProblem:
             stack=self.stack,
         )
 
+    @property
+    def memory_question(self) -> MemoryQuestion:
+        """Return the problem as the input of the memory formula."""
+        device = self.cluster.device
+        return MemoryQuestion(
+            self.outline, self.wanted.seq_len, device.kind, device.fused_attention, self.traits
+        )
+
     def required_bytes(self, columns: PlanBatch) -> Floats:
         """Return the bytes that each plan's fullest rank needs."""
-        device = self.cluster.device
-        return peak.reserved_bytes(
-            self.outline, self.wanted.seq_len, columns, device.kind,
-            fused_attention=device.fused_attention, traits=self.traits,
-        )  # fmt: skip
+        return peak.reserved_bytes(self.memory_question, columns)
 
     def least_bytes(self, columns: PlanBatch) -> Floats:
         """Return a lower bound of each plan's bytes, which is much faster to compute."""
-        return peak.least_bytes(
-            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            traits=self.traits,
-        )  # fmt: skip
+        return peak.least_bytes(self.memory_question, columns)
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
         """Return `required_bytes`, or just more than the limit if the host lacks memory to offload.
@@ -105,10 +107,7 @@ class PlanningProblem:
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
         """Return the maximum bytes that a node's ranks offload to host memory and to disks."""
-        host, disk = peak.offloaded_bytes(
-            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            traits=self.traits,
-        )  # fmt: skip
+        host, disk = peak.offloaded_bytes(self.memory_question, columns)
         ranks = np.minimum(self.cluster.fabric.per_node, columns.ranks)
         return host * ranks, disk * ranks
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import Device, MemoryQuestion
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import of_plans
 from outpace.records.errors import BadInputError
@@ -38,10 +39,11 @@ class FormulaQuestion:
     def trace(self, rank: int) -> MemoryAccount:
         """Return the formula's memory for the fullest rank, recorded as that of rank `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
-        device: peak.Device = "cpu" if self.accelerator is None else "cuda"
-        by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)
+        device: Device = "cpu" if self.accelerator is None else "cuda"
+        question = MemoryQuestion(self.outline, self.seq_len, device)
+        by_kind = peak.anatomy(question, columns)
         library = None if self.accelerator is None else peak.plan_library_bytes(self.plan)
-        reserved = peak.reserved_bytes(self.outline, self.seq_len, columns, device)
+        reserved = peak.reserved_bytes(question, columns)
         flops = 3 * forward_flops(self.outline, self.seq_len, self.global_batch)
         return MemoryAccount(
             source="estimated",

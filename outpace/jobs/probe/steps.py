@@ -11,6 +11,7 @@ from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel.rank_objects import gather_objects
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
 from outpace.probing.hardware.machine import usable_cores
@@ -89,8 +90,8 @@ def _case_or_refusal(
 def _needs(one: Reference, device: torch.device) -> float:
     """Return the bytes that a rank needs."""
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
-    model = outline(one.spec, one.name)
-    return float(peak.reserved_bytes(model, one.seq_len, columns, _kind(device))[0])
+    question = MemoryQuestion(outline(one.spec, one.name), one.seq_len, _kind(device))
+    return float(peak.reserved_bytes(question, columns)[0])
 
 
 def _room(groups: Groups, device: torch.device) -> float:

@@ -12,25 +12,12 @@ import numpy as np
 
 from outpace.planner.memory.adapter_timeline import adapter_timeline, start_timeline
 from outpace.planner.memory.adapters import set_up_adapters
-from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
-from outpace.planner.memory.setup import Device, MemoryQuestion
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.memory.step import start_timelines, step_timelines
 from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_columns import Floats, Ints, PlanBatch
 from outpace.records.memory import KINDS, Kind
-from outpace.records.outline import Outline
 from outpace.records.plan import Plan
-
-__all__ = [
-    "Device",
-    "anatomy",
-    "least_bytes",
-    "library_bytes",
-    "offloaded_bytes",
-    "peak_bytes",
-    "plan_library_bytes",
-    "reserved_bytes",
-]
 
 _MIB = 2**20
 _AT_ONCE = 4096  # plans estimated at a time
@@ -40,7 +27,7 @@ _AT_ONCE = 4096  # plans estimated at a time
 _SMALL_SEGMENT, _SEGMENT, _LEAST_LARGE, _ROUNDED = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
 # Tensors of a layer: 7 matrices with gradients and two moments, and 16 that the forward saves.
 _LARGE_BLOCKS = 7 * 4 + 16
-_LARGE_FROZEN_BLOCKS = 7 + 16  # bytes for matrices without gradients
+_LARGE_FROZEN_BLOCKS = 7 + 16  # for matrices without gradients
 # "The kernels alone take up 1.3GB of GPU memory" (Hugging Face, transformers 4.49, "Model training
 # anatomy"); less where CUDA loads them lazily.
 _CONTEXT = 1343 * _MIB
@@ -49,23 +36,12 @@ _CONTEXT = 1343 * _MIB
 _RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
 
 
-def anatomy(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device = "cuda",
-    *,
-    fused_attention: bool = True,
-    traits: FrameworkTraits = OUTPACE,
-) -> dict[Kind, Floats]:
+def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
     """Return bytes by kind at the peak of a step on the fullest rank, for every plan.
 
-    Offloaded bytes are a separate kind, not included in the sum. `fused_attention` False is for
-    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `traits`:
-    of the trainer.
+    Offloaded bytes are a separate kind, not included in the sum.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
-    question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
     best = np.zeros(len(columns))
     for rows, timeline in _timelines(question, columns, records_kinds=True):
         fuller = timeline.peak > best[rows]
@@ -77,38 +53,22 @@ def anatomy(
 
 
 def peak_bytes(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device = "cuda",
-    *,
-    fused_attention: bool = True,
-    traits: FrameworkTraits = OUTPACE,
-    rank: Literal["fullest", "last"] = "fullest",
+    question: MemoryQuestion, columns: PlanBatch, rank: Literal["fullest", "last"] = "fullest"
 ) -> Floats:
     """Return the peak bytes of tensors on the fullest rank, or on the last one, for every plan."""
     peak = np.zeros(len(columns))
-    question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
     for rows, timeline in _timelines(question, columns, only_last=rank == "last"):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
     return peak
 
 
-def offloaded_bytes(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device = "cuda",
-    *,
-    traits: FrameworkTraits = OUTPACE,
-) -> tuple[Floats, Floats]:
+def offloaded_bytes(question: MemoryQuestion, columns: PlanBatch) -> tuple[Floats, Floats]:
     """Return the bytes that a rank stores in host memory and on disk, each at its peak.
 
     Host memory peaks at the end of the forward, with all activations, or at the end of the
     backward, with gradients of offloaded weights. This need not coincide with the device's peak.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
-    question = MemoryQuestion(outline, seq_len, device, traits=traits)
     for rows, timeline in _timelines(question, columns):
         host[rows] = np.maximum(host[rows], timeline.host_peak)
         disk[rows] = np.maximum(disk[rows], timeline.disk_peak)
@@ -164,50 +124,36 @@ def _parts(columns: PlanBatch) -> Iterator[Ints]:
                 yield rows[begin : begin + _AT_ONCE]
 
 
-def reserved_bytes(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device = "cuda",
-    *,
-    fused_attention: bool = True,
-    traits: FrameworkTraits = OUTPACE,
-) -> Floats:
+def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers. These
     three are bounds by the rules of docs/concepts/memory-model.md, not measurements: for unused
     parts of segments, for kernels and context, and for ring buffers of each group of ranks. On a
     CPU, the result is `peak_bytes`.
     """
-    peak = peak_bytes(
-        outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits
-    )
-    return peak if device == "cpu" else _reserve(outline, columns, peak)
+    return _reserve(question, columns, peak_bytes(question, columns))
 
 
-def least_bytes(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device = "cuda",
-    *,
-    traits: FrameworkTraits = OUTPACE,
-) -> Floats:
+def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     """Return a lower bound of the bytes that a device needs: `reserved_bytes` of permanent tensors.
 
     It is a lower bound because `reserved_bytes` is the maximum over several moments, including this
     one.
     """
     peak = np.zeros(len(columns))
-    question = MemoryQuestion(outline, seq_len, device, traits=traits)
     for rows, timeline in _start_timelines(question, columns):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
-    return peak if device == "cpu" else _reserve(outline, columns, peak)
+    return _reserve(question, columns, peak)
 
 
-def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
-    """Return the reserved bytes: tensors with segments, the context, and buffers of collectives."""
+def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floats:
+    """Return the reserved bytes: tensors with segments, the context, and buffers of collectives.
+
+    On a CPU, these are only the tensors.
+    """
+    if question.device == "cpu":
+        return peak
     blocks = _LARGE_BLOCKS if columns.common_adapters is None else _LARGE_FROZEN_BLOCKS
-    large = np.minimum(blocks * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
+    large = np.minimum(blocks * question.outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
     lost = _SMALL_SEGMENT + _SEGMENT + large * _ROUNDED / 2
     return peak + lost + library_bytes(columns)
 

@@ -180,21 +180,14 @@ def layer(
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
     # Dropout saves a mask: a byte per value on CUDA, a factor in their dtype on a CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
-    # LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. For
-    # distributed tensors, torch computes RMSNorm by several operators. These also save the
-    # normalised values before scaling, for the scale's gradient; in 16 bits, they save the input in
-    # fp32 instead of the residual stream's dtype.
-    numbers = 2 if stack.norm_bias else 1
-    composed = (columns.tp > 1) & (not stack.norm_bias)
+    composed = _composes_norms(stack, columns)
     wide = np.maximum(sizes.stream, FP32)
-    norm = numbers * FP32 * sizes.part / sizes.hidden
-    norm = norm + np.where(composed, sizes.part * (wide + wide - sizes.stream), 0.0)
     return Layer(
         norms=stack.norms,
         composed=composed,
         gated=gated,
         residual=sizes.part * sizes.stream,
-        norm=norm,
+        norm=_norm_bytes(stack, columns, sizes),
         scaled=sizes.part * np.where(composed, wide, sizes.stream),
         input=(sizes.part if traits.regathers_inputs else sizes.whole) * item,
         output=sizes.whole * item,
@@ -214,6 +207,27 @@ def layer(
         down=down,
         largest=_largest(stack, parts, cut, columns),
     )
+
+
+def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
+    """Return whether torch composes norms of single operators: RMSNorm of distributed tensors."""
+    found: Bools = (columns.tp > 1) & (not stack.norm_bias)
+    return found
+
+
+def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
+    """Return the bytes that a norm saves besides its input.
+
+    LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. Composed of
+    single operators, RMSNorm also saves the normalised values before scaling, for the scale's
+    gradient; in 16 bits, it saves the input in fp32 instead of the residual stream's dtype.
+    """
+    numbers = 2 if stack.norm_bias else 1
+    wide = np.maximum(sizes.stream, FP32)
+    composed = _composes_norms(stack, columns)
+    apart = np.where(composed, sizes.part * (wide + wide - sizes.stream), 0.0)
+    found: Floats = numbers * FP32 * sizes.part / sizes.hidden + apart
+    return found
 
 
 def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:

@@ -21,7 +21,11 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Model, kind of device, and memory traits of the trainer."""
+    """Model, kind of device, and memory traits of the trainer.
+
+    `fused_attention` False is for attention that keeps its scores, as in Korthikanti et al., arXiv
+    2205.05198, eq. 1.
+    """
 
     outline: Outline
     seq_len: int

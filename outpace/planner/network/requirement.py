@@ -17,6 +17,7 @@ from outpace.planner.communication.flows import Flow, Part, Where, flows
 from outpace.planner.communication.node_placement import Crossing, place_flow
 from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.plan_columns import Floats, PlanBatch, of_plans
 from outpace.planner.step_time.estimate import estimate, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
@@ -66,9 +67,8 @@ class NetworkProblem:
         device = self.cluster.device
         if device.memory_bytes is None:
             return [None] * len(columns)
-        needed = peak.reserved_bytes(
-            self.outline, self.seq_len, columns, device.kind, fused_attention=device.fused_attention
-        )
+        question = MemoryQuestion(self.outline, self.seq_len, device.kind, device.fused_attention)
+        needed = peak.reserved_bytes(question, columns)
         found: list[bool | None] = (needed <= device.memory_bytes).tolist()
         return found
 
@@ -91,7 +91,8 @@ def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> lis
     steps = NetworkSteps(asked, entries)
     node, device = steps.node_costs(), steps.device_costs()
     least_node, least_device = steps.least_node(), steps.least_device()
-    anatomy = peak.anatomy(asked.outline, asked.seq_len, steps.columns, asked.cluster.device.kind)
+    question = MemoryQuestion(asked.outline, asked.seq_len, asked.cluster.device.kind)
+    anatomy = peak.anatomy(question, steps.columns)
     states = np.sum([anatomy[kind] for kind in _STATES], axis=0)
     fits = asked.fits(steps.columns)
     found = []

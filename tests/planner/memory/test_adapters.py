@@ -9,6 +9,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.memory.peak import anatomy, least_bytes, peak_bytes, reserved_bytes
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.adapters import AdapterSettings, can_plan_adapters, nf4_bytes
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.stages import representatives
@@ -46,7 +47,7 @@ def lora(**values) -> Plan:
 def test_weights_and_states_by_hand(base):
     """Frozen weights in their format, adapters, and 8 bytes of state for each of theirs."""
     described = outline(LLAMA, "x")
-    held = anatomy(described, 8, columns_of(lora(base=base, micro_batch=1)), "cuda")
+    held = anatomy(MemoryQuestion(described, 8, "cuda"), columns_of(lora(base=base, micro_batch=1)))
     shapes = [(256, 256)] * 2 + [(256, 128)] * 2 + [(256, 640)] * 3
     sizes = [rows * width for rows, width in shapes]
     adapters = 4 * 8 * sum(rows + width for rows, width in shapes)
@@ -68,9 +69,9 @@ def test_llama_8b_with_qlora_fits_a_consumer_gpu_where_all_weights_do_not():
     plan = lora(base="nf4", lora_rank=16, precision="bf16-master", micro_batch=1,
                 checkpointing="full")  # fmt: skip
     columns = columns_of(plan, model.layers)
-    assert reserved_bytes(model, 2048, columns)[0] < card.usable_bytes
+    assert reserved_bytes(MemoryQuestion(model, 2048), columns)[0] < card.usable_bytes
     whole = replace(columns, adapters=np.array([None], dtype=object))
-    assert reserved_bytes(model, 2048, whole)[0] > card.usable_bytes
+    assert reserved_bytes(MemoryQuestion(model, 2048), whole)[0] > card.usable_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -79,14 +80,14 @@ def test_kinds_are_parts_of_the_peak(axes, device):
     for plan in (lora(**axes), lora(**axes, base="nf4", precision="bf16", lora_dropout=0.1)):
         for targets in (("all",), ("q", "v"), ("down",), ("out", "up")):
             columns = columns_of(plan.model_copy(update={"lora_targets": targets}))
-            held = anatomy(outline(LLAMA, "x"), 128, columns, device)
+            held = anatomy(MemoryQuestion(outline(LLAMA, "x"), 128, device), columns)
             for kind, nbytes in held.items():
                 assert np.isfinite(nbytes).all() and (nbytes >= -1).all(), kind
-            peak = peak_bytes(outline(LLAMA, "x"), 128, columns, device)
+            peak = peak_bytes(MemoryQuestion(outline(LLAMA, "x"), 128, device), columns)
             assert np.allclose(sum(held.values()), peak)
-            assert least_bytes(outline(LLAMA, "x"), 128, columns, device) <= reserved_bytes(
-                outline(LLAMA, "x"), 128, columns, device
-            )
+            assert least_bytes(
+                MemoryQuestion(outline(LLAMA, "x"), 128, device), columns
+            ) <= reserved_bytes(MemoryQuestion(outline(LLAMA, "x"), 128, device), columns)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_kinds_are_parts_of_the_peak(axes, device):
 )  # fmt: skip
 def test_what_takes_less(smaller, larger):
     few, many = (
-        peak_bytes(outline(LLAMA, "x"), 256, columns_of(plan), "cuda")[0]
+        peak_bytes(MemoryQuestion(outline(LLAMA, "x"), 256, "cuda"), columns_of(plan))[0]
         for plan in (smaller, larger)
     )
     assert few < many
@@ -118,7 +119,7 @@ def test_what_takes_less(smaller, larger):
 )
 def test_what_is_not_known_is_refused(plan, words):
     with pytest.raises(BadInputError, match=words):
-        peak_bytes(outline(LLAMA, "x"), 64, columns_of(plan))
+        peak_bytes(MemoryQuestion(outline(LLAMA, "x"), 64), columns_of(plan))
 
 
 def test_what_can_be_planned_with_adapters():
@@ -130,7 +131,7 @@ def test_what_can_be_planned_with_adapters():
 
 def test_a_target_that_the_model_lacks_is_named():
     with pytest.raises(BadInputError, match=r"lora_targets gate: .* Use some of q, k, v, out, up"):
-        peak_bytes(outline(GPT, "x"), 64, columns_of(lora(lora_targets=("gate",))))
+        peak_bytes(MemoryQuestion(outline(GPT, "x"), 64), columns_of(lora(lora_targets=("gate",))))
 
 
 def as_traced(spec, plan, seq_len=256, passes=1, accelerator=None):
@@ -141,7 +142,7 @@ def as_traced(spec, plan, seq_len=256, passes=1, accelerator=None):
     )  # fmt: skip
     device = "cpu" if accelerator is None else "cuda"
     columns = columns_of(plan, spec.layers, passes)
-    found = peak_bytes(outline(spec, "x"), seq_len, columns, device)[0]
+    found = peak_bytes(MemoryQuestion(outline(spec, "x"), seq_len, device), columns)[0]
     assert found == pytest.approx(traced, rel=0.02)
 
 

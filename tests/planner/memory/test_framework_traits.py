@@ -14,6 +14,7 @@ from outpace.planner.memory.framework_traits import (
 from outpace.planner.memory.fullest_rank import places
 from outpace.planner.memory.peak import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
@@ -87,7 +88,7 @@ def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(traits, who
     """
     plan = megatron(dp_shard=ranks, zero=1) if ranks > 1 else megatron()
     model = gpt().model_copy(update={"vocab": 256, "outputs": 256})
-    held = anatomy(model, 8, columns_of(plan), traits=traits)
+    held = anatomy(MemoryQuestion(model, 8, traits=traits), columns_of(plan))
     told = sum(held[kind][0] for kind in ("weights", "gradients", "optimizer state"))
     assert told / parameters(model) == pytest.approx(whole + shared / ranks, rel=0.01)
 
@@ -95,8 +96,10 @@ def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(traits, who
 def test_without_sharding_no_rank_gathers():
     """outpace's 3d has fully_shard's copies beside the weights, Megatron's DDP none."""
     columns = columns_of(megatron(dp_replicate=4, tp=2))
-    assert anatomy(gpt(), LENGTH, columns, traits=MEGATRON_BF16)["unsharded"][0] == 0
-    assert anatomy(gpt(), LENGTH, columns)["unsharded"][0] > 0
+    assert (
+        anatomy(MemoryQuestion(gpt(), LENGTH, traits=MEGATRON_BF16), columns)["unsharded"][0] == 0
+    )
+    assert anatomy(MemoryQuestion(gpt(), LENGTH), columns)["unsharded"][0] > 0
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -106,9 +109,10 @@ def test_logits_are_there_twice(tp):
     axes = {"strategy": "tp", "tp": tp} if tp > 1 else {"strategy": "single"}
     fewer, more = (
         peak_bytes(
-            gpt().model_copy(update={"vocab": rows, "outputs": rows}), LENGTH,
+            MemoryQuestion(
+                gpt().model_copy(update={"vocab": rows, "outputs": rows}), LENGTH, traits=traits
+            ),
             columns_of(Plan(precision="bf16-pure", optimizer="adamw-bf16", micro_batch=16, **axes)),
-            traits=traits,
         )[0]
         for rows in (VOCAB, 2 * VOCAB)
     )  # fmt: skip
@@ -118,9 +122,10 @@ def test_logits_are_there_twice(tp):
 
 def test_a_pipeline_that_receives_anew_has_no_buffer_for_each_micro_batch():
     few, many = (
-        anatomy(gpt(), LENGTH,
-                columns_of(megatron(pp=4, pp_schedule="1f1b", pp_microbatches=count)),
-                traits=MEGATRON_BF16)["communication"][0]
+        anatomy(
+            MemoryQuestion(gpt(), LENGTH, traits=MEGATRON_BF16),
+            columns_of(megatron(pp=4, pp_schedule="1f1b", pp_microbatches=count)),
+        )["communication"][0]
         for count in (8, 32)
     )  # fmt: skip
     assert few == many
@@ -133,12 +138,12 @@ def test_gradients_that_are_summed_under_no_sync_are_whole(passes, share):
         strategy="zero3", dp_shard=4, precision="bf16-pure", optimizer="adamw-bf16",
         checkpointing="full",
     )  # fmt: skip
-    held = anatomy(gpt(), LENGTH, columns_of(plan, passes), traits=LIGHTNING_FSDP)
+    held = anatomy(MemoryQuestion(gpt(), LENGTH, traits=LIGHTNING_FSDP), columns_of(plan, passes))
     assert held["gradients"][0] <= 2 * parameters(gpt()) / share * (1 + 1e-6)
     if passes > 1:
         assert held["gradients"][0] == pytest.approx(2 * parameters(gpt()))
     else:
-        assert held == anatomy(gpt(), LENGTH, columns_of(plan, passes))
+        assert held == anatomy(MemoryQuestion(gpt(), LENGTH), columns_of(plan, passes))
 
 
 def test_stages_of_equal_numbers_of_blocks_are_equal():

@@ -10,6 +10,7 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.memory.framework_traits import MEGATRON_BF16
 from outpace.planner.memory.peak import anatomy, offloaded_bytes, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.in_flight import ranks_of
 from outpace.planner.pipeline.stages import representatives
@@ -100,7 +101,7 @@ def test_states_are_those_of_zero():
     described = gpt("22B")
     count = parameters(described)
     alone, sharded = (
-        anatomy(described, 8, columns_of(plan, layers=48), "cpu")
+        anatomy(MemoryQuestion(described, 8, "cpu"), columns_of(plan, layers=48))
         for plan in (
             Plan(precision="fp16-master"),
             Plan(strategy="zero3", dp_shard=64, precision="fp16-master"),
@@ -120,7 +121,7 @@ def test_bf16_shards_are_their_own_masters():
         Plan(strategy="zero3", dp_shard=64, precision="bf16-master"): (4, 8, 64),
     }
     for plan, (weights, states, ranks) in cases.items():
-        held = anatomy(described, 8, columns_of(plan, layers=48), "cpu")
+        held = anatomy(MemoryQuestion(described, 8, "cpu"), columns_of(plan, layers=48))
         assert held["weights"][0] == pytest.approx(weights * count / ranks, rel=1e-6)
         assert held["optimizer state"][0] == pytest.approx(states * count / ranks, rel=1e-6)
 
@@ -132,7 +133,7 @@ def test_few_tokens_by_hand():
     columns = columns_of(Plan(), layers=6)
     by_hand = 16 * count + 4 * 8 * 256 + 2 * 8 * 8
     tables = 2 * 4 * 32 * 8  # cosines and sines
-    peak = peak_bytes(outline(SMALL, "x"), 8, columns, "cpu")[0]
+    peak = peak_bytes(MemoryQuestion(outline(SMALL, "x"), 8, "cpu"), columns)[0]
     assert by_hand <= peak <= by_hand + tables
 
 
@@ -140,7 +141,7 @@ def test_many_tokens_by_hand():
     """The logits' gradient: 12 bytes for each, beside what 6 layers of GPT-2 kept."""
     tokens, hidden, vocab = 4 * 64, 256, 4096
     plan = Plan(micro_batch=4, optimizer="sgd")
-    held = anatomy(outline(GPT, "x"), 64, columns_of(plan, layers=6), "cpu")
+    held = anatomy(MemoryQuestion(outline(GPT, "x"), 64, "cpu"), columns_of(plan, layers=6))
     each = 16 * hidden * 4 + 2 * 8 + 4 * 8  # 16 tensors, statistics, log-sum-exps of 8 heads
     last = 2 * hidden * 4 + vocab * 4  # what the last norm reads and makes, and log-softmax
     assert held["activations"][0] == pytest.approx(tokens * (6 * each + last), rel=0.001)
@@ -179,7 +180,7 @@ SHARDED = [
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_more_shards_never_need_more(plans, seq_len, device):
     columns = columns_of(*plans, layers=6)
-    peak = peak_bytes(outline(SMALL, "x"), seq_len, columns, device)
+    peak = peak_bytes(MemoryQuestion(outline(SMALL, "x"), seq_len, device), columns)
     assert (np.diff(peak) <= 0).all()
 
 
@@ -192,7 +193,7 @@ def test_who_recomputes_more_keeps_less(spec, precision):
     plans = [Plan(checkpointing=mode, micro_batch=8, precision=precision) for mode in MODES]
     columns = columns_of(*plans, layers=6)
     described = outline(spec, "x")
-    peak = peak_bytes(described, 512, columns, "cpu")
+    peak = peak_bytes(MemoryQuestion(described, 512, "cpu"), columns)
     assert (np.diff(peak) <= 0).all()
     sizes = shapes(described, 512, columns)
     one = layer(described, described.stacks[0], columns, sizes, "cpu", True)
@@ -220,14 +221,14 @@ MANY = [
 def test_kinds_are_parts_of_the_peak(device):
     columns = columns_of(*MANY, layers=6)
     described = outline(SMALL, "x")
-    held = anatomy(described, 256, columns, device)
+    held = anatomy(MemoryQuestion(described, 256, device), columns)
     for kind, nbytes in held.items():
         assert np.isfinite(nbytes).all(), kind
         assert (nbytes >= -1).all(), kind  # but for rounding
-    peak = peak_bytes(described, 256, columns, device)
+    peak = peak_bytes(MemoryQuestion(described, 256, device), columns)
     total = sum(nbytes for kind, nbytes in held.items() if kind != "offloaded")
     assert np.allclose(total, peak)
-    assert (reserved_bytes(described, 256, columns, device) >= peak).all()
+    assert (reserved_bytes(MemoryQuestion(described, 256, device), columns) >= peak).all()
 
 
 @pytest.mark.parametrize(
@@ -253,10 +254,10 @@ def test_kinds_are_parts_of_the_peak(device):
 )  # fmt: skip
 def test_a_hosts_memory_has_a_fullest_moment_of_its_own(values, passes, host, disk):
     described, acts = outline(SMALL, "x"), Plan(offload_activations="cpu", micro_batch=16)
-    saved = offloaded_bytes(described, 512, columns_of(acts, layers=6))[0][0]
+    saved = offloaded_bytes(MemoryQuestion(described, 512), columns_of(acts, layers=6))[0][0]
     plan = Plan.parse({"micro_batch": 16, **values}, "test")
     columns = columns_of(plan, layers=6, passes=passes)
-    found = [float(one[0]) for one in offloaded_bytes(described, 512, columns)]
+    found = [float(one[0]) for one in offloaded_bytes(MemoryQuestion(described, 512), columns)]
     weights = 4 * parameters(described)
     assert saved > weights  # else the end of the forward is never fullest
     for have, due in zip(found, (host, disk), strict=True):
@@ -266,9 +267,9 @@ def test_a_hosts_memory_has_a_fullest_moment_of_its_own(values, passes, host, di
 
 def test_plans_do_not_depend_on_each_other():
     described = outline(GPT, "x")
-    together = peak_bytes(described, 128, columns_of(*MANY, layers=6), "cuda")
+    together = peak_bytes(MemoryQuestion(described, 128, "cuda"), columns_of(*MANY, layers=6))
     for plan, peak in zip(MANY, together, strict=True):
-        alone = peak_bytes(described, 128, columns_of(plan, layers=6), "cuda")[0]
+        alone = peak_bytes(MemoryQuestion(described, 128, "cuda"), columns_of(plan, layers=6))[0]
         assert math.isclose(alone, peak)
 
 
@@ -286,7 +287,7 @@ def test_experts_are_shared_out():
     ).matrices
     experts = 8 * 2 * 4 * 6144 * 6144
     assert whole - shared == pytest.approx(experts * 7 / 8)
-    assert (np.diff(peak_bytes(moe, LENGTH, columns, "cuda")) < 0).all()
+    assert (np.diff(peak_bytes(MemoryQuestion(moe, LENGTH, "cuda"), columns)) < 0).all()
 
 
 def test_gradients_of_weights_on_a_host_are_on_no_device():
@@ -294,7 +295,7 @@ def test_gradients_of_weights_on_a_host_are_on_no_device():
     described = outline(GPT, "x")
     plans = [Plan(offload_parameters="cpu", offload_optimizer="cpu", micro_batch=1)]
     once, twice = (
-        anatomy(described, 64, columns_of(*plans, layers=6, passes=passes), "cuda")
+        anatomy(MemoryQuestion(described, 64, "cuda"), columns_of(*plans, layers=6, passes=passes))
         for passes in (1, 2)
     )
     assert once["gradients"][0] == twice["gradients"][0] == 0
@@ -341,9 +342,9 @@ def test_as_traced(spec, plan, seq_len, passes, accelerator):
     )  # fmt: skip
     columns = columns_of(plan, layers=6, passes=passes)
     device = "cpu" if accelerator is None else "cuda"
-    assert peak_bytes(outline(spec, "x"), seq_len, columns, device)[0] == pytest.approx(
-        traced, rel=0.03
-    )
+    assert peak_bytes(MemoryQuestion(outline(spec, "x"), seq_len, device), columns)[
+        0
+    ] == pytest.approx(traced, rel=0.03)
 
 
 # Weights of 16 bits whose micro-batches add up: with bf16-master in fp32, each cast for it; under
@@ -369,14 +370,16 @@ def test_gradients_that_add_up_as_traced(plan, passes):
         for rank in representatives(plan)
     )
     columns = columns_of(plan, layers=3, passes=passes)
-    assert peak_bytes(outline(tied, "x"), 32, columns, "cpu")[0] == pytest.approx(traced, rel=0.03)
+    assert peak_bytes(MemoryQuestion(outline(tied, "x"), 32, "cpu"), columns)[0] == pytest.approx(
+        traced, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_ranks_that_share_out_experts_hold_the_model_once_together(ep):
     model = OUTLINES["mixtral-8x7b"]
     plan = Plan(strategy="3d", dp_shard=16, ep=ep, precision="bf16", checkpointing="full")
-    found = anatomy(model, 4096, of_plans([plan], 16, model.layers))
+    found = anatomy(MemoryQuestion(model, 4096), of_plans([plan], 16, model.layers))
     assert 16 * found["weights"][0] == pytest.approx(4 * parameters(model), rel=1e-6)
     assert 16 * found["optimizer state"][0] == pytest.approx(8 * parameters(model), rel=1e-6)
 
@@ -390,7 +393,7 @@ def test_two_moments_of_each_parameter_are_on_all_ranks_together(plan, precision
     """Weights of 4 bytes are the masters, whole or in shards."""
     model = OUTLINES["mixtral-8x7b"]
     plan = plan.model_copy(update={"precision": precision})
-    found = anatomy(model, 512, of_plans([plan], 16, model.layers))
+    found = anatomy(MemoryQuestion(model, 512), of_plans([plan], 16, model.layers))
     assert 16 * found["optimizer state"][0] == pytest.approx(8 * parameters(model), rel=0.02)
 
 
@@ -403,7 +406,9 @@ def test_under_zero1_a_rank_keeps_its_own_experts_and_its_share_of_all_states(tp
                 precision="fp16-master", micro_batch=1)  # fmt: skip
     model = model.model_copy(update={"stacks": (model.stacks[0].model_copy(update={
         "mlp": Mlp(width=14336, gated=True, experts=16, active=2)}),)})  # fmt: skip
-    found = anatomy(model, 256, of_plans([plan], 8, model.layers), traits=MEGATRON_BF16)
+    found = anatomy(
+        MemoryQuestion(model, 256, traits=MEGATRON_BF16), of_plans([plan], 8, model.layers)
+    )
     experts = 32 * 16 * 3 * 4096 * 14336
     rest = parameters(model) - experts
     own = experts / (plan.ep * plan.expert_tp) + rest / tp
@@ -420,5 +425,5 @@ def test_deepseek_v3_fits_the_gpus_that_it_was_trained_on():
                 pp_microbatches=64, pp_schedule="interleaved", virtual_stages=4,
                 stage_split="even", checkpointing="full")  # fmt: skip
     columns = of_plans([plan], 4096, model.layers)
-    needs = reserved_bytes(model, 4096, columns, traits=MEGATRON_BF16)
+    needs = reserved_bytes(MemoryQuestion(model, 4096, traits=MEGATRON_BF16), columns)
     assert needs[0] < ACCELERATORS["GB200"].usable_bytes

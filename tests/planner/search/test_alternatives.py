@@ -10,6 +10,7 @@ from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.search.alternatives import (
     CROWDED,
@@ -52,10 +53,14 @@ def asked(model, machine, nodes, batch, **values):
 
 def reckoners(question, wanted):
     def needs(c):
-        return peak.reserved_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+        return peak.reserved_bytes(
+            MemoryQuestion(question.outline, wanted.seq_len, question.device.kind), c
+        )
 
     def floors(c):
-        return peak.least_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+        return peak.least_bytes(
+            MemoryQuestion(question.outline, wanted.seq_len, question.device.kind), c
+        )
 
     return needs, floors
 

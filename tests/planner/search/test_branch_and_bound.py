@@ -14,6 +14,7 @@ from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan_columns import of_plans
 from outpace.planner.search.branch_and_bound import FAMILIES, family, fastest_accepted, search
@@ -48,11 +49,15 @@ def asked(model, machine, nodes, batch, **values):
 
 
 def by_formula(question, wanted):
-    return lambda c: peak.reserved_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+    return lambda c: peak.reserved_bytes(
+        MemoryQuestion(question.outline, wanted.seq_len, question.device.kind), c
+    )
 
 
 def least_by_formula(question, wanted):
-    return lambda c: peak.least_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+    return lambda c: peak.least_bytes(
+        MemoryQuestion(question.outline, wanted.seq_len, question.device.kind), c
+    )
 
 
 def zero_bound(c):

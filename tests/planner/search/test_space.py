@@ -12,6 +12,7 @@ from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
+from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import STRATEGIES, PlanBatch, join_batches, of_plans
 from outpace.planner.search.space import (
@@ -241,7 +242,7 @@ def test_options_are_combined_with_all_layouts_that_allow_them(model, world, kee
         return estimate(question, columns).step_s
 
     def floors(columns):
-        return peak.least_bytes(asked.outline, asked.seq_len, columns)
+        return peak.least_bytes(MemoryQuestion(asked.outline, asked.seq_len), columns)
 
     together, took = expand_timed(plain, chosen, seconds)
     for found in (expand(plain, chosen), together):
