@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.base import Record
-from outpace.records.hardware import Accelerator, Architecture, LinkKind
+from outpace.records.hardware import Accelerator, Architecture
 
 
 class MatmulCurve(Record):
@@ -297,6 +297,10 @@ ATTENTION_POWER_SOURCE = (
 # faster instructions for fp32 accumulation, reaches 111.6 of 155.9 TFLOP/s; other chips are assumed
 # to reach half of that share.
 _UNALIGNED = 111.6 / 155.9
+# RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); half:
+# mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); Hopper: outpace
+# probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 do; Blackwell: taken
+# as Hopper, not measured; Apple's GPUs have no tensor cores that require it.
 UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ada"), _UNALIGNED),
@@ -305,22 +309,15 @@ UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
         "apple": 1.0,
     }
 )
-UNALIGNED_SOURCE = (
-    "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); "
-    "half: mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); "
-    "Hopper: outpace probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 "
-    "do; Blackwell: taken as Hopper, not measured; Apple's GPUs have no tensor cores that "
-    "require it"
-)
 
-# FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2.
+# FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2. Dao,
+# FlashAttention-2, arXiv 2307.08691, section 4.1.
 TRITON_SLOWER = 1.9
-TRITON_SOURCE = "Dao, FlashAttention-2, arXiv 2307.08691, section 4.1"
 
 # FlexAttention relative to FlashAttention-2; it computes whole blocks of queries and keys.
 FLEX_BLOCK = 128
+# PyTorch, 'FlexAttention', blog of 7 August 2024: both ways, on an A100.
 FLEX_FORWARD, FLEX_BACKWARD = 0.90, 0.85
-FLEX_SOURCE = "PyTorch, 'FlexAttention', blog of 7 August 2024: both ways, on an A100"
 
 # Share of the memory bandwidth reached by large triads (two reads, one write).
 MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
@@ -347,60 +344,11 @@ MEMORY_SOURCE = (
     "2502.05317); others as the nearest"
 )
 
-# Norms are slower than a triad: forwards reach 0.6, backwards 0.34 of the memory's rate.
+# Norms are slower than a triad: forwards reach 0.6, backwards 0.34 of the memory's rate. Torch's
+# RMSNorm on H200: forward 2.4 to 3.4, backward 1.45 to 1.8 of 4.8 TB/s (NVIDIA/cudnn-frontend
+# df73764a, benchmark/norms).
 NORM_FORWARD, NORM_BACKWARD = 2.9 / 4.8, 1.62 / 4.8
-NORM_SOURCE = (
-    "torch's RMSNorm on H200: forward 2.4 to 3.4, backward 1.45 to 1.8 of 4.8 TB/s "
-    "(NVIDIA/cudnn-frontend df73764a, benchmark/norms)"
-)
 
-# Share of a link's one-way rate reached by NCCL's large ring all-reduces.
-LINK_SHARE: Mapping[LinkKind, float] = MappingProxyType(
-    {
-        "nvlink": 235 / 300,
-        "infinity-fabric": 316 / 448,
-        "pcie": 0.8,
-        "infiniband": 191 / 200,
-        "omni-path": 0.95,
-        "ethernet": 0.93,
-        "efa": 0.95,
-        "slingshot": 0.95,
-        "memory": 1.0,
-    }
-)
-LINK_SOURCE = (
-    "busbw of large all-reduces: 8 × A100 235 of 300 GB/s (microsoft/superbenchmark, test of "
-    "nccl_bw_performance), 8 × MI300X 316 of 448, 4 × DGX A100 with 8 × HDR 191 of 200 "
-    "(NVIDIA/deepops, Slurm cluster guide); RoCE 188 of 200 (2 × 8 A100, oracle-quickstart/"
-    "oci-hpc-oke 61d210a) and 371 of 400 (4 × 8 MI355X); EFA 382 of 400 (4 × p6-b200.48xlarge); "
-    "other networks as the nearest of these"
-)
-# Rates over direct links relative to that all-reduce: all-gathers and reduce-scatters of 8 devices,
-# and all collectives of fewer devices, whose rings have fewer channels.
-GATHER_SHARE, SCATTER_SHARE = 335 / 450 / (235 / 300), 336 / 450 / (235 / 300)
-GROUP_SHARE: Mapping[int, float] = MappingProxyType({2: 0.75, 3: 0.85, 4: 0.93})
-GROUP_SOURCE = (
-    "busbw of large collectives within a node (aiconfigurator 095f58a5, nccl): all-gather and "
-    "reduce-scatter of 8 × H100 335 and 336 of 450 GB/s, of 8 × A100 205 and 213 of 300; of 4 "
-    "devices 0.92 to 0.95 of that, of 2 0.73 to 0.78 (H100, A100, B200)"
-)
-# Share of an accelerator's multiprocessors that overlapping collectives use: a channel of NCCL is a
-# block of threads that occupies a multiprocessor.
-COLLECTIVE_MULTIPROCESSORS = 20
-COLLECTIVE_SOURCE = (
-    "16 to 24 blocks: Transformer Engine's overlap of tensor parallelism has 16 (userbuffers, "
-    "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
-)
-
-# Factor by which a concurrent collective slows down matmuls, on chips where cuBLAS starts one block
-# of threads per multiprocessor, which computes several tiles: blocks for which a collective leaves
-# no multiprocessor run after all others. Blackwell schedules tiles as multiprocessors become free.
-PERSISTENT_MATMULS: Mapping[Architecture, float] = MappingProxyType({"hopper": 2.0})
-PERSISTENT_SOURCE = (
-    "H100, FSDP: cuBLAS's matmuls take twice as long beside NCCL's kernels, which occupy a tenth "
-    "of the multiprocessors (pytorch/pytorch issue 143988, pull request 144974); Blackwell: "
-    "NVIDIA/cutlass, media/docs/cpp/blackwell_cluster_launch_control.md"
-)
 
 # Standard deviation of the clocks of equal accelerators under load, relative to their median. The
 # study defines variability as the distance between a box plot's whiskers, four interquartile
@@ -413,64 +361,7 @@ DEVICE_SPREAD_SOURCE = (
     "hal-uw/gpu_variability_sc22_artifact bc84e72e)"
 )
 
-# Share of a link's one-way rate reached by large all-to-alls; across nodes, of a card's rate.
-ALL_TO_ALL_SHARE = 0.70
-ALL_TO_ALL_NETWORK_SHARE = 0.80
-ALL_TO_ALL_SOURCE = (
-    "NCCL's all-to-all inside a node, of 300, 450 and 900 GB/s: A100 203 to 210, H100 315 to 320, "
-    "B200 563 to 640, GB200 in a rack 640 (ai-dynamo/aiconfigurator 095f58a5, fp16, 512 MiB; "
-    "NVIDIA GTC 2024 s62129); across nodes, what a card carries: A100 18.6 of 25 and H100 37 of 50 "
-    "on four nodes (the same slides), MI355X 46 and 39 of 50 on two and four (Oracle's guide), "
-    "DeepEP on H100 43 of 50 on four (aiconfigurator, 4,096 tokens and more)"
-)
 
-
-# DeepEP's rates over a network include copies that stay on a node. Copies that leave the node are
-# sent at 43.1 of 50 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, legacy.md:
-# 57.5 and 50.5 for all copies, of which 3/4 and 7/8 leave; V2 45.8 on four), and at 43.5 on four
-# nodes of H100 (aiconfigurator 095f58a5, combining). Two nodes take longer: 21.5 on H800, 32 on
-# H100.
-_DISPATCH_CARD_SHARE = 0.87
-
-
-class DispatchRate(Record):
-    """Seconds of a dispatcher that sends each token once to a rank (DeepEP, HybridEP).
-
-    One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share` of a
-    device's link, or at `card_share` of a network card's rate. Dispatching and combining are
-    averaged: a step has the same number of both.
-    """
-
-    fixed_s: NonNegativeFloat
-    token_s: NonNegativeFloat
-    link_share: PositiveFloat
-    card_share: PositiveFloat = _DISPATCH_CARD_SHARE
-    source: str
-
-
-_DISPATCH = (
-    "DeepEP on 8 × {}, bf16, 1,024 to 32,768 tokens of 2,048 to 7,168 numbers (ai-dynamo/"
-    "aiconfigurator 095f58a5, sglang 0.5.12), fitted to half of the shapes, mean error on the "
-    "other half {}"
-)
-# On H100, only times of combining are used. Times of dispatching are labelled bf16, too, but are
-# 0.52 of combining's on 1, 4 and 8 nodes, as for 8 bits with scales. Per byte, both are equally
-# fast (DeepEP's own tables).
-_DISPATCH_HOPPER = DispatchRate(
-    fixed_s=35.3e-6, token_s=28.3e-9, link_share=0.84,
-    source=_DISPATCH.format("H100", "8.4 %") + "; combining, which surely sends 16 bits",
-)  # fmt: skip
-_DISPATCH_B200 = DispatchRate(
-    fixed_s=51.8e-6, token_s=32.1e-9, link_share=0.73, source=_DISPATCH.format("B200", "4.6 %")
-)
-# In a rack the dispatcher is HybridEP, published for one width: 8, 16, 24, 32 and 36 × GB200 take
-# 553 to 920 us for 4,096 tokens of 7,168 numbers. With DeepEP's fixed time and time per token, the
-# bytes are then sent at 0.84 to 0.63 of the link's rate.
-_DISPATCH_RACK = DispatchRate(
-    fixed_s=38.3e-6, token_s=38.2e-9, link_share=0.71,
-    source=_DISPATCH.format("GB200 and GB300", "6.0 %") + "; share of the link: HybridEP on 8 to "
-    "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, README_Hybrid-EP.md)",
-)  # fmt: skip
 # Measured slowdown of grouped matmuls whose load over experts follows a power law of 1.2: on one
 # rank, and on the slowest of ranks that share the experts. Plans assume an even load. Only
 # CUTLASS's kernels count, as in training: medians over all kernels differ between chips because the
@@ -490,39 +381,26 @@ UNEVEN_SOURCE = (
     "CUTLASS kernels); others as H100"
 )
 
-# Slowdown of Triton's grouped matmuls relative to those by tiles, including data movement.
+# Slowdown of Triton's grouped matmuls relative to those by tiles, including data movement. Medians
+# of 6 shapes on A100 (sglang 0.5.10, fused_moe_triton) and of 13 on H100 (vllm, triton), bf16, a
+# balanced load of 64 tokens an expert and more, all experts on one device (ai-dynamo/aiconfigurator
+# 095f58a5); others as the nearest.
 TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2", "apple"), 1 / 0.54),
         **dict.fromkeys(("ada", "hopper", "blackwell", "cdna3", "cdna4"), 1 / 0.78),
     }
 )
-TRITON_EXPERTS_SOURCE = (
-    "medians of 6 shapes on A100 (sglang 0.5.10, fused_moe_triton) and of 13 on H100 (vllm, "
-    "triton), bf16, a balanced load of 64 tokens an expert and more, all experts on one device "
-    "(ai-dynamo/aiconfigurator 095f58a5); others as the nearest"
-)
 
-# Share of the rate of a bridge between two cards reached by a ring of both.
-BRIDGE_SHARE = 21.5 / 50
-BRIDGE_SOURCE = (
-    "all-reduce of 64 to 128 MB on two RTX 2080 Ti with an NVLink bridge (TU102, two links): busbw "
-    "21.5 of 50 GB/s (NVIDIA/nccl-tests issue 44)"
-)
 
-# Share of a slot's rate between devices without direct links: every byte goes to the host and back
-# through one bridge.
-HOST_BRIDGE_SHARE = 0.4
-HOST_BRIDGE_SOURCE = "0.8 of a slot's rate, halved: what is sent is also received there"
-
-# Share of the link's rate between host and device: copies from and to pinned memory.
+# Share of the link's rate between host and device: copies from and to pinned memory. PCIe 5: 51 to
+# 55 of 63 GB/s (Azure/AI-benchmarking-guide 0126c300).
 HOST_LINK_SHARE = 53 / 63
-HOST_LINK_SOURCE = "PCIe 5: 51 to 55 of 63 GB/s (Azure/AI-benchmarking-guide 0126c300)"
-# A process's share of a host's memory bandwidth and of its disks, if not measured.
+# A process's share of a host's memory bandwidth and of its disks, if not measured. Two sockets of 8
+# channels of DDR4-3200, 409.6 GB/s, shared by 8, half reached.
 HOST_MEMORY_BYTES_PER_S = 25e9
-HOST_MEMORY_SOURCE = "two sockets of 8 channels of DDR4-3200, 409.6 GB/s, shared by 8, half reached"
+# 8.2 GB/s written by a host's NVMe array, shared by 8 (Azure/AI-benchmarking-guide).
 DISK_BYTES_PER_S = 8.2e9 / 8
-DISK_SOURCE = "8.2 GB/s written by a host's NVMe array, shared by 8 (Azure/AI-benchmarking-guide)"
 
 # Host time of one operator in eager PyTorch: Python and the launch.
 OPERATOR_S = 30e-6
@@ -549,63 +427,6 @@ BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"
 
 
-class Latency(Record):
-    """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
-
-    `by_size`, for trees: the share that is reached by array size, in powers of two from 64 bytes.
-    """
-
-    base_s: NonNegativeFloat
-    nvlink_s: NonNegativeFloat
-    pcie_s: NonNegativeFloat
-    network_s: NonNegativeFloat
-    bandwidth: PositiveFloat
-    by_size: tuple[PositiveFloat, ...] = ()
-
-
-# NCCL's rings by protocol. A step of "Simple" takes 1.9 times as long for large arrays.
-_COLUMNS = ("base_s", "nvlink_s", "pcie_s", "network_s", "bandwidth")
-_RINGS = {
-    "LL": (6.6e-6, 0.6e-6, 1e-6, 2.7e-6, 1 / 4),
-    "LL128": (14e-6, 1.9e-6, 2.5e-6, 4e-6, 0.92),
-    "Simple": (8.4e-6, 1.9 * 3.4e-6, 1.9 * 5.7e-6, 14e-6, 1.0),
-}
-NCCL: Mapping[str, Latency] = MappingProxyType(
-    {
-        name: Latency.parse(dict(zip(_COLUMNS, row, strict=True)), name)
-        for name, row in _RINGS.items()
-    }
-)
-# NCCL's double binary trees, for all-reduces over several nodes: 0.92 of a ring's bus bandwidth,
-# 1/3.8 of that with LL and 120/128 with LL128; "by_size" is NCCL's own correction, up to 256 MiB.
-# Steps within a node form a chain. Limits of channels are ignored, as are NCCL's other algorithms,
-# which sum in switches (NVLS, CollNet).
-_TREES = {
-    "LL": (6.8e-6, 0.6e-6, 1e-6, 5e-6, 0.92 / 3.8),
-    "LL128": (14e-6, 1.25e-6, 1.9e-6, 8.5e-6, 0.92 * 120 / 128),
-    "Simple": (0.0, 28e-6, 28e-6, 28e-6, 0.92),
-}
-_BY_SIZE = {
-    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
-           1, 1, 1, 1),
-    "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9,
-              0.9, 0.9, 1, 1),
-    "Simple": (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7,
-               0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
-}  # fmt: skip
-NCCL_TREES: Mapping[str, Latency] = MappingProxyType(
-    {
-        name: Latency.parse(
-            {**dict(zip(_COLUMNS, row, strict=True)), "by_size": (*_BY_SIZE[name], 1.0)}, name
-        )
-        for name, row in _TREES.items()
-    }
-)
-NCCL_SOURCE = (
-    "NVIDIA/nccl b6475625fb, src/graph/tuning.cc: latencies and protocols, rings and trees"
-)
-
-
 def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
     """Return the curve of the accelerator, or of its architecture."""
     if _is_rtx_blackwell(accelerator):
@@ -616,13 +437,6 @@ def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
         if accelerator.name.startswith(start):
             return curve
     return MATMULS[accelerator.architecture]
-
-
-def dispatch_rate(accelerator: Accelerator) -> DispatchRate:
-    """Return the accelerator's dispatch rate, or the rate of the most similar measured one."""
-    if accelerator.name.startswith(("GB200", "GB300")):
-        return _DISPATCH_RACK
-    return _DISPATCH_B200 if accelerator.architecture == "blackwell" else _DISPATCH_HOPPER
 
 
 def power_share(accelerator: Accelerator) -> float:
@@ -649,7 +463,7 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
     Blackwell, and nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks
     on Ampere.
     """
-    return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
+    return _has_tensor_memory(accelerator)
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
@@ -667,7 +481,7 @@ def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
     Matmuls on Hopper and on sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
     nvte_is_non_tn_fp8_gemm_supported).
     """
-    return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
+    return _has_tensor_memory(accelerator)
 
 
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
@@ -682,6 +496,11 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 def has_fused_attention(accelerator: Accelerator) -> bool:
     """Return whether a kernel computes attention without keeping its scores."""
     return bool(attention_rates(accelerator))
+
+
+def _has_tensor_memory(accelerator: Accelerator) -> bool:
+    """Return whether this is a Blackwell GPU of a data centre (sm100, sm103)."""
+    return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 
 
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:

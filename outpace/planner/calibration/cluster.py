@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from outpace.catalog import efficiency
+from outpace.catalog import collective_rates, efficiency
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.processors import flops_per_cycle
@@ -152,12 +152,12 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     link = node.device_link or Bundle(link=node.host_link or "PCIe 4 x16", count=1)
     kind = LINKS[link.link].kind
     whole = LINKS[link.link].bytes_per_s * link.count
-    share = efficiency.LINK_SHARE[kind]
+    share = collective_rates.LINK_SHARE[kind]
     if node.topology == "none" and per_node > 1:
         # Via the host: to it and from it, over a bridge that all devices share.
-        share = efficiency.HOST_BRIDGE_SHARE
+        share = collective_rates.HOST_BRIDGE_SHARE
     elif node.topology == "pairs":
-        share = efficiency.BRIDGE_SHARE
+        share = collective_rates.BRIDGE_SHARE
     direct = node.topology in _DIRECT and per_node > 2
     pair = whole / (per_node - 1) if direct else whole
     slow = kind == "pcie" or node.topology == "none"
@@ -166,7 +166,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     protocols = [
         Protocol(one.base_s, one.pcie_s if slow else one.nvlink_s, one.network_s, one.bandwidth,
                  one.by_size)
-        for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
+        for one in (*collective_rates.NCCL.values(), *collective_rates.NCCL_TREES.values())
     ]  # fmt: skip
     dispatch = _dispatch_rate(node, share, across_share) if kind == "nvlink" else None
     return Fabric(
@@ -176,24 +176,24 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
         pair_bytes_per_s=pair * share if per_node > 1 else math.inf,
         protocols=tuple(protocols),
         sources=(
-            efficiency.LINK_SOURCE,
-            efficiency.NCCL_SOURCE,
-            efficiency.GROUP_SOURCE,
-            efficiency.ALL_TO_ALL_SOURCE,
+            collective_rates.LINK_SOURCE,
+            collective_rates.NCCL_SOURCE,
+            collective_rates.GROUP_SOURCE,
+            collective_rates.ALL_TO_ALL_SOURCE,
             *(() if dispatch is None else (dispatch.source,)),
         ),
-        gather_share=1.0 if slow else efficiency.GATHER_SHARE,
-        scatter_share=1.0 if slow else efficiency.SCATTER_SHARE,
-        group_shares={} if slow else efficiency.GROUP_SHARE,
-        all_to_all_share=efficiency.ALL_TO_ALL_SHARE / share if kind == "nvlink" else 1.0,
-        all_to_all_network_share=efficiency.ALL_TO_ALL_NETWORK_SHARE / across_share,
+        gather_share=1.0 if slow else collective_rates.GATHER_SHARE,
+        scatter_share=1.0 if slow else collective_rates.SCATTER_SHARE,
+        group_shares={} if slow else collective_rates.GROUP_SHARE,
+        all_to_all_share=collective_rates.ALL_TO_ALL_SHARE / share if kind == "nvlink" else 1.0,
+        all_to_all_network_share=collective_rates.ALL_TO_ALL_NETWORK_SHARE / across_share,
         dispatch=dispatch,
     )
 
 
-def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.DispatchRate:
+def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_rates.DispatchRate:
     """Return a dispatcher's rate, with shares relative to a ring's rate."""
-    found = efficiency.dispatch_rate(ACCELERATORS[node.accelerator or ""])
+    found = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return found.model_copy(
         update={"link_share": found.link_share / share,
                 "card_share": found.card_share / across_share}
@@ -378,5 +378,5 @@ def network_share(network: Network) -> float:
         return 1.0
     for link in LINKS.values():
         if link.name in network.name:
-            return efficiency.LINK_SHARE[link.kind]
-    return efficiency.LINK_SHARE["ethernet"]
+            return collective_rates.LINK_SHARE[link.kind]
+    return collective_rates.LINK_SHARE["ethernet"]

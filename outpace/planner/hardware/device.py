@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from outpace.catalog import efficiency
+from outpace.catalog import collective_rates, efficiency
 from outpace.catalog.links import LINKS
 from outpace.planner.plan_columns import PRECISIONS, Bools, Floats, Ints
 from outpace.records.errors import BadInputError
@@ -194,13 +194,13 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         fused_attention=efficiency.has_fused_attention(chip),
         compiles=chip.compiles,
         uneven_experts=efficiency.uneven_load(chip),
-        hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
-        beside_collectives=efficiency.PERSISTENT_MATMULS.get(chip.architecture, 1.0),
+        hides=1 - collective_rates.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
+        beside_collectives=collective_rates.PERSISTENT_MATMULS.get(chip.architecture, 1.0),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.ATTENTION_POWER_SOURCE,
                  efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
-                 efficiency.COLLECTIVE_SOURCE, efficiency.PERSISTENT_SOURCE,
+                 collective_rates.COLLECTIVE_SOURCE, collective_rates.PERSISTENT_SOURCE,
                  efficiency.DEVICE_SPREAD_SOURCE),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.catalog.efficiency import DispatchRate
+from outpace.catalog.collective_rates import DispatchRate
 from outpace.planner.plan_columns import Floats, Ints
 
 _SMALLEST = 6  # log2 of the first size in `by_size`

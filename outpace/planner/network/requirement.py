@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from outpace.catalog import efficiency
+from outpace.catalog import collective_rates
 from outpace.planner.calibration.cluster import Cluster, network_share
 from outpace.planner.calibration.fit_rates import steps_s
 from outpace.planner.communication.flows import Flow, Part, Where, flows
@@ -75,7 +75,7 @@ class NetworkProblem:
 
 def link_share(link: Network) -> float:
     """Return the share of its rate that a link between devices in a node reaches."""
-    return efficiency.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
+    return collective_rates.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
 
 
 def _is_pcie(link: Network) -> bool:

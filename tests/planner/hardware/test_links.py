@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.catalog import efficiency
+from outpace.catalog import collective_rates
 from outpace.planner.hardware.links import Fabric, Protocol
 
 # 8 devices a node: 100 GB/s to each other, 80 GB/s out of the node, no latency.
@@ -19,7 +19,7 @@ LATE = Protocol(1e-5, 1e-6, 1e-5, 1.0)
 TREE = Protocol(0.0, 0.0, 0.0, 0.5, (1.0,))
 NCCL = tuple(
     Protocol(one.base_s, one.nvlink_s, one.network_s, one.bandwidth, one.by_size)
-    for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
+    for one in (*collective_rates.NCCL.values(), *collective_rates.NCCL_TREES.values())
 )
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24])
 
@@ -80,14 +80,16 @@ def test_tokens_are_sent_once_to_each_rank_that_has_their_experts():
 
 def test_a_dispatcher_that_sends_once_takes_time_for_each_token():
     """Beside its bytes, of which it reaches its own share of the link; all-to-alls do not."""
-    rate = efficiency.DispatchRate(fixed_s=1e-3, token_s=1e-6, link_share=0.5, source="a test")
+    rate = collective_rates.DispatchRate(
+        fixed_s=1e-3, token_s=1e-6, link_share=0.5, source="a test"
+    )
     measured = replace(FABRIC, dispatch=rate)
     alone = exchange(FABRIC, 1e9, 8, 8)
     assert exchange(measured, 1e9, 8, 8) == pytest.approx(1e-3 + alone / 0.5)
     assert exchange(measured, 1e9, 8, 8, tokens=4096) == pytest.approx(5.096e-3 + alone / 0.5)
     slow = replace(measured, across_bytes_per_s=8e9)
     across = exchange(replace(FABRIC, across_bytes_per_s=8e9), 1e9, 8, 16)
-    card = efficiency.DispatchRate.model_fields["card_share"].default
+    card = collective_rates.DispatchRate.model_fields["card_share"].default
     assert exchange(slow, 1e9, 8, 16, tokens=4096) == pytest.approx(5.096e-3 + across / card)
     assert exchange(measured, 1e9, 8, 1, tokens=4096) == 0.0
     copies = exchange(FABRIC, 1e9, 8, 8, once=False)
