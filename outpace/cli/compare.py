@@ -294,7 +294,7 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
         values["arms"] = [*map(arm_of, words), *commands(arguments.command)]
     common = {name: value for name, value in options.from_flags(arguments).items()
               if name not in ("out", "resume")}  # fmt: skip
-    plain = json.loads(json.dumps(common, default=_to_json))
+    plain = json.loads(json.dumps(common, default=str))
     values["common"] = {**values.get("common", {}), **plain}
     for name, key in (("rounds", "rounds"), ("budget", "budget_s"), ("within", "within"),
                       ("price", "price"), ("metric", "metric")):  # fmt: skip
@@ -321,10 +321,6 @@ def _code_of(experiment: Experiment) -> list[str]:
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
-
-
-def _to_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else str(value)
 
 
 def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:

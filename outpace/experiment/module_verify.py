@@ -354,9 +354,8 @@ class _Bench:
             if phase == "train":
                 place = self._next()
             folder = place / phase
-            act = partial(
-                _on_rank, self._trial, plan, place, self._paths(names), phase, self._floor
-            )
+            paths = {name: self._courses[one] for name, one in names.items()}
+            act = partial(_on_rank, self._trial, plan, place, paths, phase, self._floor)
             ends = run_forked(plan.world_size, act, self._limit_s, folder)
             if not all(end.fine for end in ends):
                 return self._unfinished_verdict(plan, allowed, ends, phase, way)
@@ -378,9 +377,6 @@ class _Bench:
     def _fails_cut(self, way: _Cut) -> bool:
         """Return whether the plain module trains on the whole batch but fails on its parts."""
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
-
-    def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:
-        return {name: self._courses[way] for name, way in names.items()}
 
     def _unfinished_verdict(
         self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str, way: _Cut

@@ -194,7 +194,8 @@ def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     gain = None
     if best is not None and default is not None:
         alike = times if _key(default.plan) in times else step_times_s(trials[: -len(finals)])
-        gain = _gain(alike.get(best), alike.get(_key(default.plan)))
+        best_s, default_s = alike.get(best), alike.get(_key(default.plan))
+        gain = None if best_s is None or default_s is None else 1 - best_s / default_s
     medians = [one.step_time_s for one in trials if one.step_time_s and _key(one.plan) == best]
     return {
         "best": None if best is None else number[best],
@@ -202,7 +203,3 @@ def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
         "step_time_s": medians[-1] if medians else None,
         "gain": gain,
     }
-
-
-def _gain(best_s: float | None, default_s: float | None) -> float | None:
-    return None if best_s is None or default_s is None else 1 - best_s / default_s

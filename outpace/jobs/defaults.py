@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -136,9 +136,10 @@ def resolve_plan(
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
+    shared = {one: getattr(settings, one) for one in Plan.model_fields if hasattr(settings, one)}
     plan = Plan.parse(
         {
-            **_shared_settings(settings),
+            **shared,
             **resolve_offload(settings),
             "strategy": strategy,
             **sizes,
@@ -209,11 +210,6 @@ def resolve_precision(
         keeps = keeps_masters(settings) and not custom_model
         return default_precision(device, machine, keeps_masters=keeps)
     return LEVELS.get(asked) or cast(Precision, asked)
-
-
-def _shared_settings(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings that plans also have, under the same names."""
-    return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
 
 
 def keeps_masters(settings: TrainSettings) -> bool:

@@ -4,7 +4,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 gradients are put into buckets, and a bucket is all-reduced as soon as it is full.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -158,7 +158,9 @@ class Replicas(Layout):
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
             return
-        loss.register_hook(lambda gradient: _call_after_backward(lambda: hooks.mark("backward")))
+        # At the end of the current backward.
+        after = Variable._execution_engine.queue_callback
+        loss.register_hook(lambda gradient: after(lambda: hooks.mark("backward")))
         loss.backward()
         if self.use is not None:
             self._finish_buckets()
@@ -191,11 +193,6 @@ class Replicas(Layout):
         if parameter.grad is None or before is None:
             return parameter.grad is not None
         return parameter.grad is not before[0] or before[0]._version != before[1]
-
-
-def _call_after_backward(call: Callable[[], None]) -> None:
-    """Make autograd call this at the end of the current backward."""
-    Variable._execution_engine.queue_callback(call)
 
 
 def _wrap(request: LayoutRequest) -> DistributedDataParallel:

@@ -7,7 +7,7 @@ more than one large one.
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class FusedGradients:
@@ -70,14 +70,11 @@ def fuse(
     for parameter in parameters:
         size = parameter.numel() * (dtype or parameter.dtype).itemsize
         within = limit_bytes is None or filled + size <= limit_bytes
-        if groups and within and _same_kind(groups[-1][0], parameter):
+        kind = (parameter.dtype, parameter.device)
+        if groups and within and kind == (groups[-1][0].dtype, groups[-1][0].device):
             groups[-1].append(parameter)
             filled += size
         else:
             groups.append([parameter])
             filled = size
     return [FusedGradients(group, dtype) for group in groups]
-
-
-def _same_kind(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device

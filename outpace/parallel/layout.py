@@ -226,7 +226,7 @@ class Layout:
 
     def _accumulated_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the 16-bit parameters that are trained and not gathered for use."""
-        gathered = _held_by_fully_shard(self.objective)
+        gathered = {p for part in _fsdp_modules(self.objective) for p in part.parameters()}
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
                 yield parameter
@@ -327,11 +327,6 @@ class Layout:
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Return the model with all weights, on ranks where it is `wanted`. Collective."""
         return self.model if wanted else None
-
-
-def _held_by_fully_shard(module: nn.Module) -> set[Tensor]:
-    """Return the parameters that `fully_shard` has sharded, if it is loaded at all."""
-    return {p for part in _fsdp_modules(module) for p in part.parameters()}
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:

@@ -116,7 +116,10 @@ class PipelineLayout(SpreadLayout):
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         self.modules = {stage: take_part(model, parts[stage]) for stage in mine}
         self._twin = self._other_end(tied=model.head is None)
-        self.objective.model = take_part(model, _merge_parts([parts[stage] for stage in mine]))
+        own = [parts[stage] for stage in mine]
+        blocks = [block for part in own for block in part.blocks]
+        merged = Part(blocks, any(part.first for part in own), any(part.last for part in own))
+        self.objective.model = take_part(model, merged)
         self.averages = plan.data_parallel
         self._shape: torch.Size | None = None
 
@@ -293,14 +296,6 @@ class PipelineLayout(SpreadLayout):
             dist.recv(received, group=self._group, group_src=owner)
             return received
         return None
-
-
-def _merge_parts(parts: Sequence[Part]) -> Part:
-    return Part(
-        blocks=[block for part in parts for block in part.blocks],
-        first=any(part.first for part in parts),
-        last=any(part.last for part in parts),
-    )
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:

@@ -142,7 +142,8 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     A forward may use them: a mask (`weight.mask`), a class that overrides multiplication.
     """
     kind = type(parameter)
-    if kind is nn.Parameter or type(value) is not Tensor or _wraps(parameter):
+    wraps = is_traceable_wrapper_subclass(parameter)
+    if kind is nn.Parameter or type(value) is not Tensor or wraps:
         made = nn.Parameter(value, parameter.requires_grad)
     else:  # without calling its __new__, which may need arguments
         made = Tensor._make_subclass(kind, value, parameter.requires_grad)
@@ -156,10 +157,6 @@ def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     Tensor classes that keep their own state in attributes (such as FakeTensor) have none.
     """
     return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
-
-
-def _wraps(tensor: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -211,7 +211,8 @@ class AllocationTracer(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # called again with local tensors
         kwargs = kwargs or {}
-        if func is torch.ops._c10d_functional.wait_tensor.default and _is_fake(args[0]):
+        waits = func is torch.ops._c10d_functional.wait_tensor.default
+        if waits and isinstance(args[0], FakeTensor):
             return args[0]  # the gradient keeps its tensor, as in a real run
         if self._aside:
             return func(*args, **kwargs)
@@ -317,7 +318,3 @@ def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
             yield from _storages(getattr(tensor, name))
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
-
-
-def _is_fake(tensor: Any) -> bool:
-    return isinstance(tensor, FakeTensor)

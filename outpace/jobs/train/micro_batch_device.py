@@ -57,7 +57,8 @@ def device_steps(
                 steps.step()
             torch.cuda.synchronize(device)
         finally:
-            limit_device(asked_bytes or _all_bytes(device), device)
+            whole = torch.cuda.get_device_properties(device).total_memory
+            limit_device(asked_bytes or whole, device)
 
     return take
 
@@ -95,7 +96,3 @@ def _fits(take: Steps, plan: Plan, samples: int) -> bool:
     except torch.OutOfMemoryError:
         return False
     return True
-
-
-def _all_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)

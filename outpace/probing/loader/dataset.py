@@ -65,7 +65,9 @@ class LoaderInput:
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
     """Return data ready for loading; files are written in `folder`. Raises BadInputError."""
     if data.dataset is not None:
-        return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
+        kind, count = type(data.dataset).__name__, len(data.dataset)
+        note = f"loader: timed on your own data set, {count} samples of {kind}"
+        return LoaderInput(data.dataset, None, notes=(note,))
     if not data.sources:
         raise BadInputError("no data is given; give at least one source")
     sources = [open_source(reference) for reference in data.sources]
@@ -97,11 +99,6 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
     if written and tokenizer is not None:
         as_text = _as_text(tokenizer, texts, encoded, data.seq_len)
     return LoaderInput(dataset, data.seq_len, tuple(texts), tokenizer, as_text, tuple(notes))
-
-
-def _name_dataset(dataset: Any) -> str:
-    """Return the name of the user's data set that was timed."""
-    return f"loader: timed on your own data set, {len(dataset)} samples of {type(dataset).__name__}"
 
 
 def _name_sources(sources: tuple[str, ...]) -> str:

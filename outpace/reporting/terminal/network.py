@@ -85,7 +85,8 @@ def _head(answered: NetworkReport) -> list[Text]:
     own = answered.present
     network = "not known"
     if own is not None:
-        network = f"{own.name}, {_both_units(own.bytes_per_s)} per node, {own.origin}"
+        rates = f"{show_count(own.bytes_per_s, 'B/s')} ({8 * own.bytes_per_s / 1e9:,.0f} Gbit/s)"
+        network = f"{own.name}, {rates} per node, {own.origin}"
     link = answered.inside
     inside = "one device"
     if link is not None:
@@ -269,7 +270,3 @@ def _rate(value: float | None) -> str:
 def _bits(bytes_per_s: float) -> str:
     rate = 8 * bytes_per_s / 1e9
     return f"{rate:{',.0f' if rate >= 1000 else '.4g'}} Gbit/s" if bytes_per_s else "–"
-
-
-def _both_units(bytes_per_s: float) -> str:
-    return f"{show_count(bytes_per_s, 'B/s')} ({8 * bytes_per_s / 1e9:,.0f} Gbit/s)"
