@@ -43,7 +43,7 @@ CLAIMS = (
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Predict rates of matmuls in bf16 on an A100: over waves, and of heads."""
+    """Rates of matmuls in bf16 on an A100: over waves, and of heads."""
     from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.cluster import of_catalog
 

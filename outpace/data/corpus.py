@@ -11,10 +11,11 @@ import xxhash
 
 from outpace.data.hashes import cached_fingerprint, remembered_extent
 from outpace.data.index import Index
+from outpace.data.markup import markup_hints
 from outpace.data.misread import misread_hints
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of_document
-from outpace.data.sources import Source, markup_hints, open_source, unread_split_hints
+from outpace.data.sources import Source, open_source, unread_split_hints
 from outpace.data.stream import Stream, cached_stream, token_stream
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.data.sources import (
-    LINE_BYTES,
-    Form,
-    advice_on_binary,
-    binary_kind,
-    form_of,
-    numbered_lines,
-    readable,
-)
+from outpace.data.file_kinds import Form, advice_on_binary, binary_kind, form_of
+from outpace.data.reading import LINE_BYTES, numbered_lines, readable
 from outpace.records.errors import BadInputError, json_error, quote_names
 
 _READ_BYTES = 1 << 20

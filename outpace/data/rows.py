@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from outpace.data.hf_datasets import open_dataset
 from outpace.data.row_files import Row, nested_rows, read_rows, without_fillers
-from outpace.data.sources import Source, is_held_out, open_dataset, open_source, row_files_below
+from outpace.data.sources import Source, is_held_out, open_source, row_files_below
 from outpace.records.errors import BadInputError
 
 _NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from outpace.data.file_kinds import require_tokens
 from outpace.data.index import Index
-from outpace.data.sources import readable, require_tokens
+from outpace.data.reading import readable
 from outpace.records.errors import BadInputError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -305,9 +306,12 @@ def _width_of(path: Path, size: int) -> str:
         _require_ids(path, words)
         if 0 < words.max() < (_MOST_IDS if (words & 0xFFFF).max() >= 16 else 1 << 16):
             return dtype
-    _require_two_bytes(path)
-    _require_no_gaps(path)
-    _require_little_endian(path)
+    halves = np.fromfile(path, dtype="<u2", count=2 * _LOOKED_AT)
+    _require_two_bytes(path, halves[:_LOOKED_AT].view("<u1").reshape(-1, 2))
+    pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2)
+    if len(pairs) >= _LEAST_PAIRS:
+        _require_no_gaps(path, pairs)
+        _require_little_endian(path, pairs.view(">u4"))
     return "<u2"
 
 
@@ -331,25 +335,19 @@ def _require_ids(path: Path, words: Array) -> None:
     )
 
 
-def _require_little_endian(path: Path) -> None:
+def _require_little_endian(path: Path, words: Array) -> None:
     """Refuse ids of 32 or 64 bits with the most significant byte first, as Java writes them."""
-    whole = path.stat().st_size // 4
-    words = np.asarray(np.memmap(path, dtype=">u4", mode="r", shape=whole)[:_LOOKED_AT])
     low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
-    if len(words) >= _LEAST_PAIRS and high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
+    if high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
         raise BadInputError(
             f"{path} holds ids of 32 or 64 bits with the most significant byte first. Write them "
             "with the least significant one first, as numpy's ids.astype('<u4').tofile(FILE)."
         )
 
 
-def _require_no_gaps(path: Path) -> None:
+def _require_no_gaps(path: Path, pairs: Array) -> None:
     """Refuse ids of 32 bits after a header of two bytes, in which every second 16-bit word is 0."""
-    halves = np.asarray(np.memmap(path, dtype="<u2", mode="r")[: 2 * _LOOKED_AT])
-    pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2) < 16
-    if len(pairs) < _LEAST_PAIRS:
-        return
-    first, second = pairs.mean(axis=0)
+    first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
             f"{path}: nearly every second of its ids of 16 bits is below 16, so they are ids of 32 "
@@ -357,13 +355,12 @@ def _require_no_gaps(path: Path) -> None:
         )
 
 
-def _require_two_bytes(path: Path) -> None:
+def _require_two_bytes(path: Path, pairs: Array) -> None:
     """Refuse text, and ids of one byte, which would be read in pairs.
 
     Both have only bytes up to 127. The lower bytes of two-byte ids, most of which are above 255,
     have all values.
     """
-    pairs = np.asarray(np.memmap(path, dtype="<u1", mode="r")[: 2 * _LOOKED_AT]).reshape(-1, 2)
     large = len(pairs) >= _LEAST_PAIRS and pairs[:, 1].astype(bool).mean() > 0.5
     if large and pairs.max() < 128:
         raise BadInputError(

@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from outpace.data.conversations import conversation_of, describe_form
+from outpace.data.hf_datasets import open_dataset
+from outpace.data.reading import readable
 from outpace.data.row_files import (
     Row,
     checked_text,
@@ -15,7 +17,7 @@ from outpace.data.row_files import (
     require_text,
     require_whole,
 )
-from outpace.data.sources import Source, open_dataset, readable
+from outpace.data.sources import Source
 from outpace.records.errors import BadInputError, quote_names
 
 # Longer texts are passed on in pieces, to keep memory use constant.

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from outpace.data.chat import ChatFormat
 from outpace.data.conversations import Conversation, Message, Tool, conversation_of
 from outpace.data.corpus import Corpus, prepare
+from outpace.data.file_kinds import form_of
 from outpace.data.loader import Batch, Loader
 from outpace.data.padded import PaddedDataset
 from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
-from outpace.data.sources import form_of
 from outpace.data.template_omissions import unwritten_parts
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import known_labels, require_layer, unsupported_task
@@ -28,14 +29,9 @@ from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.origin import GENERATION_FILE, ending_ids, ignored_generation_settings
 from outpace.interop.tokenizer_class import source_difference
 from outpace.jobs.defaults import resolve_device
-from outpace.jobs.inputs.inputs import (
-    build_objective,
-    check_tokenizer,
-    check_vocab,
-    foreign_id_hints,
-    gather,
-    load_model,
-)
+from outpace.jobs.inputs.hints import foreign_id_hints
+from outpace.jobs.inputs.inputs import check_tokenizer, check_vocab, gather
+from outpace.jobs.inputs.model import build_objective, load_model
 from outpace.nn import generate as generation
 from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
@@ -224,12 +220,10 @@ def evaluate(
     settings = record.settings if record else TrainSettings()
     if task is None:
         task = settings.task if record or data is None else _task_of(data, text_field)
-    settings = settings.model_copy(
-        update={"text_field": text_field or settings.text_field, "task": task,
-                "seq_len": seq_len or settings.seq_len}
-    )  # fmt: skip
     if task != "pretrain" and record is None and data is None:
         raise BadInputError(f"--task {task}: {run} is not a run with held-out data. Give --data.")
+    given = {"text_field": text_field, "task": task, "seq_len": seq_len}
+    settings = settings.model_copy(update={name: one for name, one in given.items() if one})
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     precision = record.plan.precision if record else "fp32"
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
@@ -257,12 +251,7 @@ def evaluate(
     lower_weights(objective.to(target), mixed)
     steps = _batches(dataset, size, batches, settings.seed, target)
     if opened.build is not None:
-        first = next(steps)
-        state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
-        said = explain_evaluated_state(state)
-        if said is not None:
-            on_hint(said)
-        steps = chain([first], steps)
+        steps = _note_kept_state(objective, steps, mixed, on_hint)
     found = measure(
         Layout(objective),
         steps,
@@ -272,6 +261,21 @@ def evaluate(
         group=None,
     )
     return found.model_copy(update={"seq_len": seq_len, "left_over_tokens": left_over_tokens})
+
+
+def _note_kept_state(
+    objective: nn.Module,
+    steps: Iterator[list[Batch]],
+    mixed: MixedPrecision,
+    on_hint: Callable[[str], None],
+) -> Iterator[list[Batch]]:
+    """Say if a custom model's loss depends on state that it keeps; return all steps again."""
+    first = next(steps)
+    state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
+    said = explain_evaluated_state(state)
+    if said is not None:
+        on_hint(said)
+    return chain([first], steps)
 
 
 def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:

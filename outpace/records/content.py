@@ -1,7 +1,8 @@
 """Detection of files whose first bytes do not match their names."""
 
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
-               b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}  # fmt: skip
+# First bytes of compressed files.
+COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
+              b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}  # fmt: skip
 
 
 def misplaced_content(head: bytes) -> str | None:
@@ -11,7 +12,7 @@ def misplaced_content(head: bytes) -> str | None:
     """
     if not head:
         return "it is empty. Fetch it again"
-    for begin, kind in _COMPRESSED.items():
+    for begin, kind in COMPRESSED.items():
         if head.startswith(begin):
             return f"it is compressed ({kind}). Decompress it"
     if head.lstrip().startswith(b"<?xml"):

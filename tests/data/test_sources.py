@@ -15,8 +15,9 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents, unigram_entropy
+from outpace.data.repeated_files import files_in_both, repeated_files
 from outpace.data.rows import read_table
-from outpace.data.sources import files_in_both, open_source, repeated_files
+from outpace.data.sources import open_source
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError

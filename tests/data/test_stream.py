@@ -10,7 +10,7 @@ import pytest
 
 from outpace.data.corpus import Corpus
 from outpace.data.stream import token_stream
-from outpace.jobs.inputs.inputs import foreign_id_hints
+from outpace.jobs.inputs.hints import foreign_id_hints
 from outpace.records.errors import BadInputError
 
 COUNT = 50_000

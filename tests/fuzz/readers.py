@@ -276,7 +276,8 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                 "parse", "_find_header", "_row", "_last_fields", "_mirror")}),
         Reader("tokens", documents.token_files, _tokens, {
             "outpace.data.stream": ("_llmc_stream", "megatron_stream"),
-            "outpace.data.sources": ("_of_file", "_source_of", "state_of")}),
+            "outpace.data.sources": ("_of_file", "_source_of"),
+            "outpace.data.reading": ("state_of",)}),
         Reader("cache", results.caches, _cache, {
             "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from outpace.cli.main import main
 from outpace.interop.models import open_model
 from outpace.jobs.inference import evaluate, generate
-from outpace.jobs.inputs.inputs import load_model
+from outpace.jobs.inputs.model import load_model
 from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError

@@ -231,7 +231,7 @@ def train(folder: Path) -> dict[str, Any]:
 
     import outpace
     from outpace.interop.models import open_model
-    from outpace.jobs.inputs.inputs import load_model
+    from outpace.jobs.inputs.model import load_model
     from outpace.launch.launcher_env import free_port
 
     path = folder / "ministral.json"

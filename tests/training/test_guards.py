@@ -173,7 +173,8 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
     values = small_run(tmp_path, 400)
     if at == "initial evaluation":
         monkeypatch.setattr(
-            "outpace.jobs.train.build._evaluate", lambda *_: compile_badly() or pytest.fail()
+            "outpace.jobs.train.build.evaluate_held_out",
+            lambda *_: compile_badly() or pytest.fail(),
         )
     done = []
 
@@ -249,7 +250,7 @@ def test_a_signal_within_a_long_evaluation_is_not_left_until_its_end(tmp_path, m
 
         return evaluate(layout, given(), **more)
 
-    monkeypatch.setattr("outpace.jobs.train.build.evaluate", measure)
+    monkeypatch.setattr("outpace.jobs.train.evaluation.evaluate", measure)
     with (
         pytest.raises(InterruptedRunError, match="saved after step 2 of 4"),
         prepare_run(TrainSettings.parse(values, "test"), RunContext()) as run,

@@ -358,8 +358,7 @@ def _classify(request: TaskRequest) -> TaskData:
     assert spec is not None
     columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
     classes = source.table.names.get(columns.label, ())
-    known: tuple[str, ...] | None = None
-    other: str | None = None
+    known, other = None, None
     if opened is not None and opened.weights is not None and settings.init != "random":
         other = unsupported_task(opened.weights)
         known = known_labels(opened.weights) if other is None else None
@@ -398,24 +397,7 @@ def _classify(request: TaskRequest) -> TaskData:
         ),
         *classify.examples_hints(parts[: source.parts]),
     ]  # fmt: skip
-    if "-1" in labels and known is None:
-        hints.append("labels -1 and 1 are read as two classes, in this order")
-    if kept and parts[0] != unnamed:
-        hints.append(
-            "labels are read as the classes of the stored classifier: "
-            + ", ".join(f"{number} = {name}" for number, name in enumerate(labels))
-        )
-    if other is not None:
-        hints.append(
-            f"the stored classifier predicts {other}, but --task classify learns one class per "
-            "text, so its classification layer is replaced by a new one"
-        )
-    if known is not None and kept is None:
-        hints.append(
-            f"the stored classifier has the classes {', '.join(known)}, but the data has "
-            f"{', '.join(labels)}, so its classification layer is replaced by a new one. To keep "
-            "it, label rows with its class names or numbers"
-        )
+    hints += _label_hints(labels, known, other, kept is not None, parts[0] != unnamed)
     hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
     if cut:
         hints.append(
@@ -427,6 +409,40 @@ def _classify(request: TaskRequest) -> TaskData:
         for part, once in zip(encoded, (None, settings.global_batch), strict=True)
     )
     return TaskData(tokenizer, train, validation, *fingerprints, seq_len, labels, tuple(hints))
+
+
+def _label_hints(
+    labels: tuple[str, ...],
+    known: tuple[str, ...] | None,
+    other: str | None,
+    kept: bool,
+    renamed: bool,
+) -> list[str]:
+    """Return hints on how labels became classes.
+
+    `known`: the stored classifier's classes, which are `kept` or not; `other`: what it predicts if
+    not one class per text. `renamed`: the data has numbers of the stored classes.
+    """
+    hints = []
+    if "-1" in labels and known is None:
+        hints.append("labels -1 and 1 are read as two classes, in this order")
+    if kept and renamed:
+        hints.append(
+            "labels are read as the classes of the stored classifier: "
+            + ", ".join(f"{number} = {name}" for number, name in enumerate(labels))
+        )
+    if other is not None:
+        hints.append(
+            f"the stored classifier predicts {other}, but --task classify learns one class per "
+            "text, so its classification layer is replaced by a new one"
+        )
+    if known is not None and not kept:
+        hints.append(
+            f"the stored classifier has the classes {', '.join(known)}, but the data has "
+            f"{', '.join(labels)}, so its classification layer is replaced by a new one. To keep "
+            "it, label rows with its class names or numbers"
+        )
+    return hints
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:

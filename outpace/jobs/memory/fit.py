@@ -95,8 +95,8 @@ class MemoryFit:
             give_back_free()  # preparing the data leaves cached memory
         self.limit = limit_of(settings, ranks, device)
         self._settings = settings
-        self._device = device
-        self._machine = machine
+        self.device = device
+        self.machine = machine
         self._spec = spec
         self._seq_len = seq_len
         # On a CPU, the process itself counts, including its loaded libraries.
@@ -166,7 +166,7 @@ class MemoryFit:
 
     def is_certain(self, plan: Plan) -> bool:
         """Return whether a plan certainly does not fit: its tensors alone need too much memory."""
-        if self._device.type != "cpu" or self.predict is None:
+        if self.device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
 
@@ -196,8 +196,8 @@ class MemoryFit:
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
         """Return changes to settings that the user did not set, one list per kind of change."""
-        low = default_precision(self._device, self._machine) == "bf16"
-        beside_host = self._device.type != "cpu"
+        low = default_precision(self.device, self.machine) == "bf16"
+        beside_host = self.device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
         fixed = {"optimizer"} if resumes or self._settings.resume else set()
         # the budget already decided what is recomputed

@@ -1,9 +1,8 @@
 """The live objects of a job on one rank: model, optimizer, checkpoints, data and loop."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -13,17 +12,24 @@ from torch import nn
 
 from outpace.data.loader import Loader
 from outpace.data.padded import PaddedDataset
-from outpace.data.samples import TokenDataset
 from outpace.data.workers import worker_troubles
-from outpace.jobs.defaults import DEFAULT_EVAL_SAMPLES, peak_flops_per_s, takes_cuda_graphs
-from outpace.jobs.inputs.inputs import build_objective, weights_of
+from outpace.jobs.defaults import peak_flops_per_s
+from outpace.jobs.inputs.model import build_objective, weights_of
 from outpace.jobs.inputs.tasks import step_costs
 from outpace.jobs.ranks.oom_guard import Guard
 from outpace.jobs.ranks.placement import placement_hints
 from outpace.jobs.ranks.shared_filesystem import require_shared
 from outpace.jobs.train.comm_stats import CommStats
 from outpace.jobs.train.context import Job
+from outpace.jobs.train.evaluation import (
+    check_number,
+    evaluate_before,
+    evaluate_held_out,
+    evaluation_stage,
+    make_loader,
+)
 from outpace.jobs.train.export import finish
+from outpace.jobs.train.model_layout import lay_out, make_first_check
 from outpace.jobs.train.oom_message import OomMessage
 from outpace.jobs.train.restore import continue_run, restore
 from outpace.jobs.train.run_record import claim, run_info, run_record
@@ -31,24 +37,16 @@ from outpace.jobs.train.step_time_check import StepTimeMonitor
 from outpace.jobs.train.stragglers import Stragglers
 from outpace.jobs.train.utilisation import Recording
 from outpace.nn.compilation import compile_time_s
-from outpace.nn.extra_state import require_plain
 from outpace.nn.kernels import without_faulty_kernels
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
-from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
-from outpace.parallel import Layout, LayoutRequest, apply
+from outpace.parallel import Layout
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.deferred_init import fill, fills_later, parts_of
 from outpace.parallel.offload import parameter_device, place_optimizer
-from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
-from outpace.parallel.parity.first_batch import FirstBatch
-from outpace.parallel.parity.module_state import preserve_state
-from outpace.parallel.parity.state_check import StateCheck
-from outpace.parallel.shared_memory import refuse_shared_memory
-from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.tensors import make_equal
 from outpace.planner.model.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
@@ -64,11 +62,9 @@ from outpace.training.checkpoint import (
     step_of,
     whole_checkpoints,
 )
-from outpace.training.evaluate import evaluate
 from outpace.training.guards import COLLECT_EVERY, StopSignal
 from outpace.training.loggers import LoggerContext, make_loggers
 from outpace.training.loop import Loop
-from outpace.training.memory import reset_peak_memory
 from outpace.training.profile import memory_history, profiler
 from outpace.training.run_dir import MetricsWriter
 from outpace.training.step import Stepper
@@ -127,7 +123,7 @@ class PreparedRun:
 
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
         """Measure the final loss, write the model and summarise. Collective."""
-        notify(self.job.callbacks, "on_stage", _evaluation_stage(self.job, "final"))
+        notify(self.job.callbacks, "on_stage", evaluation_stage(self.job, "final"))
         self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
@@ -165,6 +161,60 @@ def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
         stack.enter_context(without_faulty_kernels(torch.backends.cudnn.version()))
 
 
+def _build_objective(job: Job, stack: ExitStack) -> tuple[Any, MixedPrecision]:
+    """Build the model with its loss, in the precision of the plan. Collective."""
+    settings, plan, device = job.settings, job.plan, job.device
+    own = job.inputs.custom_model is not None
+    mixed = make_mixed(
+        plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
+    )
+    objective = build_objective(job.inputs, settings, plan, mixed.dtype, device)
+    _choose_kernels(job, objective, stack)
+    if own and mixed.keeps_masters and plan.world_size > 1:
+        make_equal(objective)  # otherwise ranks would start from different master weights
+    return objective, mixed
+
+
+def _begin_record(
+    job: Job, threads: int, parameters: int, stack: ExitStack, guard: Guard
+) -> RunRecord:
+    """Claim the run's folder and start its record and logs. Collective.
+
+    A run that fails during its first step leaves no files behind.
+    """
+    record = run_record(job, threads, parameters)
+    record = job.groups.run_on_rank_0(lambda: claim(job, record, stack))
+    stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
+    guard.tidy = partial(_tidy, job)
+    if not job.settings.measure_only:
+        require_shared(job.groups, job.run_dir.path)
+    if not job.settings.resume:
+        _open_logs(job, record)
+    return record
+
+
+def _fill_weights(job: Job, layout: Layout, mixed: MixedPrecision) -> dict[str, torch.Tensor]:
+    """Fill parameters that were laid out without values; return those that are kept in fp32."""
+    return fill(
+        layout,
+        parameter_device(job.plan, job.device),
+        weights_of(job.inputs, job.settings, job.plan, job.device),
+        keeps_wide=mixed.keeps_masters,
+    )
+
+
+@dataclass(frozen=True)
+class _StepParts:
+    """The live objects of a step; `start_step` is the step from which a run resumes, or 0."""
+
+    record: RunRecord
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    checkpointer: Checkpointer
+    start_step: int
+
+
 def assemble(
     job: Job,
     threads: int,
@@ -177,43 +227,23 @@ def assemble(
 ) -> PreparedRun:
     """Build everything for training, on every rank; afterwards, the first step can start.
 
-    `began_s` is when the job started. A run that fails during its first step leaves no files
-    behind.
+    `began_s` is when the job started.
     """
-    settings, plan, device = job.settings, job.plan, job.device
+    settings, plan = job.settings, job.plan
     compiled_s = compile_time_s()
     notify(job.callbacks, "on_stage", "building the model")
-    own = job.inputs.custom_model is not None
-    mixed = make_mixed(
-        plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
-    )
-    objective = build_objective(job.inputs, settings, plan, mixed.dtype, device)
-    _choose_kernels(job, objective, stack)
-    if own and mixed.keeps_masters and plan.world_size > 1:
-        make_equal(objective)  # otherwise ranks would start from different master weights
+    objective, mixed = _build_objective(job, stack)
     whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
-    record = run_record(job, threads, parameters)
-    record = job.groups.run_on_rank_0(lambda: claim(job, record, stack))
-    stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
-    guard.tidy = partial(_tidy, job)
-    if not settings.measure_only:
-        require_shared(job.groups, job.run_dir.path)
-    if not settings.resume:
-        _open_logs(job, record)
+    record = _begin_record(job, threads, parameters, stack, guard)
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     say = partial(notify, job.callbacks, "on_hint")
-    layout, first = _lay_out(job, objective, scratch, say)
+    layout, first = lay_out(job, objective, scratch, say)
     wide_values = parts_of(layout, whole_values)
     del whole_values
     if job.inputs.is_transformer and fills_later(plan):
-        wide_values = fill(
-            layout,
-            parameter_device(plan, device),
-            weights_of(job.inputs, settings, plan, device),
-            keeps_wide=mixed.keeps_masters,
-        )
+        wide_values = _fill_weights(job, layout, mixed)
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
     checkpointer = _checkpointer(job, mixed)
     stack.callback(checkpointer.close)
@@ -228,57 +258,24 @@ def assemble(
         _open_logs(job, record, start_step)
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
     stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
-    loader = _loader(job, job.inputs.train_data, start_step, job.total_steps)
+    loader = make_loader(job, job.inputs.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
-
-    check_number = partial(_check_number, cache(partial(notify, job.callbacks, "on_hint")))
+    hint_once = cache(say)
 
     def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
-        found = _evaluate(job, layout, mixed, step, stop if heeds_stop else None)
+        found = evaluate_held_out(job, layout, mixed, step, stop if heeds_stop else None)
         stepper.free_cache()
-        check_number(found)
+        check_number(hint_once, found)
         return found
 
     placement = placement_hints(job.groups)
     notify(job.callbacks, "on_start", run_info(job, record, trained, start_step, placement))
-    evaluate = partial(_initial_evaluation, job, start_step, measure, layout)
-    initial = stop.unless_ended(evaluate)
-    loop = Loop(
-        settings=settings,
-        stepper=stepper,
-        layout=layout,
-        optimizer=optimizer,
-        steps=iter(loader),
-        ledger=_ledger(job, progress, trained),
-        checkpointer=checkpointer,
-        evaluate=partial(measure, heeds_stop=True),
-        callbacks=job.callbacks,
-        stop=stop,
-        run_started=record.started,
-        random_rank=job.plan.random_rank(job.ranks.rank),
-        world_size=job.ranks.world_size,
-        total_steps=job.total_steps,
-        start_step=start_step,
-        device=device,
-        # Custom code may leave large tensors in reference cycles, which only the garbage collector
-        # frees.
-        collect_every=None if own else COLLECT_EVERY,
-        begin_activity=job.doing.begin,
-        check_first_batch=_make_first_check(first, layout, stepper, device, start_step),
-        watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
-        if settings.profile
-        else None,
-    )
-    if settings.expect_step_time_s is not None and job.ranks.rank == 0:
-        job.callbacks.append(
-            StepTimeMonitor(loop.ledger, settings.expect_step_time_s, job.callbacks)
-        )
-    comm_stats = CommStats(job, start_step) if settings.measure_only else None
-    if looker is not None:
-        looker.follow(stepper, layout, optimizer, start_step)
-        loop.step_context = looker.step_context  # otherwise it would count the counter's own memory
-    elif comm_stats is not None:
-        loop.step_context = comm_stats.step_context
+    initial = stop.unless_ended(partial(evaluate_before, job, start_step, measure, layout))
+    parts = _StepParts(record, layout, optimizer, stepper, checkpointer, start_step)
+    heedful, ledger = partial(measure, heeds_stop=True), _ledger(job, progress, trained)
+    loop = _make_loop(job, parts, loader, ledger, stop, heedful)
+    loop.check_first_batch = make_first_check(first, layout, stepper, job.device, start_step)
+    comm_stats = _watch_steps(job, parts, loop, looker)
     stragglers = Stragglers(job, recording)
     return PreparedRun(
         job, loop, parameters, initial, measure, looker, recording, comm_stats, stragglers, began_s,
@@ -286,85 +283,57 @@ def assemble(
     )  # fmt: skip
 
 
-def _lay_out(
-    job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
-) -> tuple[Layout, FirstBatch | StateCheck | None]:
-    """Lay out the objective with the plan's options, and check a custom model. Collective."""
-    own, plan = job.inputs.custom_model, job.plan
-    first: FirstBatch | StateCheck | None = None
-    if own is not None:
-        refuse_sparse_gradients(own.module)
-        refuse_shared_memory(own.module, plan.strategy, own.loss)
-        if not job.settings.measure_only:
-            require_plain(own.module)
-        synchronise_statistics(own, plan)
-        if job.settings.check != "off" and plan.world_size == 1:
-            # Nothing is saved, so there is nothing to report.
-            first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
-        elif job.settings.check != "off":
-            first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
-        apply_plan_options(own, plan, scratch, say)
-    else:
-        apply_options(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
-    layout = apply(
-        LayoutRequest(
-            objective, plan, job.ranks, job.device, scratch=scratch,
-            blocks=None if own is None else own.blocks,
-            layouts=None if own is None else own.layouts,
-            cuda_graphs=takes_cuda_graphs(
-                job.settings, plan, job.device, own is not None, _dropout(job)
-            ),
-            on_failure=say,
-        )
-    )  # fmt: skip
-    return layout, first
+def _make_loop(
+    job: Job,
+    parts: _StepParts,
+    loader: Loader,
+    ledger: Ledger,
+    stop: StopSignal,
+    evaluate: Callable[[int], Evaluation | None],
+) -> Loop:
+    """Return the loop over all steps that are left."""
+    p, settings = parts, job.settings
+    return Loop(
+        settings=settings,
+        stepper=p.stepper,
+        layout=p.layout,
+        optimizer=p.optimizer,
+        steps=iter(loader),
+        ledger=ledger,
+        checkpointer=p.checkpointer,
+        evaluate=evaluate,
+        callbacks=job.callbacks,
+        stop=stop,
+        run_started=p.record.started,
+        random_rank=job.plan.random_rank(job.ranks.rank),
+        world_size=job.ranks.world_size,
+        total_steps=job.total_steps,
+        start_step=p.start_step,
+        device=job.device,
+        # Custom code may leave large tensors in reference cycles, which only the garbage collector
+        # frees.
+        collect_every=COLLECT_EVERY if job.inputs.custom_model is None else None,
+        begin_activity=job.doing.begin,
+        watch=profiler(job.run_dir.path, job.device, job.ranks.rank, job.total_steps - p.start_step)
+        if settings.profile
+        else None,
+    )
 
 
-def _make_first_check(
-    first: FirstBatch | StateCheck | None,
-    layout: Layout,
-    stepper: Stepper,
-    device: torch.device,
-    start_step: int,
-) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the check of the first batch of a run after `start_step`; None if there is none."""
-    if first is None:
-        return None
-    first.resumed = start_step > 0
-    return partial(_look, first, layout, stepper, device)
-
-
-def _look(
-    first: FirstBatch | StateCheck,
-    layout: Layout,
-    stepper: Stepper,
-    device: torch.device,
-    batches: list[Any],
-    reuse: bool,
-) -> torch.Tensor | None:
-    """Compare the first global batch with the plain module.
-
-    Memory peaks are measured from here on.
-    """
-
-    def ready() -> None:
-        reset_peak_memory(device)
-        stepper.begin()
-
-    if isinstance(first, StateCheck):
-        totals = first.check(layout, batches, stepper.step_pass)
-    else:
-        step = stepper.forward_backward
-        totals = first.check(layout, batches, stepper.step_pass, step, reuse, ready)
-    if totals is None:
-        reset_peak_memory(device)
-    return totals
-
-
-def _dropout(job: Job) -> float:
-    """Return the dropout probability of an outpace model."""
-    spec = job.inputs.spec
-    return 0.0 if spec is None else spec.dropout
+def _watch_steps(
+    job: Job, parts: _StepParts, loop: Loop, looker: "Looker | None"
+) -> CommStats | None:
+    """Count each step's communication, or its memory for `looker`, and check its time."""
+    expected_s = job.settings.expect_step_time_s
+    if expected_s is not None and job.ranks.rank == 0:
+        job.callbacks.append(StepTimeMonitor(loop.ledger, expected_s, job.callbacks))
+    comm_stats = CommStats(job, parts.start_step) if job.settings.measure_only else None
+    if looker is not None:
+        looker.follow(parts.stepper, parts.layout, parts.optimizer, parts.start_step)
+        loop.step_context = looker.step_context  # otherwise it would count the counter's own memory
+    elif comm_stats is not None:
+        loop.step_context = comm_stats.step_context
+    return comm_stats
 
 
 def _optimizer(
@@ -508,102 +477,3 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
         first_loss=progress.first_loss,
         costs_of=costs_of,
     )
-
-
-def _loader(
-    job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
-) -> Loader:
-    """Return this rank's micro-batches of `data` by step; `batch` replaces the global batch."""
-    settings = job.settings
-    pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-    return Loader(
-        data,
-        seed=settings.seed,
-        global_batch=batch or settings.global_batch,
-        micro_batch=job.plan.samples_read,
-        rank=job.plan.data_rank(job.ranks.rank),
-        data_parallel=job.plan.readers,
-        start_step=start_step,
-        total_steps=total_steps,
-        workers=settings.workers,
-        pin_memory=pin,
-        device=job.device,
-        timeout_s=settings.comm_timeout_s,
-    )
-
-
-def _check_number(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
-    """Report a validation loss that is NaN or infinite; `hint_once` avoids repetition."""
-    if found is not None and not math.isfinite(found.loss):
-        hint_once(
-            f"the validation loss is {found.loss}: check the validation data for NaN, for very "
-            "large values and for samples without a target"
-        )
-
-
-def _evaluate(
-    job: Job, layout: Layout, mixed: MixedPrecision, step: int, stop: StopSignal | None
-) -> Evaluation | None:
-    """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
-
-    Each sample of outpace's own data is used once, whatever the global batch and the number of
-    ranks. In a user's data set, samples that do not fill a batch of all ranks are left out.
-    """
-    data = job.inputs.eval_data
-    if data is None or job.settings.eval_batches == 0:
-        return None
-    most = _held_out_samples(job)
-    batch = job.plan.samples_read * job.plan.readers
-    if isinstance(data, (PaddedDataset, TokenDataset)):
-        data = data.single_pass(most, batch)
-        most = len(data)
-    batches = max(1, min(most, len(data)) // batch)
-    loader = _loader(job, data, 0, batches, batch)
-    try:
-        return evaluate(
-            layout,
-            loader,
-            step=step,
-            mixed=mixed,
-            device=job.device,
-            group=job.groups.control,
-            stop=None if stop is None else lambda: stop.requested,
-        )
-    finally:
-        loader.close()
-
-
-def _held_out_samples(job: Job) -> int:
-    """Return the largest number of samples that an evaluation may read."""
-    if job.settings.eval_batches is not None:
-        return job.settings.eval_batches * job.settings.global_batch
-    data = job.inputs.eval_data
-    return DEFAULT_EVAL_SAMPLES if job.inputs.labels is None or data is None else len(data)
-
-
-def _evaluation_stage(job: Job, which: str) -> str:
-    """Describe an evaluation and its length: on a CPU it may take longer than training."""
-    stage, data = f"measuring the {which} loss", job.inputs.eval_data
-    if data is None or job.settings.eval_batches == 0:
-        return stage
-    samples = min(_held_out_samples(job), len(data))
-    fewer = "" if job.settings.eval_batches is not None else " (for fewer: --eval-batches)"
-    return f"{stage} on {samples:,} sample{'s' * (samples != 1)}{fewer}"
-
-
-def _initial_evaluation(
-    job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
-) -> Evaluation | None:
-    """Evaluate before the first step; a resumed run reads the result from its evaluations.
-
-    Undo changes to a user's module, which the check before step 1 has already copied.
-    """
-    if start_step > 0:
-        return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))
-    notify(job.callbacks, "on_stage", _evaluation_stage(job, "initial"))
-    own = job.inputs.custom_model is not None
-    with preserve_state(layout.objective, job.device) if own else nullcontext():
-        initial = measure(0)
-    if initial is not None:
-        notify(job.callbacks, "on_eval", initial, False)
-    return initial

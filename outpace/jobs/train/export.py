@@ -15,7 +15,7 @@ from outpace.interop.custom_model import write_custom_model
 from outpace.interop.huggingface import write_model
 from outpace.interop.origin import tokenizer_writer
 from outpace.interop.peft import write_adapter
-from outpace.jobs.inputs.inputs import DrawingPlace, initial_model
+from outpace.jobs.inputs.model import DrawingPlace, initial_model
 from outpace.jobs.train.context import Job
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate

@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -54,7 +55,6 @@ from outpace.records.errors import BadInputError
 from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
-from outpace.records.model import ModelSpec
 from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -67,6 +67,9 @@ from outpace.training.heap import keep_freed
 from outpace.training.loggers import require_loggers
 from outpace.training.run_dir import STANDSTILL_FILE, RunDir
 from outpace.training.threads import set_threads
+
+if TYPE_CHECKING:
+    from outpace.jobs.train.memory_report import Looker
 
 
 def train(settings: TrainSettings, context: RunContext) -> Measurement:
@@ -92,15 +95,14 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
     ranks, ahead = context.ranks, context.page_prefaulter
     heard = list(context.callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
+        on_hint = partial(notify, heard, "on_hint")
         deadline = stack.enter_context(ExitDeadline(context.end))
         stack.callback(lambda: notify(heard, "close"))
         if ahead is not None:
             stack.callback(ahead.end)
-        stop = stack.enter_context(StopSignal(partial(notify, heard, "on_hint")))
+        stop = stack.enter_context(StopSignal(on_hint))
         settings = with_earlier_precision(settings)
-        settings = with_axes_that_fit(
-            settings, ranks, context.origins, partial(notify, heard, "on_hint")
-        )
+        settings = with_axes_that_fit(settings, ranks, context.origins, on_hint)
         if settings.device in ("auto", "cuda"):
             grow_segments(os.environ)  # before the first tensor on the device
         device = resolve_device(settings, ranks)
@@ -108,75 +110,40 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size, os.environ)
         machine = identify(find_accelerator)
-        plan = resolve_plan(
-            settings, ranks, device, machine, custom_model=context.model is not None
-        )
+        live = context.model is not None
+        plan = resolve_plan(settings, ranks, device, machine, custom_model=live)
         plan = _as_far_as_torch_compiles(settings, plan, heard)
-        if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
-            keep_freed(os.environ)
+        _keep_freed(settings, plan, device)
         guard = Guard(ranks, device, context.end)
         stack.callback(guard.close)
         deadline.tidy = partial(_tidy_with, guard)
-        if settings.micro_batch == "auto" and (context.model is not None or backend == "mpi"):
-            raise BadInputError(
-                "--micro-batch auto runs trials in separate processes, which is not possible "
-                "with a live model or MPI. Pass a number, refer to the model by its file, or use "
-                "gloo or nccl."
-            )
         stack.enter_context(fp32_matmuls(plan.precision, device))
-        is_custom = context.model is not None or names_code(settings.model)
-        _require_possible(settings, plan, ranks, device, is_custom, context.origins)
-        notify(heard, "on_stage", "preparing data")
+        _require_possible(settings, plan, context, device, backend)
         cache_dir = cache_folder(settings.cache_dir, os.environ)
-        inputs = gather(
-            settings, context.model, cache_dir, usable_cores(), heard, plan, device.type,
-            context.origins,
-        )  # fmt: skip
-        settings = settings.model_copy(
-            update={"lr": resolve_lr(settings, inputs.starts_from_stored(settings))}
-        )
+        inputs = _prepare_inputs(settings, context, plan, device, cache_dir, heard)
+        lr = resolve_lr(settings, inputs.starts_from_stored(settings))
+        settings = settings.model_copy(update={"lr": lr})
         total_steps = _resolve_length(settings, inputs, heard)
         plan = with_powersgd_start(plan, settings, total_steps)
-        groups = stack.enter_context(
-            process_groups(ranks, device, settings.comm_timeout_s, backend)
-        )
-        doing = RankActivity("the preparation", on_surplus=partial(notify, heard, "on_hint"))
-        with hang_watchdog(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
+        timeout_s = settings.comm_timeout_s
+        groups = stack.enter_context(process_groups(ranks, device, timeout_s, backend))
+        doing = RankActivity("the preparation", on_surplus=on_hint)
+        with hang_watchdog(groups, doing, timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             groups.require_one_job()
             _require_same(groups, settings, device, plan, total_steps, inputs)
-            spec, seq_len = inputs.spec, inputs.seq_len
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
-            # A trace assumes a head over the vocabulary.
-            account = tracer if context.foresee and inputs.is_transformer else None
-            with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
-                fitting = MemoryFit(
-                    settings, ranks, device, machine, spec, seq_len, account, ahead_bytes
-                )
-            if ahead is not None:
-                ahead.hand_over()
+            fitting = _fit_memory(settings, context, device, machine, inputs, tracer)
             plan = groups.run_on_rank_0(lambda: fitting.with_budget(plan))
-            plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
+            plan = _with_compile(groups, settings, plan, fitting, total_steps, inputs, heard)
             stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             if settings.micro_batch == "auto":
-                if can_try(plan, settings, device, inputs.is_transformer):
-                    assert spec is not None and seq_len is not None
-                    take = device_steps(
-                        spec, seq_len, device, groups.control, fitting.limit.bytes,
-                        settings.memory_limit,
-                    )  # fmt: skip
-                    plan = find_on_device(plan, settings, take, heard)
-                else:
-                    plan = auto_micro_batch.find_micro_batch(
-                        plan, settings, fitting, groups, context.attempt, heard
-                    )
+                plan = _with_micro_batch(settings, plan, context, groups, fitting, inputs, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
-            doing.begin("comparing samples of the ranks' data sets")
-            check_samples(groups, settings, inputs.custom_model, heard)
-            doing.begin("the preparation")
+            _compare_samples(groups, settings, inputs, heard, doing)
             run_dir = RunDir(groups.run_on_rank_0(lambda: resolve_out(settings, inputs.name)))
             doing.on_hang = partial(_keep, run_dir, context.explain)
             job = Job(
@@ -186,18 +153,84 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             answer = OomMessage(job, fitting)
             guard.answer = answer.format
             groups.run_on_rank_0(answer.check_fit)
-            looker = None
-            if settings.memory:
-                # Loaded on demand: a trace is 30 MiB of code.
-                from outpace.jobs.train.memory_report import Looker
-
-                notify(heard, "on_stage", "tracing memory")
-                looker = Looker(job, fitting, tracer, stack)
+            looker = _memory_looker(job, fitting, tracer, stack) if settings.memory else None
             tracer.close()  # frees memory for training
             ready = assemble(job, threads, stop, stack, guard, answer, looker, began_s)
             if ahead is not None:
                 ahead.end()
             yield ready
+
+
+def _prepare_inputs(
+    settings: TrainSettings, context: RunContext, plan: Plan, device: torch.device,
+    cache_dir: Path, heard: Sequence[Callback],
+) -> TrainingInputs:  # fmt: skip
+    """Open the model and prepare the data."""
+    notify(heard, "on_stage", "preparing data")
+    return gather(
+        settings, context.model, cache_dir, usable_cores(), heard, plan, device.type,
+        context.origins,
+    )  # fmt: skip
+
+
+def _keep_freed(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
+    """Keep freed memory for the next step, unless the user wants to spend little."""
+    if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
+        keep_freed(os.environ)
+
+
+def _compare_samples(
+    groups: Groups, settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback],
+    doing: RankActivity,
+) -> None:  # fmt: skip
+    """Compare some samples of the ranks' data sets, which may take long. Collective."""
+    doing.begin("comparing samples of the ranks' data sets")
+    check_samples(groups, settings, inputs.custom_model, heard)
+    doing.begin("the preparation")
+
+
+def _fit_memory(
+    settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
+    inputs: TrainingInputs, tracer: Tracer,
+) -> MemoryFit:  # fmt: skip
+    """Return what judges whether plans fit, and give it the memory that was touched ahead."""
+    ahead = context.page_prefaulter
+    # A trace assumes a head over the vocabulary.
+    account = tracer if context.foresee and inputs.is_transformer else None
+    with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
+        fitting = MemoryFit(
+            settings, context.ranks, device, machine, inputs.spec, inputs.seq_len, account,
+            ahead_bytes,
+        )  # fmt: skip
+    if ahead is not None:
+        ahead.hand_over()
+    return fitting
+
+
+def _with_micro_batch(
+    settings: TrainSettings, plan: Plan, context: RunContext, groups: Groups, fitting: MemoryFit,
+    inputs: TrainingInputs, heard: Sequence[Callback],
+) -> Plan:  # fmt: skip
+    """Return the plan with the largest micro-batch that fits, found by trials."""
+    device, spec, seq_len = fitting.device, inputs.spec, inputs.seq_len
+    if can_try(plan, settings, device, inputs.is_transformer):
+        assert spec is not None and seq_len is not None
+        take = device_steps(
+            spec, seq_len, device, groups.control, fitting.limit.bytes, settings.memory_limit
+        )
+        return find_on_device(plan, settings, take, heard)
+    return auto_micro_batch.find_micro_batch(
+        plan, settings, fitting, groups, context.attempt, heard
+    )
+
+
+def _memory_looker(job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> "Looker":
+    """Trace the memory of a step, which the run then compares with its own."""
+    # Loaded on demand: a trace is 30 MiB of code.
+    from outpace.jobs.train.memory_report import Looker
+
+    notify(job.callbacks, "on_stage", "tracing memory")
+    return Looker(job, fitting, tracer, stack)
 
 
 def _tidy_with(guard: Guard, message: str) -> None:
@@ -225,8 +258,8 @@ def _as_far_as_torch_compiles(
 
 
 def _with_compile(
-    groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
-    total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
+    groups: Groups, settings: TrainSettings, plan: Plan, fitting: MemoryFit, total_steps: int,
+    inputs: TrainingInputs, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
     """Return the plan, compiled as requested, or by default if that pays off within the run."""
     if settings.compile is not None or not plan.compile:
@@ -234,7 +267,8 @@ def _with_compile(
     # The planner is loaded only if needed.
     from outpace.jobs.train.compile_decision import decide
 
-    layers = None if spec is None else spec.layers
+    layers = None if inputs.spec is None else inputs.spec.layers
+    device, machine = fitting.device, fitting.machine
     decision = groups.run_on_rank_0(
         lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
     )
@@ -262,20 +296,22 @@ def _resolve_length(
 
 
 def _require_possible(
-    settings: TrainSettings,
-    plan: Plan,
-    ranks: Ranks,
-    device: torch.device,
-    is_custom: bool,
-    origins: Mapping[str, str],
+    settings: TrainSettings, plan: Plan, context: RunContext, device: torch.device, backend: str
 ) -> None:
     """Raise BadInputError for impossible requests before preparing data, which may take long."""
-    check_task(settings, plan, origins)
-    takes_cuda_graphs(settings, plan, device, is_custom)
+    live = context.model is not None
+    if settings.micro_batch == "auto" and (live or backend == "mpi"):
+        raise BadInputError(
+            "--micro-batch auto runs trials in separate processes, which is not possible "
+            "with a live model or MPI. Pass a number, refer to the model by its file, or use "
+            "gloo or nccl."
+        )
+    check_task(settings, plan, context.origins)
+    takes_cuda_graphs(settings, plan, device, live or names_code(settings.model))
     require(plan, device)
     if plan.precision == "fp8":
         require_fp8(device)
-    lacking = why_not(plan.strategy, ranks, device)
+    lacking = why_not(plan.strategy, context.ranks, device)
     if lacking is not None:
         raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
     require_loggers(settings.log)

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from outpace.data.file_kinds import form_of
 from outpace.data.samples import TokenDataset
-from outpace.data.sources import form_of
 from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outpace.jobs.train.build import _evaluation_stage
+from outpace.jobs.train.evaluation import evaluation_stage
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_its_length_is_said_and_how_to_shorten_it(eval_batches, held_out, labels
         settings=SimpleNamespace(eval_batches=eval_batches, global_batch=8),
         inputs=SimpleNamespace(eval_data=data, labels=labels),
     )
-    assert _evaluation_stage(job, "initial") == f"measuring the initial loss{said}"
+    assert evaluation_stage(job, "initial") == f"measuring the initial loss{said}"

@@ -1,0 +1,92 @@
+"""Hugging Face datasets, from the hub or from folders to which they were saved."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outpace.records.errors import BadInputError
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether `save_to_disk` wrote this folder."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    )
+
+
+def dataset_files(dataset: Any) -> tuple[Path, ...]:
+    """Return the files that hold an opened dataset's rows."""
+    return tuple(Path(one["filename"]) for one in dataset.cache_files)
+
+
+def open_dataset(reference: str) -> Any:
+    """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path.
+
+    Its rows have plain Python values, regardless of the format in which it was saved; images and
+    audio are bytes.
+    """
+    name, config, split = dataset_name(reference)
+    try:
+        return _drop_format(_open_split(reference, name, config, split))
+    except BadInputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadInputError(f"the dataset {reference} cannot be opened: {reason}") from None
+
+
+def _open_split(reference: str, name: str, config: str, split: str) -> Any:
+    import datasets
+
+    if not is_saved_dataset(Path(name)):
+        return datasets.load_dataset(name, config or None, split=split)
+    found = datasets.load_from_disk(name)
+    if not isinstance(found, datasets.DatasetDict):
+        if split != "train":  # only the training rows were requested
+            raise BadInputError(
+                f"the dataset {reference} has no splits, so no {split!r}; write hf:{name}"
+            )
+        return found
+    if split not in found:
+        raise BadInputError(
+            f"the dataset {reference} has no split {split!r}, but "
+            f"{', '.join(map(repr, found))}; write hf:{name}::SPLIT"
+        )
+    return found[split]
+
+
+def _drop_format(dataset: Any) -> Any:
+    """Return a dataset that yields plain Python values and does not decode media."""
+    import datasets
+
+    features = {name: _keep_stored_media(kind) for name, kind in dataset.features.items()}
+    formatted = dataset.format["type"] is not None or dataset.format["columns"] != [*features]
+    if not formatted and features == dict(dataset.features):
+        return dataset
+    dataset = dataset.with_format(None)  # a copy
+    dataset.info.features = datasets.Features(features)
+    return dataset
+
+
+def _keep_stored_media(kind: Any) -> Any:
+    """Return a column's type, changed so that images, audio and the like are not decoded."""
+    if isinstance(kind, dict):
+        return {name: _keep_stored_media(inner) for name, inner in kind.items()}
+    if hasattr(kind, "feature"):  # a list
+        inner = _keep_stored_media(kind.feature)
+        return kind if inner == kind.feature else replace(kind, feature=inner)
+    if getattr(kind, "decode", False) and type(kind).__name__ != "Json":
+        return replace(kind, decode=False)
+    return kind
+
+
+def dataset_name(reference: str) -> tuple[str, str, str]:
+    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; a folder's name may contain colons."""
+    whole = reference.removeprefix("hf:")
+    if is_saved_dataset(Path(whole)):
+        return whole, "", "train"
+    name, *rest = whole.split(":")
+    if not name or len(rest) > 2:
+        raise BadInputError(f"{reference!r}: expected hf:NAME[:CONFIG[:SPLIT]]")
+    config, split = (*rest, "", "")[:2]
+    return name, config, split or "train"

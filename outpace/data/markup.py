@@ -1,0 +1,52 @@
+"""Texts in markup languages."""
+
+import re
+from pathlib import Path
+
+from outpace.data.file_kinds import form_of
+from outpace.data.reading import readable
+from outpace.data.sources import COMPARED_FILES, Source
+
+# Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text
+# in one way only: repetitions that share characters take exponential time.
+_MARKUP = {
+    "HTML": re.compile(
+        rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S
+    ),
+    "XML": re.compile(rb"\s*<\?xml\s"),
+    "YAML": re.compile(
+        rb"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"
+    ),
+    "JSON": re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]*\"\s*:"),
+}
+_SNIFFED_MARKUP_BYTES = 4096
+
+
+def markup_hints(source: Source) -> list[str]:
+    """Return a hint if files are in a markup language, which becomes part of the text."""
+    if source.kind != "text" or source.reference == "stdlib":
+        return []
+    looked_at = source.files[:COMPARED_FILES]
+    found = [(file, kind) for file in looked_at if (kind := _markup_of(file)) is not None]
+    if not found:
+        return []
+    kinds = " or ".join(dict.fromkeys(kind for _, kind in found))
+    which = f"{found[0][0]} is {kinds}"
+    if len(looked_at) > 1:
+        which = f"{len(found):,} of {len(looked_at):,} files of {source.reference} ({found[0][0]}"
+        which += f"{', …' if len(found) > 1 else ''}) {'are' if len(found) > 1 else 'is'} {kinds}"
+    return [
+        f"{which}, whose markup is trained on with the text. If that is not intended, extract the "
+        "texts, or write them as rows of a .jsonl"
+    ]
+
+
+def _markup_of(file: Path) -> str | None:
+    """Return a text file's markup language, judging by its suffix or its first bytes."""
+    if file.suffix.lower() in (".yaml", ".yml"):
+        return "YAML"
+    with readable(file) as stream:
+        head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
+    found = next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
+    # Next to texts, a file with the suffix of JSON is part of a program.
+    return None if found == "JSON" and form_of(file) == "json" else found

@@ -1,0 +1,52 @@
+"""Reading of data files, with errors that name the file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import BinaryIO
+
+from outpace.records.errors import BadInputError
+
+# Parsed JSON can take thirty times as much memory.
+LINE_BYTES = 64 << 20
+# Size, and times of the last change: `touch` can set the first time, but not the second.
+State = tuple[int, int, int]
+
+
+def state_of(file: Path) -> State:
+    """Return a file's size and times. Raises BadInputError."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield lines that are not blank, with their numbers from 1.
+
+    Raises BadInputError for an unreadable file, and for a line that is too large for memory.
+    """
+    with readable(file) as stream:
+        for number in count(1):
+            line = stream.readline(LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > LINE_BYTES:
+                raise BadInputError(
+                    f"{file}, line {number} is longer than {LINE_BYTES >> 20} MiB, and each line "
+                    "must fit in memory. Split it, or put a long text into its own file."
+                )
+            if line.strip():
+                yield number, line
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[BinaryIO]:
+    """Open a file. Raises BadInputError if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,103 @@
+"""The model of a job laid out over its ranks, and the check of its first batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.jobs.defaults import takes_cuda_graphs
+from outpace.jobs.train.context import Job
+from outpace.nn.extra_state import require_plain
+from outpace.nn.model_options import apply_options
+from outpace.nn.scratch import Scratch
+from outpace.parallel import Layout, LayoutRequest, apply
+from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
+from outpace.parallel.parity.first_batch import FirstBatch
+from outpace.parallel.parity.state_check import StateCheck
+from outpace.parallel.shared_memory import refuse_shared_memory
+from outpace.parallel.sparse_gradients import refuse_sparse_gradients
+from outpace.training.memory import reset_peak_memory
+from outpace.training.step import Stepper
+
+
+def lay_out(
+    job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
+) -> tuple[Layout, FirstBatch | StateCheck | None]:
+    """Lay out the objective with the plan's options, and check a custom model. Collective."""
+    own, plan = job.inputs.custom_model, job.plan
+    first: FirstBatch | StateCheck | None = None
+    if own is not None:
+        refuse_sparse_gradients(own.module)
+        refuse_shared_memory(own.module, plan.strategy, own.loss)
+        if not job.settings.measure_only:
+            require_plain(own.module)
+        synchronise_statistics(own, plan)
+        if job.settings.check != "off" and plan.world_size == 1:
+            # Nothing is saved, so there is nothing to report.
+            first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
+        elif job.settings.check != "off":
+            first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
+        apply_plan_options(own, plan, scratch, say)
+    else:
+        apply_options(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
+    layout = apply(
+        LayoutRequest(
+            objective, plan, job.ranks, job.device, scratch=scratch,
+            blocks=None if own is None else own.blocks,
+            layouts=None if own is None else own.layouts,
+            cuda_graphs=takes_cuda_graphs(
+                job.settings, plan, job.device, own is not None, _dropout(job)
+            ),
+            on_failure=say,
+        )
+    )  # fmt: skip
+    return layout, first
+
+
+def make_first_check(
+    first: FirstBatch | StateCheck | None,
+    layout: Layout,
+    stepper: Stepper,
+    device: torch.device,
+    start_step: int,
+) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
+    """Return the check of the first batch of a run after `start_step`; None if there is none."""
+    if first is None:
+        return None
+    first.resumed = start_step > 0
+    return partial(_look, first, layout, stepper, device)
+
+
+def _look(
+    first: FirstBatch | StateCheck,
+    layout: Layout,
+    stepper: Stepper,
+    device: torch.device,
+    batches: list[Any],
+    reuse: bool,
+) -> torch.Tensor | None:
+    """Compare the first global batch with the plain module.
+
+    Memory peaks are measured from here on.
+    """
+
+    def ready() -> None:
+        reset_peak_memory(device)
+        stepper.begin()
+
+    if isinstance(first, StateCheck):
+        totals = first.check(layout, batches, stepper.step_pass)
+    else:
+        step = stepper.forward_backward
+        totals = first.check(layout, batches, stepper.step_pass, step, reuse, ready)
+    if totals is None:
+        reset_peak_memory(device)
+    return totals
+
+
+def _dropout(job: Job) -> float:
+    """Return the dropout probability of an outpace model."""
+    spec = job.inputs.spec
+    return 0.0 if spec is None else spec.dropout
