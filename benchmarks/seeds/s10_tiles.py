@@ -68,7 +68,7 @@ def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Measure each size's seconds and the jumps between sizes, and heads next to GPT-2's."""
+    """Measure the seconds of each size and of each head; find the sizes at which they jump."""
     import torch
 
     from outpace.probing.compute.tile_detection import find_tile
