@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore
 from outpace.launch.fork import Fork, name_rank
 from outpace.launch.network_interfaces import LOOPBACK, use_interface
 from outpace.launch.parent_watch import child_environment, end_with_parent
-from outpace.records.errors import OutpaceError
+from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
 _LOOK_AGAIN_S = 0.01
@@ -155,6 +155,7 @@ def _run_rank(
                 world_size=size,
                 timeout=timedelta(seconds=limit_s),
             )
+            _require_gradients()
             action(ForkedRank(ranks, folder))
             dist.barrier()
         code = 0
@@ -170,6 +171,24 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _require_gradients() -> None:
+    """Raise BadInputError if torch refuses to compute gradients in this fork.
+
+    It does so where the forking process has used its threads for gradients on accelerators.
+    """
+    try:
+        torch.zeros((), requires_grad=True).backward()
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        raise BadInputError(
+            "this program has already computed gradients on a host with an accelerator, so torch "
+            "cannot compute them in processes forked from it. Call outpace.verify before any "
+            "backward pass (in a notebook, restart the kernel), or use "
+            "`outpace verify --model FILE.py:FUNCTION`."
+        ) from None
 
 
 def _find_cause(error: BaseException) -> BaseException:

@@ -8,7 +8,9 @@ import time
 
 import psutil
 import pytest
+import torch
 
+import outpace
 from outpace.launch.forked_job import run_forked
 from outpace.records.errors import BadInputError
 
@@ -62,3 +64,24 @@ def test_a_job_in_the_folder_of_another_meets_and_says_by_itself(tmp_path):
 
     for end in run_forked(2, meet, 240.0, tmp_path):
         assert end.fine and end.said is None and end.at == "starting"
+
+
+def test_gradients_that_a_fork_cannot_compute_are_refused(tmp_path, monkeypatch):
+    """What torch raises where its threads for accelerators ran before the fork."""
+
+    def refuse(*_):
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based …")
+
+    def act(_):
+        raise AssertionError("ran")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(BadInputError, match=r"Call outpace\.verify before any backward pass"):
+        outpace.verify(module, loss=_squares, batch=(torch.ones(4, 2),), plans=["ddp"])
+    for end in run_forked(2, act, 60.0, tmp_path):
+        assert end.refused and "has already computed gradients on a host" in end.said
+
+
+def _squares(module, batch):
+    return module(batch[0]).square().mean()

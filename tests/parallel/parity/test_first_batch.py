@@ -184,10 +184,15 @@ def test_operators_that_the_compiler_traces_are_named(tmp_path):
     first, _ = run_first_step(tmp_path, "ddp", Branching)
     [said] = first["warnings"]
     assert "was not compared" in said and "calls torch's cond, which" in said
-    module = Branching()
-    alone = outpace.parallelize(module, Plan(strategy="single", micro_batch=8), loss=squares)
-    alone.forward_backward(global_batch())
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+    def act(rank):
+        module = Branching()
+        alone = outpace.parallelize(module, Plan(strategy="single", micro_batch=8), loss=squares)
+        alone.forward_backward(global_batch())
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+    # In a fork: a backward through cond starts threads in torch 2.11 that no later fork survives.
+    assert all(end.fine for end in run_forked(1, act, 240.0, tmp_path / "alone"))
     with pytest.raises(BadInputError, match="calls torch's cond, which"):
         outpace.verify(Branching(), loss=squares, batch=global_batch(), plans=["ddp"])
 
