@@ -54,8 +54,8 @@ def megatron(**axes) -> Plan:
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.strategy)
 def test_outpace_is_who_is_asked_of_where_nothing_is_said(plan):
     for ask in (peak_bytes, reserved_bytes):
-        said = ask(gpt(), LENGTH, columns_of(plan), traits=OUTPACE)
-        assert said == ask(gpt(), LENGTH, columns_of(plan))
+        said = ask(MemoryQuestion(gpt(), LENGTH, traits=OUTPACE), columns_of(plan))
+        assert said == ask(MemoryQuestion(gpt(), LENGTH), columns_of(plan))
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
