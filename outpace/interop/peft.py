@@ -293,7 +293,7 @@ def _directory(named: str) -> Path | None:
 
 
 def merge_into(
-    weights: dict[str, Tensor], folder: Path, spec: ModelSpec, base: Path, form: Base | None = None
+    weights: dict[str, Tensor], folder: Path, base: Path, form: Base | None = None
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 

@@ -52,7 +52,7 @@ def merge_adapter(
         raise BadInputError(f"--out {out} exists and is not empty. Choose another directory.")
     _require_tokenizer_fits(opened)
     weights = read_weights(opened.weights, opened.spec)
-    merge_into(weights, opened.adapter, opened.spec, opened.weights, base)
+    merge_into(weights, opened.adapter, opened.weights, base)
     save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None
     note = read_note(opened.adapter)
     write_model(

@@ -453,7 +453,7 @@ def _join_matmuls(
 
     A convolution over a padded sequence has a few more rows than tokens, which are counted.
     """
-    rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
+    rows, longer = _rows_of(short), _rows_of(long)
     made = [one for one in short if one.positions is None]
     for matmul, many in rows.items():
         grown = longer.get(matmul, 0) - many
@@ -468,7 +468,7 @@ def _join_matmuls(
     return tuple(made)
 
 
-def _rows_of(matmuls: Sequence[MatmulShape], length: int) -> dict[MatmulShape, int]:
+def _rows_of(matmuls: Sequence[MatmulShape]) -> dict[MatmulShape, int]:
     rows: dict[MatmulShape, int] = {}
     for one in matmuls:
         if one.positions is not None:

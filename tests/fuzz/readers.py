@@ -182,7 +182,7 @@ def _adapter(folder: Path) -> None:
         base_of(folder)
     base = folder / "base"
     spec = spec_from_hf(base)
-    merge_into(read_weights(base, spec), folder, spec, base)
+    merge_into(read_weights(base, spec), folder, base)
 
 
 def _tokenizer(folder: Path) -> None:

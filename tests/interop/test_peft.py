@@ -57,7 +57,7 @@ def adapted(make_theirs, tmp_path):
 def merged(adapter, base, form=None):
     spec = spec_from_hf(base)
     weights = read_weights(base, spec)
-    merge_into(weights, adapter, spec, base, form)
+    merge_into(weights, adapter, base, form)
     model = Transformer(spec)
     model.load_state_dict(weights)
     return model.eval()

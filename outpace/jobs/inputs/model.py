@@ -130,5 +130,5 @@ def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tens
     assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:
-        merge_into(weights, opened.adapter, spec, opened.weights)
+        merge_into(weights, opened.adapter, opened.weights)
     return weights

@@ -246,19 +246,6 @@ def makespan_s(
     return wire(orders).makespan_s(times, transfer_s)
 
 
-def most_in_flight(order: Order) -> int:
-    """Return the largest number of forwards whose activations a rank keeps at once.
-
-    Each is one micro-batch on one stage: with v stages on the rank, a micro-batch counts v times.
-    It is kept until the weights' part of its backward is done.
-    """
-    kept = most = 0
-    for action in order:
-        kept += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, kept)
-    return most
-
-
 def idle_share_formula(
     strategy: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> float | None:

@@ -17,7 +17,6 @@ from outpace.planner.pipeline.simulator import (
     StageTime,
     idle_share_formula,
     makespan_s,
-    most_in_flight,
     simulate_stages,
     wire,
 )
@@ -27,6 +26,19 @@ from outpace.records.pipelines import SCHEDULES
 ONE_STAGE = [name for name, laid_out in SCHEDULES.items() if laid_out.stages_per_rank == 1]
 MORE_STAGES = [name for name in SCHEDULES if name not in ONE_STAGE]
 LOOPS = [name for name in MORE_STAGES if SCHEDULES[name].placement == "loop"]
+
+
+def most_in_flight(order) -> int:
+    """Return the largest number of forwards whose activations a rank keeps at once.
+
+    Each is one micro-batch on one stage: with v stages on the rank, a micro-batch counts v times.
+    It is kept until the weights' part of its backward is done.
+    """
+    kept = most = 0
+    for action in order:
+        kept += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, kept)
+    return most
 
 
 def grid(schedule, ranks):
