@@ -147,7 +147,7 @@ def test_targets_count_the_worst_row_and_missed_ones_come_first():
     assert reached == {
         "GPT-2, 16 × 1,024: speed over the compiled hand loop": (1.32, True),
         "GPT-2, 16 × 1,024, eager: speed over the eager hand loop": (1.1, False),
-        "GPT-2, 16 × 1,024: told over wall": (0.98, False),
+        "GPT-2, 16 × 1,024: reported over wall time": (0.98, False),
         "loss of 16,384 tokens over 128,256": (pytest.approx(43.1), False),
         "loss of 16,384 tokens over 128,256: memory": (6.0, True),
         "attention within documents, over causal": (1.2, True),
