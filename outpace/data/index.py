@@ -68,7 +68,7 @@ class Index(Record):
                 raise ValueError(f"{name} does not have the files of an entry")
             names |= {*own, documents_name(name)}
         if names != set(self.files):
-            raise ValueError("its splits' files are not those that are listed")
+            raise ValueError("the files of its splits are not the listed files")
         for name, split in self.splits.items():
             held = sum(self.files[shard].bytes for shard in split.shards)
             if held != split.tokens * np.dtype(self.dtype).itemsize:

@@ -182,7 +182,7 @@ def _require_distinct(names: Sequence[str], where: str) -> None:
 
 
 def nested_rows(row: Row) -> str:
-    """Return the end of a sentence: where rows are nested in this row, and what to do; or ''.
+    """Return the end of a sentence about rows nested in this row, with a remedy; '' if none are.
 
     Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
     """

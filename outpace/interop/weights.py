@@ -335,6 +335,7 @@ def has_weights(directory: Path) -> bool:
 
 def unread_weights(directory: Path) -> list[str]:
     """Return files in and below a directory that may be weights, but that `read_weights` ignores.
+
     For a trainer's checkpoint, only files with the model itself are returned. Data files may be
     .bin, too; they are recognised by name.
     """

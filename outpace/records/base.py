@@ -108,8 +108,8 @@ def _checksum(values: dict[str, Any]) -> str:
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
     """Return the content of a JSON file, without a record's checksum. `option`: its flag.
 
-    Raises BadInputError, also if the file is too large for a record. If the checksum does not
-    match, `on_change` is called with a message; without it, this is an error, too.
+    Raises BadInputError, including for a file that is too large for a record. If the checksum does
+    not match, `on_change` is called with a message; without it, this is an error, too.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)

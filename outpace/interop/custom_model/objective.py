@@ -94,8 +94,9 @@ class CustomObjective(nn.Module):
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
-        """Return the scaled auxiliary loss of a transformers mixture of experts; None if it has
-        none. Raises BadInputError if the model does not state the coefficient.
+        """Return the scaled auxiliary loss of a transformers mixture of experts; None without one.
+
+        Raises BadInputError if the model does not state the coefficient.
         """
         extra = _part(output, "aux_loss")
         if not isinstance(extra, Tensor):

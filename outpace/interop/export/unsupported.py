@@ -47,7 +47,7 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
     return [
         Replacement(
             f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. The export "
-            f"has the nearest instead: {written}{left}.",
+            f"has the closest equivalent instead: {written}{left}.",
             strategy="ddp", dp_replicate=request.workers, servers=0, server_updates=False,
             worker_devices=1,
         )
@@ -60,7 +60,7 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
         return []
     return [
         f"strategy mp: a model split into stages that take turns cannot be expressed in {tool}. "
-        f"The export has the nearest instead: {instead}."
+        f"The export has the closest equivalent instead: {instead}."
     ]
 
 
@@ -93,7 +93,8 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
     return Replacement(
         f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
-        f"cannot do so with the rest of this plan. The export has the nearest instead: {written}.",
+        "cannot do so with the rest of this plan. The export has the closest equivalent instead: "
+        f"{written}.",
         **fields,
     )
 
@@ -153,7 +154,10 @@ def optimizer(plan: Plan, tool: str, written: str) -> str:
 
 
 def _format_replacement(what: str, tool: str, written: str) -> str:
-    return f"{what}: {tool} does not have it. The export has the nearest instead: {written}."
+    return (
+        f"{what}: {tool} does not have it. The export has the closest equivalent instead: "
+        f"{written}."
+    )
 
 
 def experts(request: ExportRequest) -> list[str]:

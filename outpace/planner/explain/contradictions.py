@@ -21,6 +21,7 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 
 def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[str]:
     """Return a sentence for each smallest set of required options that no plan can have.
+
     `other_program`: the trainer is not outpace, and may support more than the planner predicts.
     """
     items = _required_items(wanted)

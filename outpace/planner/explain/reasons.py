@@ -212,7 +212,7 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
 
 
 def compare_with_fastest(found: SearchResult, place: int) -> str:
-    """Say how many times as long as the fastest a plan takes, and which part takes longer."""
+    """Say by which factor a plan is slower than the fastest, and which part takes longer."""
     ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
     return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
 

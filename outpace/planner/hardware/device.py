@@ -276,7 +276,7 @@ def sustained_matmul_s(
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
-    """Return how many times as long measured matmuls of this shape take as tiles predict.
+    """Return the ratio of measured to predicted time for matmuls of this shape.
 
     Points of the same dtype are weighted by distance in the logarithms of the three dimensions. At
     a point, the result is its ratio; far from all points, it is the mean ratio.

@@ -96,7 +96,7 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
 
 
 def _unit(step: AdapterMemory) -> Floats:
-    """Return the bytes of a block if it is gathered."""
+    """Return the bytes of a gathered block; 0 for plans that do not gather."""
     return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
 
 

@@ -40,7 +40,7 @@ class Place:
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
-    """Return `in_flight`'s candidates, the last one repeated; without a pipeline, one rank."""
+    """Return the candidates of `in_flight`, padded with the last; without a pipeline, one rank."""
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)

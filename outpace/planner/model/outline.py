@@ -77,6 +77,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 def classifier_outline(found: Outline) -> Outline:
     """Return the outline with a pooler and a classification layer, which reads one token per text.
+
     It has the complete last layer, although outpace computes only the part that this token needs.
     """
     return found.model_copy(
@@ -119,6 +120,7 @@ def reads_last_matmul(stack: Stack) -> bool:
 
 def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
     """Return the share of each weight's outputs that belongs to every second matmul of a layer.
+
     Queries, keys and values are separate matmuls here, as are a gate and the projection that it
     multiplies. Experts' matmuls are not in that order, so half of their outputs count.
     """

@@ -38,7 +38,7 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Distribute layers evenly over stages, at any cost; the first stages get the remainder."""
+    """Distribute layers evenly over stages, ignoring costs; the first stages get the remainder."""
     each, more = divmod(layers, stages)
     return tuple(each + (place < more) for place in range(stages))
 

@@ -177,7 +177,7 @@ def _weights_share(passes: StepPasses) -> Floats:
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders. They prefetch, so it is their time beyond the step's."""
+    """Return the wait for loaders: by how much their time exceeds the step's, as they prefetch."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

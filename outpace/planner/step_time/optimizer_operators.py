@@ -88,7 +88,7 @@ def _count_muon(
     each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Count Muon's operators for layers' matrices and AdamW's for all others, fused on a GPU."""
+    """Count Muon's operators for layers' matrices and AdamW's (fused on a GPU) for all others."""
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
@@ -125,6 +125,7 @@ def _count_joined(
     kind: str,
 ) -> Floats:  # fmt: skip
     """Count low-bit AdamW's operators: small tensors of a kind, with `sizes` values, are batched.
+
     Batches are counted as if all sizes were equal.
     """
     found = np.zeros(np.shape(next(iter(sizes.values()))))

@@ -13,6 +13,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 @dataclass(frozen=True)
 class Offloading:
     """Bytes that a rank offloads, and the seconds that this takes per step, one entry per plan.
+
     `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
     hide, `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of
     AdamW's step on the host.

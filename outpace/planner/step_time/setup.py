@@ -146,6 +146,7 @@ class StepTimeSetup:
 
     def hides(self, matmuls: Floats | float) -> Floats:
         """Return the share of a collective that passes hide, from the share of `matmuls` in them.
+
         The collective's multiprocessors are not available to any kernel. Matmuls that are
         persistent kernels take `beside_collectives` times as long.
         """

@@ -112,6 +112,7 @@ def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
     """Return calls of `reduce` that sum in place, with too few sums per array for an overflow.
+
     Before the calls, enough arrays are filled with the data, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))

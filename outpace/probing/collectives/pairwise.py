@@ -29,6 +29,7 @@ def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
     """Yield rounds of samples for each call, with every rank's seconds. All ranks must call this.
+
     Samples visit the calls in alternating order.
     """
     begin_s = clock.now_s()

@@ -320,6 +320,7 @@ def _work(shape: Shape) -> float:
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
     """Return candidates for the best shape: the fastest ones, and larger versions of the fastest.
+
     They are timed again, because the best of many timings is partly due to luck.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
