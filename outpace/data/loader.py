@@ -241,7 +241,7 @@ def collate(found: Any) -> Batch:
 
 
 def _describe_shapes(samples: Sequence[Any]) -> str | None:
-    """Describe samples' arrays of different shapes, for which torch's error says little."""
+    """Describe the differing shapes of samples' arrays, since torch's error says little."""
     arrays = [
         [tuple(one.shape) for one in tree_leaves(sample) if hasattr(one, "shape")]
         for sample in samples

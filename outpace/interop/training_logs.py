@@ -508,7 +508,7 @@ def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
 def _subtract_evaluations(
     runtime_s: float, evaluations_s: Sequence[float], where: str
 ) -> tuple[float, tuple[str, ...]]:
-    """Return the Trainer's runtime without the evaluations in it, in seconds, and a note."""
+    """Return the Trainer's runtime in seconds, without evaluations, and a note."""
     if not evaluations_s:
         return runtime_s, ()
     total = sum(evaluations_s)

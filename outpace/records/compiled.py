@@ -72,8 +72,8 @@ COMPILED: Mapping[str, CompileTrial] = {
 
 
 def compiled_region(plan: Plan) -> Region:
-    """Return the region that a plan with `compile` compiles as one unit. Plans that free gradients,
-    or fetch parameters or activations, block by block also compile by block.
+    """Return the region that a plan with `compile` compiles as one unit. Plans that work block by
+    block (freeing gradients, fetching parameters or activations) also compile by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
     by_block = plan.optimizer_in_backward or elsewhere

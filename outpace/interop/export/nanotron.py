@@ -217,7 +217,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
 
 def _starcoder(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
     notes.append(
-        f"family {spec.family}: nanotron has no such architecture. The export has the nearest one "
+        f"family {spec.family}: nanotron has no such architecture. The export has the closest one "
         "instead: its StarCoder2 (LayerNorm, GELU, rotary positions, causal attention)."
     )
     return {

@@ -135,8 +135,8 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     ]
     if spec.family not in ("llama", "qwen3"):
         sentences.append(
-            f"family {spec.family}: torchtitan has no such architecture. The export has its Llama, "
-            "the nearest one, instead."
+            f"family {spec.family}: torchtitan has no such architecture. The export has the "
+            "closest one instead: its Llama."
         )
     return {"name": name, "flavor": _OWN_FLAVOR}, [*sentences, *differs]
 

@@ -67,7 +67,7 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Return derivatives of log times by log adjustments: (adjustments, times)."""
+        """Return the derivatives of log times by log adjustments: (adjustments, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]

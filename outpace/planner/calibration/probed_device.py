@@ -169,7 +169,7 @@ def _measured_accelerator(
 def _compare_matmuls(
     base: DeviceRates, known: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
-    """Return ratios of measured to predicted time by dtype, and the rates for unaligned rows.
+    """Return the ratios of measured to predicted time by dtype, and rates for unaligned rows.
 
     Matmuls shorter than `least_s` are limited by their launch and ignored.
     """

@@ -214,7 +214,7 @@ def matmul_s(
     item: Floats,
     batch: Floats | float = 1.0,
 ) -> Floats:
-    """Return seconds of `batch` matmuls of (m, k) by (k, n), at `rate` FLOP/s for large ones.
+    """Return the seconds of `batch` matmuls of (m, k) by (k, n); large ones run at `rate` FLOP/s.
 
     Outputs are cut into tiles, which multiprocessors compute in waves; the last wave may be nearly
     empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few tiles

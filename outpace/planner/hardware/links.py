@@ -83,7 +83,7 @@ class Fabric:
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
     def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
-        """Return bytes/s per link, and the nodes of groups of `size` ranks `stride` apart.
+        """Return bytes/s per link and the number of nodes of groups of `size` ranks `stride` apart.
 
         `share`: the share of a node's link rate that the collective reaches.
         """

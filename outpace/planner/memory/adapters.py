@@ -254,7 +254,7 @@ class AdapterMemory:
 
     @cached_property
     def gelu_scratch(self) -> Floats:
-        """Return bytes of temporaries of GELU on a CPU in bf16 (`nn.gelu`)."""
+        """Return the bytes of GELU's temporaries on a CPU in bf16 (`nn.gelu`)."""
         own = self.columns.precision_in(*COMPUTES_IN_BF16) & (self.device == "cpu")
         elements = np.minimum(_GELU_ELEMENTS, self.sizes.tokens * self.matrix("up").outputs)
         return np.where(own & (not self.block.gated), 3 * FP32 * elements, 0.0)

@@ -37,7 +37,7 @@ _RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
 
 
 def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
-    """Return bytes by kind at the peak of a step on the fullest rank, for every plan.
+    """Return the bytes by kind at the peak of a step on the fullest rank, for every plan.
 
     Offloaded bytes are a separate kind, not included in the sum.
     """

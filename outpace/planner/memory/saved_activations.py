@@ -281,7 +281,7 @@ def _attention(
 
 
 def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
-    """Return bytes of one inner tensor of an MLP, and bytes that routing to experts adds.
+    """Return the bytes of one inner tensor of an MLP, and those that routing to experts adds.
 
     Each token goes to `active` experts, which are evenly loaded. This adds the copies sent, the
     results before weighting, and the router's probabilities in fp32.

@@ -266,7 +266,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 
 
 def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
-    """Return seconds to copy hidden states for a gather, and for a reduce-scatter.
+    """Return the seconds to copy hidden states for a gather, and for a reduce-scatter.
 
     The latter is given with an overlapping matmul, where ranks add up what they received, and
     without one. A gather that overlaps a matmul copies only a rank's part, and with a single sample

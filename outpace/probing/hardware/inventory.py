@@ -131,7 +131,7 @@ def _busy_s(times: object) -> float:
 
 
 def _cpu_times() -> dict[int, tuple[str, float, float]]:
-    """Return processor time of each visible process by PID, and when it was read."""
+    """Return the processor time of each visible process by PID, and when it was read."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
