@@ -189,8 +189,8 @@ def _source_files() -> Iterator[bytes]:
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
     """Return the config as transformers interprets it, with every default filled in. `values` are
-    those of config.json. They must describe a single model (see `require_consistent`, also for
-    `strict`), with no dimension below 1. Raises BadInputError.
+    those of config.json. They must describe a single model with no dimension below 1;
+    `require_consistent` explains this and `strict`. Raises BadInputError.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)

@@ -181,7 +181,7 @@ def _beyond_positions(job: PlanningProblem) -> str:
         return ""
     return (
         f" Its sequences of {job.wanted.seq_len} tokens exceed the {most} positions of the model, "
-        "and it accepts no longer ones unless it is changed."
+        "and it does not accept longer ones unless it is changed."
     )
 
 

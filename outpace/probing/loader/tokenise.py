@@ -32,7 +32,7 @@ def tokenise_figures(
 ) -> Turns[list[Figure]]:
     """Return tokens/s and bytes/s for each number of processes.
 
-    With one process, this process encodes with threads.
+    One process means this process, which encodes with threads.
     """
     whole = "\n".join(texts)
     effort = Effort(budget_s, rounds_of(quick), sample_s=0)
