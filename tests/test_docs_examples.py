@@ -98,6 +98,9 @@ def home(tmp_path_factory):
     train(settings, RunContext())
     for name in ("first", "second"):
         shutil.copytree(folder / "runs" / "earlier", folder / "runs" / name)
+    longer = settings.model_copy(update={"steps": 12, "out": folder / "runs" / "longer"})
+    train(longer, RunContext())  # a comparison needs steps after warm-up
+    shutil.copytree(folder / "runs" / "longer", folder / "runs" / "as-long")
     shutil.copytree(folder / "runs" / "earlier" / "model", folder / "path" / "to" / "hf-model")
     return folder
 
@@ -136,7 +139,9 @@ def test_command(line, home, monkeypatch, capfd):
         words += ["--steps=3"] if "--resume" in words else SHORT
     if words[0] == "tune":
         words += ["--cache-dir=cache", "--trials=1", *SHORT]  # several: tests/cli/test_tune.py
-    if words[0] == "compare":
+    if words[:2] == ["compare", "runs/first"]:
+        words = ["compare", "runs/longer", "runs/as-long"]
+    elif words[0] == "compare":
         words += ["--model=outpace-tiny", "--data=corpus", "--cache-dir=cache", "--rounds=1",
                   "--steps=4", "--seq-len=16"]  # fmt: skip
     if words[0] == "verify":
