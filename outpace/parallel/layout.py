@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import master_weights, masters_within
+from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.shard_access import ShardStorages, read_whole_values, refuse_copies
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
@@ -189,6 +191,13 @@ class Layout:
         None if that is unnecessary, since each rank has its own samples, or impossible. Collective.
         """
         return None
+
+    def guard(self) -> None:
+        """Refuse, outside of `in_call`, uses of parameters that cannot be what a loop expects."""
+
+    def in_call(self) -> AbstractContextManager[None]:
+        """Return the context of a step or an evaluation, after `guard`."""
+        return nullcontext()
 
     def discard_comparison(self) -> None:
         """Reset counters advanced by a comparison's call of `gradients`, which is not a step."""
@@ -374,6 +383,25 @@ class ShardedLayout(SpreadLayout):
     ) -> None:
         super().__init__(objective, group, group.size())
         self._meta_model = meta_copy
+        self._storages: ShardStorages | None = None
+        self._place: CommonPlace | None = None
+
+    def guard(self) -> None:
+        """Let loops use whole values of shards, and refuse writes to them that have no effect."""
+        self._place = CommonPlace()
+        read_whole_values(self._place)
+        refuse_copies(_fsdp_modules(self.objective))
+        self._storages = ShardStorages(self.named_parameters())
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Require that shards have not been replaced since the last call."""
+        if self._storages is not None and self._place is not None:
+            self._place.announce()
+            self._storages.require_unchanged()
+        yield
+        if self._storages is not None:
+            self._storages.note()
 
     def free_gathered(self) -> None:
         """Reshard, so that `named_parameters` are this rank's parts again."""

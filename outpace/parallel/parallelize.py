@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ class ParallelModule:
         self.plan = plan
         self._ranks = ranks
         self._device = device
+        layout.guard()
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's samples of a global batch that all ranks have read.
@@ -87,7 +88,7 @@ class ParallelModule:
         Previous gradients are dropped. The share is processed in the plan's micro-batches. The loss
         is summed over samples and ranks in float64 (fp32 on Metal), whatever the module's dtype.
         """
-        with refuse_together(self._ranks.world_size, in_step=True):
+        with self._call(in_step=True):
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             averages = self.layout.averages
@@ -120,7 +121,7 @@ class ParallelModule:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
-        with refuse_together(self._ranks.world_size, in_step=True):
+        with self._call(in_step=True):
             with evaluation_mode(self.layout.objective), torch.no_grad():
                 parts = self._passes(batch)
                 sums = [self.layout.evaluate(part, StepHooks(self._cast)) for part in parts]
@@ -130,12 +131,18 @@ class ParallelModule:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's state by the module's own names on rank 0, None elsewhere."""
-        whole = self.layout.whole_model(self._ranks.rank == 0)
+        with self._call():
+            whole = self.layout.whole_model(self._ranks.rank == 0)
         return None if whole is None else dict(whole.state_dict())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters or shards, by the module's own names."""
         return self.layout.named_parameters()
+
+    @contextmanager
+    def _call(self, in_step: bool = False) -> Iterator[None]:
+        with refuse_together(self._ranks.world_size, in_step), self.layout.in_call():
+            yield
 
     def _passes(self, batch: Batch) -> list[Batch]:
         """Split a batch into parts that go through the model, or the pipeline, in one pass."""

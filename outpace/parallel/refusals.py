@@ -21,7 +21,8 @@ from outpace.parallel.refusal_watch import RefusalWatch, waits_for_ever
 from outpace.records.errors import BadInputError, OutpaceError
 
 _REFUSAL = "outpace/refusal"
-_WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
+_WAIT_S, _HEAR_S, _LOOK_AGAIN_S, _READ_AGAIN_S = 10.0, 1.0, 0.02, 0.002
+_MEET_S = 600.0  # for a rank that reads to wait for others, which may evaluate or save meanwhile
 
 
 @contextmanager
@@ -60,12 +61,74 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
             watch.leave()
 
 
+def refuse_between_steps(sentence: str) -> BadInputError:
+    """Return an error to be raised by one rank alone, for all ranks as in `refuse_together`.
+
+    The others are in their next call, or will be.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _publish_refusal(sentence, dist.get_world_size(), in_step=False, ahead=1)
+    return BadInputError(sentence)
+
+
+class CommonPlace:
+    """This rank's place in the loop (call number, and reads since that call), for other ranks.
+
+    Between calls, ranks communicate only where all of them read values that each has a part of.
+    """
+
+    def __init__(self) -> None:
+        self._call, self._reads = -1, 0
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell the other ranks that a call has begun; without waiting for an answer."""
+        self._set(0)
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks read the same. Raises BadInputError if one has begun another call.
+
+        `what` is a clause for the message.
+        """
+        store = _store()
+        if store is None:
+            return
+        self._set(self._reads + 1)
+        until_s = time.monotonic() + _MEET_S
+        mine = self._call, self._reads
+        keys = [_place_key(rank) for rank in range(dist.get_world_size())]
+        while True:
+            places = [tuple(map(int, one.split())) for one in store.multi_get(keys)]
+            late = time.monotonic() > until_s
+            ahead = [r for r, place in enumerate(places) if place > mine or (late and place < mine)]
+            if ahead:
+                raise refuse_between_steps(
+                    f"rank {dist.get_rank()} alone {what}, of which each rank has a part, while "
+                    f"rank {ahead[0]} does not. Do it on all ranks (and print on one of them)."
+                )
+            if all(place == mine for place in places):
+                return
+            time.sleep(_READ_AGAIN_S)
+
+    def _set(self, reads: int) -> None:
+        store = _store()
+        if store is not None:
+            call = _refusal_in(store).call
+            self._reads = reads if call == self._call else min(reads, 1)
+            self._call = call
+            store.set(_place_key(dist.get_rank()), f"{self._call} {self._reads}")
+
+
+def _place_key(rank: int) -> str:
+    return f"outpace/place-{rank}"
+
+
 class _Refusal:
     """This rank's refusal, which stays in the store until the rank's next call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._call, self._dealt_with = 0, 0  # numbers of calls; all ranks make the same calls
+        self.call, self._dealt_with = 0, 0  # numbers of calls; all ranks make the same calls
         self._registered = False
         self._world_size = 0
         self._entry = ""  # the store's entry: rank, a newline, and the sentence
@@ -73,10 +136,12 @@ class _Refusal:
         self._found = ""  # another rank's refusal, found by the watch
         self._in_step, self._wait_s = False, _WAIT_S
 
-    def publish(self, sentence: str, world_size: int, in_step: bool) -> None:
+    def publish(self, sentence: str, world_size: int, in_step: bool, ahead: int) -> None:
         """Store the sentence for other ranks until it is withdrawn; only the first one counts."""
+        if self._mine:
+            return
         self._world_size, self._in_step = world_size, in_step
-        self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
+        self._mine = f"{dist.get_rank()}-{self.call + ahead}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
         self._store.add(_heard_key(self._entry), 1)
         if not self._registered:
@@ -96,10 +161,10 @@ class _Refusal:
             )
             error.on_all_ranks = True  # the others received the first one
             raise error
-        self._call += 1
+        self.call += 1
         if not self._mine:
             return
-        self._dealt_with = self._call - 1
+        self._dealt_with = self.call - 1
         with suppress(RuntimeError):
             self._store.compare_set(_REFUSAL, self._mine, "")
         self._mine = ""
@@ -125,7 +190,7 @@ class _Refusal:
         """Return what another rank has refused in this call, and acknowledge it."""
         entry = store.get(_REFUSAL).decode() if store.check([_REFUSAL]) else ""
         where, _, sentence = entry.partition("\n")
-        if entry in ("", self._mine) or where.rpartition("-")[2] != str(self._call):
+        if entry in ("", self._mine) or where.rpartition("-")[2] != str(self.call):
             return None
         if entry != self._found:
             self._found = entry
@@ -175,11 +240,11 @@ def _watch() -> RefusalWatch | None:
     return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
 
-def _publish_refusal(sentence: str, world_size: int, in_step: bool) -> None:
+def _publish_refusal(sentence: str, world_size: int, in_step: bool, ahead: int = 0) -> None:
     store = _store()
     if store is not None:
         with suppress(RuntimeError):  # the store's rank may have ended
-            _refusal_in(store).publish(sentence, world_size, in_step)
+            _refusal_in(store).publish(sentence, world_size, in_step, ahead)
 
 
 def _hear_refusal() -> str | None:

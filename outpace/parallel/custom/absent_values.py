@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.parallel.custom.absent_parameters import AbsentParameters
 from outpace.parallel.tensors import parameter_like
 
 
@@ -33,10 +34,13 @@ def _absent_value(dtype: torch.dtype) -> Any:
     return math.nan if _is_inexact(dtype) else 0
 
 
-def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
+def forget_all_but(
+    kept: Sequence[Tensor], module: nn.Module, absent: AbsentParameters | None = None
+) -> None:
     """Replace all other parameters with NaN (0 for integers) that takes no memory.
 
-    They remain parameters, so a loss over all parameters is also NaN.
+    They remain parameters, so a loss over all parameters is also NaN. `absent` can later refuse any
+    use of them.
     """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():
@@ -45,7 +49,8 @@ def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
                 stub = (
                     tensor.detach().new_full((), _absent_value(tensor.dtype)).expand(tensor.shape)
                 )
-                setattr(part, name, parameter_like(stub, tensor))
+                made = parameter_like(stub, tensor)
+                setattr(part, name, absent.replace(made, tensor) if absent else made)
 
 
 def is_nan(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ their gradients are summed over the two.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from outpace.optim.build import Build
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit
 from outpace.parallel.blocks import flat, named_blocks, parameters_outside, refuse_scripted
+from outpace.parallel.custom.absent_parameters import AbsentParameters, Owner
 from outpace.parallel.custom.message import Message, receive, send
 from outpace.parallel.custom.pipeline_inspection import PipelineInspection
 from outpace.parallel.custom.stage import CustomStage, copy_structure
@@ -137,6 +139,7 @@ class CustomPipeline(SpreadLayout):
         drop_all_but([*kept, *model.buffers()], held)
         drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
         self._draws = StageDraws(request.device, group)
+        self._absent = AbsentParameters(self._find_owners(model, blocks, rest), self._rank)
         # The last stage uses the objective itself, so it comes after the others, which copy it.
         self._stages = {
             stage: CustomStage(
@@ -148,6 +151,7 @@ class CustomPipeline(SpreadLayout):
                 schedule.splits_backward,
                 stage,
                 self._draws,
+                self._absent,
             )
             for stage in mine
         }
@@ -160,6 +164,25 @@ class CustomPipeline(SpreadLayout):
         self._inspection = PipelineInspection(
             self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
         )
+
+    def _find_owners(
+        self, model: nn.Module, blocks: Sequence[nn.Module], rest: Mapping[str, nn.Parameter]
+    ) -> dict[int, Owner]:
+        """Return the stage of each parameter, by the parameter's `id`."""
+        names = {id(p): name for name, p in nn.Module.named_parameters(model)}
+        owners = {id(p): Owner(n, 0, self._ranks_of[0], outside=True) for n, p in rest.items()}
+        for stage, part in enumerate(self._parts):
+            held = (p for number in part for p in all_parameters(blocks[number]))
+            owners |= {id(p): Owner(names[id(p)], stage, self._ranks_of[stage]) for p in held}
+        return owners
+
+    def guard(self) -> None:
+        """Refuse uses of other stages' parameters between steps."""
+        self._absent.refuse_use()
+
+    def in_call(self) -> AbstractContextManager[None]:
+        """Let stages use other stages' parameters, which are NaN."""
+        return self._absent.allow()
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
         """Create the group of the first and the last stage's ranks, if both hold parameters."""

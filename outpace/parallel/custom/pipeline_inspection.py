@@ -22,6 +22,7 @@ from outpace.parallel.custom.message import Message, bytes_of, receive, refuse_d
 from outpace.parallel.custom.stage import CustomStage
 from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.custom.stage_failure import (
+    explain_cut_graph,
     explain_failure,
     explain_known,
     explain_writes_outside,
@@ -225,17 +226,23 @@ class PipelineInspection:
 
         If the cause is unknown, the micro-batch `given` is run by a single process for comparison.
         """
-        known = error if error is None or isinstance(error, BadInputError) else explain_known(error)
-        failed = None if error is None or known else _describe(error)
-        told = gather_objects((found, None if known is None else str(known), failed), self._group)
-        if known is not None:
-            raise known from error
+        refused = str(error) if isinstance(error, BadInputError) else None
+        failed = None
+        if error is not None and refused is None:
+            failed = _describe(error), explain_cut_graph(error), explain_known(error)
+        told = gather_objects((found, refused, failed), self._group)
+        if refused is not None:
+            assert error is not None
+            raise error
         refusal = next((text for _, text, _ in told if text is not None), None)
-        failures = [(rank, text) for rank, (_, _, text) in enumerate(told) if text is not None]
+        failures = [(rank, one) for rank, (_, _, one) in enumerate(told) if one is not None]
         if refusal is None and failures and given is not None:
-            rank, said = failures[0]
-            alone = self._fails_alone(*given) == said
-            refusal = explain_failure(rank, said, alone, given[0], self._strategy != "mp")
+            rank, (said, refusal, known) = failures[0]
+            alone = refusal is None and self._fails_alone(*given) == said
+            refusal = refusal or (None if alone else known)
+            refusal = refusal or explain_failure(
+                rank, said, alone, given[0], self._strategy != "mp"
+            )
         if refusal is not None:
             raise BadInputError(refusal) from error
         return {number: seen for one, _, _ in told for number, seen in one.items()}

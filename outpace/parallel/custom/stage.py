@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
 from outpace.parallel.blocks import named_blocks, parameters_outside
+from outpace.parallel.custom.absent_parameters import AbsentParameters
 from outpace.parallel.custom.absent_values import forget_all_but, is_nan, nan_like, nan_of
 from outpace.parallel.custom.block_values import (
     Key,
@@ -40,6 +41,7 @@ from outpace.parallel.custom.block_values import (
     split,
 )
 from outpace.parallel.custom.message import Message, make_sendable, refuse_transforms
+from outpace.parallel.custom.stage_failure import EXPLAIN_COPY
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
 from outpace.parallel.tensors import all_parameters, deep_copy
@@ -63,7 +65,7 @@ class CustomStage(nn.Module):
     Parameters and buffers are shared with the original objective. `holds_rest`: this stage has the
     real parameters outside of blocks. `in_place`: use the objective itself instead of a copy, for
     losses that refer to the module by more than their argument. `splits`: the backward is split.
-    `draws` seeds the random numbers of stage `number`.
+    `draws` seeds the random numbers of stage `number`. `absent` are the parameters of other stages.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class CustomStage(nn.Module):
         splits: bool = False,
         number: int = 0,
         draws: StageDraws | None = None,
+        absent: AbsentParameters | None = None,
     ) -> None:
         super().__init__()
-        self._number, self._draws = number, draws
+        self._number, self._draws, self._absent = number, draws, absent
         self.objective = objective if in_place else copy_structure(objective)
         self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
@@ -108,7 +111,7 @@ class CustomStage(nn.Module):
         self._kept = [p for number in mine for p in all_parameters(blocks[number])]
         if holds_rest:
             self._kept += parameters_outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
-        forget_all_but(self._kept, self.objective)
+        forget_all_but(self._kept, self.objective, absent)
         self._parts = [
             {f"{name}.{part}": module for part, module in block.named_modules()}
             for name, block in zip(names, blocks, strict=True)
@@ -116,6 +119,11 @@ class CustomStage(nn.Module):
         _uncompile_around(blocks, self.objective)
         for number, block in enumerate(blocks):
             block.forward = partial(self._visit, number, block.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CustomStage":
+        """Refuse to copy a module that this stage runs. Raises BadInputError."""
+        assert self._absent is not None
+        raise self._absent.refusal(EXPLAIN_COPY)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters that this stage has."""

@@ -1,6 +1,5 @@
 """Advice about forwards that cannot run in pipeline stages."""
 
-import copy
 import traceback
 from collections.abc import Sequence
 from types import CodeType
@@ -9,28 +8,36 @@ import torch
 
 from outpace.parallel.batches import NEEDS_WHOLE, explain_lengths, samples_in
 from outpace.parallel.layout import Batch
-from outpace.records.errors import BadInputError, first_names
+from outpace.records.errors import first_names
 
 _SHARED_MEMORY = "more than one element of the written-to tensor refers to a single memory"
+_CUT_GRAPH = ("does not require grad", "not have been used in the graph")
 _OTHERWISE = "Use strategy ddp or zero1."
 
 
-def explain_known(error: Exception) -> BadInputError | None:
-    """Return advice about an error whose cause is known wherever it is raised; None for others."""
-    if _SHARED_MEMORY in str(error):  # raised for placeholder parameters
-        return BadInputError(explain_writes_outside())
-    if _is_raised_in(error, torch.autograd.grad.__code__):
-        return BadInputError(
+def explain_known(error: Exception) -> str | None:
+    """Return advice about an error, if its cause is known unless one process raises it, too."""
+    return explain_writes_outside() if _SHARED_MEMORY in str(error) else None
+
+
+def explain_cut_graph(error: Exception) -> str | None:
+    """Return advice about `torch.autograd.grad` in a forward, whose graph a stage cuts."""
+    cut = any(words in str(error) for words in _CUT_GRAPH)
+    if cut and _is_raised_in(error, torch.autograd.grad.__code__):
+        return (
             "the module or its loss computes gradients in the forward (torch.autograd.grad, for "
             "example for forces or gradient penalties), but a pipeline stage runs only its own "
             f"blocks. {_OTHERWISE}"
         )
-    if _is_raised_in(error, copy.deepcopy.__code__):
-        return BadInputError(
-            "the module or its loss copies the module (copy.deepcopy) during training, but a "
-            f"pipeline stage has only its own blocks. {_OTHERWISE}"
-        )
     return None
+
+
+EXPLAIN_COPY = (
+    "the module or one of its blocks is copied (copy.deepcopy) after it was laid out, but a "
+    "pipeline stage has only its own blocks. Copy it before outpace.parallelize, and load into the "
+    "copy on rank 0 what state_dict() of the parallel module returns there, or use strategy ddp or "
+    "zero1."
+)
 
 
 def _is_raised_in(error: Exception, code: CodeType) -> bool:
@@ -49,7 +56,7 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
     return (
         f"the forward or the loss writes to {to} {what} (masks over all weights, or an EMA "
         "teacher, for example), but each pipeline stage has those of its own blocks alone. Write "
-        "to a block's parameters in the forward of that block, or between steps, or use ddp."
+        "to a block's parameters in the forward of that block, or use ddp."
     )
 
 

@@ -24,6 +24,7 @@ from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.moved_parameters import (
+    advise_change,
     explain_lost_value,
     find_written,
     is_lost_value,
@@ -144,8 +145,8 @@ class LaterWrites:
         return BadInputError(
             f"the module's forward changes the values of {first_names(names)} in step "
             f"{self._step} of this process, but did not in its first, which was compared with the "
-            f"plain module; under strategy {self._plan.strategy} {why}. Change parameters between "
-            f"steps instead, in the same way on all ranks. {self._ways_out}"
+            f"plain module; under strategy {self._plan.strategy} {why}. "
+            f"{advise_change(self._plan.strategy)} {self._ways_out}"
         )
 
 

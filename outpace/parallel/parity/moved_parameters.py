@@ -20,6 +20,7 @@ from outpace.nn.spread import is_spread, local
 from outpace.parallel.parity.user_collectives import is_collective
 from outpace.parallel.tensors import has_memory
 from outpace.records.errors import BadInputError, first_names
+from outpace.records.pipelines import SCHEDULES
 
 NEEDED_BEFORE = "other micro-batches in flight need the old value"
 
@@ -206,5 +207,15 @@ def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
     """Return a message about a forward that writes to parameters, which a strategy forbids."""
     return (
         f"the module's forward changes the values of {first_names(names)}, but under strategy "
-        f"{strategy} {why}. Change parameters between steps instead, in the same way on all ranks."
+        f"{strategy} {why}. {advise_change(strategy)}"
     )
+
+
+def advise_change(strategy: str) -> str:
+    """Return where to change parameters under a strategy."""
+    if strategy in SCHEDULES:
+        return (
+            "Change parameters between steps instead, on each rank those of its own stages "
+            "(named_parameters() of what outpace.parallelize returned)."
+        )
+    return "Change parameters between steps instead, in the same way on all ranks."

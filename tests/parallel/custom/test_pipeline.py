@@ -11,8 +11,10 @@ from torch import nn
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.parallel.custom.block_values import split
 from outpace.parallel.custom.stage import CustomStage
+from outpace.parallel.custom.stage_failure import explain_cut_graph
 from outpace.parallel.tensors import drop_all_but
 from outpace.records.errors import BadInputError
+from tests.parallel.parity.first_batch_cases import Stack, run_first_step
 
 RANKS = Path(__file__).parent.parent / "custom_pipeline_ranks.py"
 RIGHT = {"loss", "gradient", "norm", "state", "evaluation"}
@@ -122,6 +124,30 @@ def test_what_does_not_travel_is_refused_by_every_rank(on_ranks, runnable):
     for case, told in on_ranks(2, RANKS, *runnable(REFUSED)).items():
         for one in told:
             assert re.search(REFUSED[case], one.get("refused", "")), (case, one)
+
+
+class ExpandedStack(Stack):
+    """Writes to a tensor whose elements share memory, which fails on one process, too."""
+
+    def forward(self, x):
+        x.new_zeros(1).expand(3).add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.gloo
+def test_errors_that_one_process_has_too_are_not_explained_by_the_pipeline(tmp_path):
+    for said in run_first_step(tmp_path, "gpipe", ExpandedStack):
+        assert "a single process fails on these" in said["refused"]
+
+
+def test_only_a_graph_that_a_stage_cuts_is_explained_by_the_pipeline():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError) as cut:
+        torch.autograd.grad(torch.ones(()), x)
+    assert "computes gradients in the forward" in explain_cut_graph(cut.value)
+    with pytest.raises(RuntimeError) as other:
+        torch.autograd.grad(x.sum(), x, grad_outputs=torch.ones(3))
+    assert explain_cut_graph(other.value) is None
 
 
 def test_complex_values_travel_as_real_ones():
