@@ -19,7 +19,7 @@ from outpace.planner.calibration.measured_cases import (
 from outpace.planner.calibration.prediction_interval import Interval, QuestionKind, interval
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.explain.experts import expert_notes
-from outpace.planner.explain.hints import hint
+from outpace.planner.explain.hints import causal_notes, hint
 from outpace.planner.explain.reasons import explain_plan, rejected_families
 from outpace.planner.explain.titles import given_title, title, varied_options
 from outpace.planner.hardware.device import dtype_of
@@ -98,6 +98,7 @@ def plans(job: PlanningProblem) -> Plans:
             *_small_states_note(used, planned[0]),
             *_adapter_notes(job, planned),
             *_batch_note(planned[0]),
+            *causal_notes(job.outline, wanted, planned[0].estimate.mfu),
             *_list_hints(used, found),
         ),
     )

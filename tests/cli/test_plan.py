@@ -77,7 +77,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
                  "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
                  "MFU", "where the time goes", "a device's memory by kind", "matmuls",
                  "faster than plan ", "slower than the fastest", "Not taken:", "1.00 T tokens:",
-                 "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
+                 " days (", ", at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time is between", "with 90 %"):  # fmt: skip
         assert part in text, part
 

@@ -750,3 +750,19 @@ def test_a_disk_takes_no_host_memory():
     question = asked("llama-3-8b", global_batch=64, keep="strategy=zero3,offload_optimizer=disk")
     found = plans(question).plans[0].estimate
     assert found.host_offloaded_bytes == 0 < found.disk_offloaded_bytes
+
+
+def test_mfu_without_the_masked_half_of_attention_is_told_for_long_sequences():
+    def notes(model, **values):
+        answer = answered(model, **values)
+        told = [note for note in answer.notes if note.startswith("MFU counts")]
+        return answer.plans[0].estimate.mfu, told
+
+    mfu, [told] = notes("llama-3-8b", seq_len=32768, global_batch=8)
+    # A layer of 4096, 8 of 32 heads for keys and values, and an MLP of 14336; a head of 128256.
+    weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    attention = 32 * 4096 * 32768 * 2
+    share = attention / 2 / (weights + attention)
+    assert told.endswith(f"is {100 * mfu * (1 - share):.1f} % instead of {100 * mfu:.1f} %.")
+    assert not notes("llama-3-8b", seq_len=2048, global_batch=64)[1]
+    assert not notes("mistral-7b", seq_len=32768, global_batch=8)[1]  # windows of 4,096

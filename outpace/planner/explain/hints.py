@@ -1,4 +1,4 @@
-"""Gains from settings that are not searched by default, from a search near the best plan."""
+"""Notes beside plans: gains from settings that are not searched by default, and causal MFU."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -6,12 +6,14 @@ from typing import Any
 
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import masked_flops, step_flops
 from outpace.planner.plan_columns import Floats
 from outpace.planner.search.branch_and_bound import search
 from outpace.planner.search.known_bytes import Needs
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
 _ASKED: tuple[tuple[str, Any, str], ...] = (
@@ -22,6 +24,7 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
 # at 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
 FP8_PARAMETERS = 0.9e9
 _LEAST = 1.02  # minimum speed-up to report
+_LEAST_MASKED = 0.05  # minimum share of masked FLOPs to report
 
 
 def hint(
@@ -52,6 +55,20 @@ def hint(
     names = ",".join(name for _, name, _ in told)
     own = " (fp8 without the time to compute its scales)" if "precision" in names else ""
     return f"Not searched by default: {', '.join(words)}{own}: --vary {names}."
+
+
+def causal_notes(outline: Outline, wanted: SearchRequest, mfu: float | None) -> list[str]:
+    """Give the first plan's MFU without what causal masks skip, if that is notable."""
+    if mfu is None or wanted.adapters is not None:
+        return []
+    step = outline, wanted.seq_len, wanted.global_batch
+    masked = masked_flops(*step) / step_flops(*step)
+    if masked < _LEAST_MASKED:
+        return []
+    return [
+        "MFU counts causal attention in full, as is usual. Without the masked half, plan 1's MFU "
+        f"is {100 * mfu * (1 - masked):.1f} % instead of {100 * mfu:.1f} %."
+    ]
 
 
 def _word(name: str) -> str:

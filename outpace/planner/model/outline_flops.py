@@ -46,6 +46,21 @@ def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | Non
     return matmuls - frozen + 3 * 2 * samples * seq_len * adapters
 
 
+def masked_flops(outline: Outline, seq_len: int, samples: int) -> int:
+    """Return the FLOPs of `step_flops` that causal masks make unnecessary.
+
+    These are half of causal attention's; of a window, only the keys that it reaches are counted.
+    """
+    total = 0
+    for stack in outline.stacks:
+        length, attention = stack.seq_len or seq_len, stack.attention
+        if attention is None or not attention.causal:
+            continue
+        if keys_reached(length, attention.window, causal=True) == length:
+            total += stack.layers * _scores_and_mix(attention, length, length) // 2
+    return 3 * samples * total
+
+
 def recomputed_flops(
     outline: Outline,
     seq_len: int,

@@ -126,14 +126,24 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def budget_words(planned: RankedPlan) -> str:
-    """Return time and cost for the budget of tokens, after a space; "" if none was given."""
+    """Return time and cost for the budget of tokens, after a space; "" if none was given.
+
+    In parentheses are the ends of the step time's interval.
+    """
     one = planned.estimate
     if one.tokens is None or one.time_s is None:
         return ""
+    low, high = one.low_s / one.step_time_s, one.high_s / one.step_time_s
     days = one.time_s / 86400
     took = f"{days:,.1f} days" if days >= 1 else show_seconds(one.time_s)
-    cost = "" if one.cost is None else f", at a cost of {one.cost:,.0f}"
-    return f" {show_count(one.tokens)} tokens: {took}{cost}."
+    between = (
+        f"{days * low:,.1f} to {days * high:,.1f}" if days >= 1
+        else f"{show_seconds(one.time_s * low)} to {show_seconds(one.time_s * high)}"
+    )  # fmt: skip
+    cost = "" if one.cost is None else (
+        f", at a cost of {one.cost:,.0f} ({one.cost * low:,.0f} to {one.cost * high:,.0f})"
+    )  # fmt: skip
+    return f" {show_count(one.tokens)} tokens: {took} ({between}){cost}."
 
 
 def rejections(answer: Plans) -> Iterator[DataTable]:
