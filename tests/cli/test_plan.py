@@ -627,6 +627,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),
         (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, tf32, bf16, "),
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
+        (["--keep=fsdp=64"], "Did you mean 'strategy=zero3'?"),
         (["--keep=checkpoint=full"], "Did you mean 'checkpointing'?"),
         (["--keep=checkpoint=2"], "Did you mean 'checkpoint_every'?"),
         (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or"),

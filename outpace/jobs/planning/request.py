@@ -372,7 +372,8 @@ def _suggest_setting(name: str, value: str) -> str:
     begin = [known for known in begin if _accepts(known, value)] or begin
     if begin:
         return f" Did you mean {join_or(map(repr, begin))}?"
-    return suggest(name, KEPT)
+    # Another tool's word may stand for a setting with its value, which --keep takes without quotes.
+    return re.sub(r' = "?([\w-]+)"?', r"=\1", suggest(name, KEPT))
 
 
 def _accepts(name: str, value: str) -> bool:
