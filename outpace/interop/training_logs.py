@@ -446,7 +446,7 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
-    """Return the number of devices, from rates of all and of each; None if several fit all lines.
+    """Return the number of devices, from total rates and rates per device; None if several fit.
 
     The two rates in a line are rounded, so their quotient alone may give a wrong number.
     """

@@ -2,12 +2,12 @@
 
 The estimates of two plans on one machine share most of their error, but each may have an additional
 error of 2 %. If plans differ by less, the plan that an expert would run comes first: without an
-unnecessary axis or schedule, and with free memory. A plan that offloads at all or more than others,
-or that fills a device's memory, must be more than 10 % faster. Offloading puts load on a host that
-all devices of a node share, and no published step uses it. The median error of estimated memory is
-2 to 5 %, but it is larger in some cases: a quarter or more of the plans that are estimated to need
-more than `CROWDED` of a device's memory do not run. So a plan that leaves memory free may take even
-longer.
+unnecessary axis or schedule, and with free memory. A plan that offloads more than another, or that
+fills a device's memory, must be more than 10 % faster. Offloading puts load on a host that all
+devices of a node share, and no published step uses it. The median error of estimated memory is 2 to
+5 %, but it is larger in some cases: a quarter or more of the plans that are estimated to need more
+than `CROWDED` of a device's memory do not run. So a plan that leaves memory free is preferred even
+if it takes more than 10 % longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
