@@ -16,7 +16,8 @@ from outpace.records.base import Record, entry, read_object
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.outline import Outline
-from outpace.records.plan import Checkpointing, Plan
+from outpace.records.plan import Checkpointing, Offload, Plan, ProductSchedule
+from outpace.records.precisions import Precision
 
 TrainerName = Literal["outpace", "torchtitan", "megatron", "deepspeed", "trainer", "nanotron"]
 
@@ -52,9 +53,20 @@ class LoggedRun(Record):
     ep: PositiveInt | None = None
     expert_tp: PositiveInt | None = None
     zero: NonNegativeInt | None = entry("ZeRO stage; 0: none")
+    sequence_parallel: bool | None = None
+    pp_microbatches: PositiveInt | None = None
+    pp_schedule: ProductSchedule | None = None
+    virtual_stages: PositiveInt | None = None
+    precision: Precision | None = None
     checkpointing: Checkpointing | None = None
+    offload_parameters: Offload | None = None
+    offload_optimizer: Offload | None = None
     pp_schedules_all: bool = entry("whether a pipeline takes all micro-batches of a step", False)
+    layers: PositiveInt | None = None
+    hidden: PositiveInt | None = None
     parameters: PositiveInt | None = None
+    trainable_parameters: PositiveInt | None = entry("may be those of one device")
+    adapters: bool = entry("whether only a part of the weights was trained", False)
     plan: Plan | None = entry("set for outpace's runs")
     notes: tuple[str, ...] = entry("for what the log does not say", ())
 

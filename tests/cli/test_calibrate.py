@@ -296,3 +296,39 @@ def test_its_file_is_no_probe_of_this_machine(
     notes = job(PlanQuestion("outpace-tiny", None, precision="fp32")).cluster.notes
     assert any("outpace calibrate" in note and "--machine machine.json" in note for note in notes)
     assert find_probe(identify(find_accelerator)) is None
+
+
+def test_a_log_of_another_model_or_of_adapters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "run.log"
+    words = (str(log), "--model=mixtral-8x7b", "--machine=hgx-h100", "--nodes=2")
+    for name, value, said in (
+        ("num_layers", 24, "a model with 24 layers, but --model mixtral-8x7b has 32"),
+        ("hidden_size", 2048, "a hidden size of 2048, but --model mixtral-8x7b has 4096"),
+    ):
+        log.write_text(f"  {name} {'.' * 40} {value}\n{MEGATRON}")
+        assert said in refusal(capsys, *words)
+    log.write_text(f"  num_layers {'.' * 38} 32\n{MEGATRON}")
+    told(capsys, *words)
+    log.write_text(f"trainable params: 9 || all params: 900 || trainable%: 1.0\n{MEGATRON}")
+    assert "a run with adapters (lora_rank), or with frozen weights" in refusal(capsys, *words)
+    size = "Model llama3 8B size: {} total parameters\n"
+    log.write_text(size.format("8,030,261,248") + LOG)
+    told(capsys, str(log), *WORDS)
+    log.write_text(size.format("1,235,814,400") + LOG)
+    assert "a model with 1,235,814,400 parameters" in refusal(capsys, str(log), *WORDS)
+
+
+def test_what_trainer_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Under FSDP, Trainer counts the weights of one rank (transformers#40463)."""
+    log = tmp_path / "run.log"
+    result = "{'train_runtime': 300.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}\n"
+    words = (str(log), "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=2048",
+             "--layout=strategy=zero3,dp_shard=8,micro_batch=1,checkpointing=full")  # fmt: skip
+    banner = "Total train batch size (w. parallel) = 8\nNumber of trainable parameters = {}\n"
+    for count in ("8,030,261,248", "1,003,782,656"):
+        log.write_text(banner.format(count) + result)
+        assert told(capsys, *words)[0]["step_time_s"] == pytest.approx(2.0)
+    log.write_text(banner.format("20,971,520") + result)
+    assert "with frozen weights" in refusal(capsys, *words)

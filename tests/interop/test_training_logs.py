@@ -363,6 +363,214 @@ def test_a_trainer_state_of_any_name(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def read_text(tmp_path: Path, text: str) -> dict[str, Any]:
+    log = tmp_path / "console.log"
+    log.write_text(text)
+    return read_log(log).model_dump()
+
+
+def holds(found: dict[str, Any], values: dict[str, Any]) -> bool:
+    return {name: found[name] for name in values} == values
+
+
+def test_validation_is_no_step_of_torchtitan(tmp_path: Path) -> None:
+    """Its evaluations are faster than training, and logged in nearly the same words."""
+    step = TORCHTITAN.splitlines()[-1]
+    validated = re.sub(r"grad_norm:\s+\S+", "", step.replace("step:", "validate step:")).replace(
+        "tps: 6,012", "tps: 30,000"
+    )
+    assert "validate step: 10" in validated
+    text = TORCHTITAN + "".join(f"{validated}\n{step}\n" for _ in range(6)) + validated
+    assert read_text(tmp_path, text)["tokens_per_s_per_device"] == 6012
+
+
+def test_what_versions_of_torchtitan_print(tmp_path: Path) -> None:
+    older = TORCHTITAN.replace("tps:", "wps:").replace("gradient accumulation steps 1, ", "")
+    first = older.replace(older.splitlines()[0], "Building 1-D device mesh with ['dp'], [8]")
+    newest = TORCHTITAN.replace(
+        "local batch size 2, global batch size 8, gradient accumulation steps 1, sequence length "
+        "8192",
+        "16384 tokens per DP rank, 65536 tokens per train step, gradient accumulation steps 1, "
+        "maximum context length 8192",
+    )
+    batch = {"seq_len": 8192, "global_batch": 8, "micro_batch": 2, "tokens_per_s_per_device": 6012}
+    for text in (older, first, newest):
+        assert holds(read_text(tmp_path, text), batch)
+    assert holds(read_text(tmp_path, first), {"dp_shard": 8, "world_size": 8})
+    options = (
+        "Model llama3 8B size: 8,030,261,248 total parameters\nApplied FullAC activation "
+        "checkpointing to the model\nFloat8 tensorwise scaled training active\n"
+    )
+    assert holds(
+        read_text(tmp_path, options + TORCHTITAN),
+        {"parameters": 8_030_261_248, "checkpointing": "full", "precision": "fp8"},
+    )
+
+
+def test_a_pipeline_of_torchtitan_divides_the_batch_of_a_rank(tmp_path: Path) -> None:
+    text = TORCHTITAN.replace("pp=1", "pp=2")
+    assert read_text(tmp_path, text)["micro_batch"] is None
+    stages = "Using pipeline schedule Interleaved1F1B with 2 microbatches and 8 stages.\n"
+    assert holds(
+        read_text(tmp_path, stages + text),
+        {"micro_batch": 1, "pp_microbatches": 2, "pp_schedule": "interleaved", "virtual_stages": 4},
+    )
+
+
+def test_settings_that_megatron_prints(tmp_path: Path) -> None:
+    def told(name: str, value: str) -> str:
+        return f"  {name} {'.' * (48 - len(name))} {value}\n"
+
+    text = "".join(
+        told(*one)
+        for one in (
+            ("bf16", "True"), ("sequence_parallel", "False"), ("num_layers", "32"),
+            ("hidden_size", "4096"), ("pipeline_model_parallel_size", "4"),
+            ("virtual_pipeline_model_parallel_size", "2"),
+            ("use_distributed_optimizer", "True"),
+        )
+    )  # fmt: skip
+    assert holds(
+        read_text(tmp_path, text + MEGATRON),
+        {"precision": "bf16-master", "sequence_parallel": False, "layers": 32, "hidden": 4096,
+         "pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2, "zero": 1},
+    )  # fmt: skip
+    sharded = told("use_megatron_fsdp", "True")
+    sharded += told("data_parallel_sharding_strategy", "optim_grads_params") + told("fp8", "hybrid")
+    assert holds(read_text(tmp_path, text + sharded + MEGATRON), {"zero": 3, "precision": "fp8"})
+    # Before pipelines, in 2020.
+    older = MEGATRON.replace("tensor_model_parallel_size ....", "model_parallel_size ...........")
+    assert read_text(tmp_path, older)["tp"] == 2
+
+
+def test_the_devices_of_deepspeed_beside_model_parallelism(tmp_path: Path) -> None:
+    """DeepSpeed's world size is that of data parallelism; Megatron-DeepSpeed prints both."""
+    settings = "".join(DEEPSPEED.splitlines(keepends=True)[:3]).replace("32", "16")
+    arguments, *rest = MEGATRON.partition(" [2025")
+    text = f"{arguments}  deepspeed ....................................... True\n{settings}"
+    found = read_text(tmp_path, text + "".join(rest))
+    assert holds(found, {"trainer": "megatron", "world_size": 16, "tp": 2, "zero": 3})
+    parallel = '    "sequence_parallel_size": 4,\n'
+    assert read_text(tmp_path, parallel.replace("4", "1") + DEEPSPEED)["world_size"] == 8
+    assert read_text(tmp_path, parallel + DEEPSPEED)["world_size"] is None
+
+
+def test_precision_and_offloading_of_deepspeed(tmp_path: Path) -> None:
+    head = "[2025-01-01 00:00:00,000] [INFO] [config.py:1003:print]   "
+    low = f"{head}bfloat16_enabled ............. True\n"
+    found = read_text(tmp_path, low + DEEPSPEED)
+    assert (found["precision"], found["offload_optimizer"]) == ("bf16-master", None)
+    text = DEEPSPEED.replace(
+        "contiguous_gradients=True",
+        "offload_param=None offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device=<"
+        "OffloadDeviceEnum.cpu: 'cpu'>, nvme_path=None)",
+    )
+    found = read_text(tmp_path, low + text)
+    assert (found["precision"], found["offload_optimizer"]) == ("bf16", "cpu")
+    # Before 0.6.6, it has only the mean since the second step.
+    older = re.sub(r"RunningAvg\S+ Curr", "", DEEPSPEED)
+    assert ", SamplesPerSec=20.25" in older
+    assert read_text(tmp_path, older)["samples_per_s"] == 31.25
+
+
+def test_nanotrons_newer_names_and_its_configuration(tmp_path: Path) -> None:
+    """Since March 2025, the lines of steps count tokens as global_batch_size."""
+    newer = NANOTRON.replace("elapsed_time", "time").replace("size: 256", "size: 1.05M")
+    assert holds(read_text(tmp_path, newer), {"step_time_s": 2.1, "global_batch": None})
+    exact = (
+        "[INFO]: mbs: 2 | grad_accum: 16 | cp: 1 | sequence_length: 4096 | global_batch_size: 256 "
+        "| train_steps: 100\n"
+    )
+    assert read_text(tmp_path, exact + newer)["global_batch"] == 256
+    config = (
+        "Config(general=GeneralArgs(), parallelism=ParallelismArgs(dp=4,\n pp=1,\n tp=2,\n"
+        " tp_mode=<TensorParallelLinearMode.ALL_REDUCE: 1>,\n recompute_layer=True,\n"
+        " tokens=TokensArgs(sequence_length=4096, micro_batch_size=2), zero_stage=1,\n"
+        " model=LlamaConfig(hidden_size=2048, num_hidden_layers=24), dtype=torch.bfloat16\n"
+    )
+    assert holds(
+        read_text(tmp_path, config + newer),
+        {"tp": 2, "world_size": 8, "zero": 1, "seq_len": 4096, "micro_batch": 2, "layers": 24,
+         "checkpointing": "full", "sequence_parallel": False, "precision": "bf16-master"},
+    )  # fmt: skip
+
+
+EVALUATION = "{'eval_loss': '2.0', 'eval_runtime': '0.75', 'epoch': '1'}\n"
+
+
+def test_results_that_are_printed_twice_are_one_run(tmp_path: Path) -> None:
+    """Notebooks show TrainOutput, and scripts a table, after the line of results."""
+    result = TRAINER.splitlines()[-1]
+    for again in (f"TrainOutput(global_step=8, metrics={result})", "  train_runtime = 0:00:03.00"):
+        found = read_text(tmp_path, EVALUATION * 2 + TRAINER + f"{again}\n")
+        assert found["step_time_s"] == pytest.approx((3 - 1.5) / 8, rel=1e-3)
+
+
+def test_a_rate_of_few_digits_is_no_step_time(tmp_path: Path) -> None:
+    text = (
+        "{'train_runtime': 29130.8404, 'train_samples_per_second': 0.015, "
+        "'train_steps_per_second': 0.002, 'epoch': 9.48}\n"
+    )
+    with pytest.raises(BadInputError, match="a step took 400 to 667 seconds"):
+        read_text(tmp_path, text)
+    bar = "100%|#####| 50/50 [8:05:30<00:00, 582.62s/it]\n"
+    assert read_text(tmp_path, bar + text)["step_time_s"] == pytest.approx(29130.8404 / 50)
+
+
+def test_what_trainer_says_before_its_first_step(tmp_path: Path) -> None:
+    banner = (
+        "***** Running training *****\n  Instantaneous batch size per device = 2\n  Total train "
+        "batch size (w. parallel, distributed & accumulation) = 16\n  Total optimization steps = "
+        "8\n  Number of trainable parameters = 20,971,520\n"
+    )
+    found = read_text(tmp_path, banner + TRAINER)
+    told = {"global_batch": 16, "micro_batch": 2, "trainable_parameters": 20_971_520, "steps": 8}
+    assert holds(found, told) and not found["adapters"]
+    resumed = read_text(tmp_path, f"{banner}  Continuing training from global step 6\n{TRAINER}")
+    assert resumed["step_time_s"] == pytest.approx(3 / 2) and not resumed["notes"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainable params: 136,192 || all params: 1,777,224,192 || trainable%: 0.0077",
+        "Trainable parameters = 41,943,040/8,000,000,000 (0.52% trained)",
+        "Adding lora to: decoder.layers.0.self_attention.linear_qkv",
+    ],
+)
+def test_adapters_are_told(line: str, tmp_path: Path) -> None:
+    for text in (TRAINER, DEEPSPEED, MEGATRON):
+        assert read_text(tmp_path, f"{line}\n{text}")["adapters"]
+        assert not read_text(tmp_path, text)["adapters"]
+
+
+def test_files_of_results_and_consoles_in_utf16(tmp_path: Path) -> None:
+    results = {"epoch": 1.0, "train_runtime": 3.0, "train_steps_per_second": 2.667}
+    assert read_text(tmp_path, json.dumps(results, indent=4))["step_time_s"] == pytest.approx(
+        3 / 8, 1e-3
+    )
+    table = "\n".join(f"  {name:24} = {value}" for name, value in results.items())
+    text = table.replace("3.0", "0:00:03.00")
+    assert read_text(tmp_path, text)["step_time_s"] == pytest.approx(0.375, rel=1e-3)
+    log = tmp_path / "console.log"
+    log.write_bytes(TORCHTITAN.encode("utf-16"))  # as PowerShell redirects
+    assert read_log(log).tokens_per_s_per_device == 6012
+
+
+def test_prefixes_of_launchers_hide_no_restart(tmp_path: Path) -> None:
+    earlier, *steps = RESTARTED["megatron"]
+    text = lengthen(earlier.replace(*steps)) + lengthen(MEGATRON)
+    found = read_text(tmp_path, "".join(f"[default0]:{line}\n" for line in text.splitlines()))
+    assert found["step_time_s"] == pytest.approx(0.8205) and found["tp"] == 2
+    assert found["notes"][-1] == "the log has 2 starts of a run: only start 2 is read."
+
+
+@pytest.mark.timeout(60)
+def test_long_lines_take_no_time(tmp_path: Path) -> None:
+    long = "a" * 2_000_000 + "\n" + "'train_steps_per_second': " * 100_000 + "\n" + "1/1 " * 100_000
+    assert read_text(tmp_path, f"{long}\n{MEGATRON}")["step_time_s"] == pytest.approx(0.8205)
+
+
 @pytest.mark.slow
 def test_what_a_real_trainer_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -12,13 +12,13 @@ from outpace.jobs.planning.check_logged_runs import (
     check_clock,
     check_contradictions,
     check_micro_batch,
+    check_model,
     check_possible,
     list_assumed,
 )
 from outpace.jobs.planning.request import PlanQuestion, check_network, job, split_settings
 from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.memory.peak import library_bytes
-from outpace.planner.model.outline import parameters
 from outpace.planner.plan import estimate_plan
 from outpace.planner.plan_columns import of_plans
 from outpace.planner.problem import PlanningProblem
@@ -29,6 +29,11 @@ from outpace.records.plan import Plan, PlanFile
 from outpace.records.training_log import CorrectedMachine, LoggedRun, ObservedRun, is_corrected
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+# A plan's settings that logs state.
+_STATED = (
+    *_AXES, "micro_batch", "sequence_parallel", "pp_microbatches", "pp_schedule", "virtual_stages",
+    "precision", "checkpointing", "offload_parameters", "offload_optimizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,12 +178,7 @@ def _question(
             raise BadInputError(f"{logged.log} does not state the number of {what}. Pass {flag}.")
     check_micro_batch(logged, plan, answers, batch or 1)
     question = job(replace(base, seq_len=seq_len, global_batch=batch, precision=plan.precision))
-    known = parameters(question.outline)
-    if logged.parameters is not None and logged.parameters != known:
-        raise BadInputError(
-            f"{logged.log} is from a model with {logged.parameters:,} parameters, but --model "
-            f"{base.model} has {known:,}. Pass the model that was trained."
-        )
+    check_model(logged, question, plan, str(base.model))
     if question.wanted.world != plan.world_size:
         raise BadInputError(
             f"{logged.log}: its layout has {plan.world_size} devices, but "
@@ -225,7 +225,7 @@ def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
         return PlanFile.load(request.plan, option="--plan ").plan
     if logged.plan is not None and request.layout is None:
         return logged.plan
-    found = {name: getattr(logged, name) for name in (*_AXES, "micro_batch", "checkpointing")}
+    found = {name: getattr(logged, name) for name in _STATED}
     values: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if logged.plan is not None:
         values = logged.plan.model_dump()
@@ -300,5 +300,5 @@ def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
     if axes == {"tp"}:
         return "tp"
     if axes == {"pp"}:
-        return "1f1b"
+        return str(values.get("pp_schedule", "1f1b"))
     return "3d"

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from outpace.planner.hardware.device import dtype_of
+from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
@@ -23,6 +24,8 @@ _BATCH_ERROR = 0.05
 _CLOCK_ERROR = 1.5
 # A probe's best matmul is not a peak: other programs may have slowed it down.
 _PROBE_ERROR = 2.0
+# Embeddings that a trainer pads for its own layout.
+_PARAMETERS_ERROR = 0.05
 _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 
@@ -39,12 +42,9 @@ class Answers:
 
 def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
     """Raise BadInputError if a flag contradicts the log."""
-    if (logged.plan is not None and logged.plan.lora_rank) or answers.layout.get("lora_rank"):
-        raise BadInputError(
-            f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, since "
-            "corrections do not support adapters yet. Pass the log of a run that trained all "
-            "weights."
-        )
+    own = logged.plan is not None and logged.plan.lora_rank
+    if own or logged.adapters or answers.layout.get("lora_rank"):
+        _refuse_adapters(logged)
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
     for name, value in answers.layout.items():
         if name in told and told[name] is not None and told[name] != value:
@@ -62,6 +62,44 @@ def _refuse(logged: LoggedRun, told: str, given: str) -> None:
     raise BadInputError(
         f"{logged.log} says {told}, but {given}. Leave out the flag, or pass the log that matches "
         "it."
+    )
+
+
+def _refuse_adapters(logged: LoggedRun) -> NoReturn:
+    raise BadInputError(
+        f"{logged.log}: a run with adapters (lora_rank), or with frozen weights, cannot correct a "
+        "machine, since corrections do not support them yet. Pass the log of a run that trained "
+        "all weights."
+    )
+
+
+def check_model(logged: LoggedRun, question: PlanningProblem, plan: Plan, model: str) -> None:
+    """Raise BadInputError if the log is from another model, or from one that was partly frozen."""
+    outline = question.outline
+    known = parameters(outline)
+    error = 0.0 if logged.trainer == "outpace" else _PARAMETERS_ERROR
+    told = logged.parameters
+    trained = logged.trainable_parameters
+    if told is None and trained is not None and trained > (1 + error) * known:
+        told = trained
+    if told is not None and abs(told / known - 1) > error:
+        _refuse_model(logged, f"{told:,} parameters", f"{model} has {known:,}")
+    layers = (outline.layers, *(stack.layers for stack in outline.stacks))
+    if logged.layers is not None and logged.layers not in layers:
+        _refuse_model(logged, f"{logged.layers} layers", f"{model} has {outline.layers}")
+    if logged.hidden is not None and logged.hidden != outline.hidden:
+        _refuse_model(logged, f"a hidden size of {logged.hidden}", f"{model} has {outline.hidden}")
+    # Under FSDP, Trainer counts the weights of one rank.
+    if trained is not None and not any(
+        abs(trained * ranks / known - 1) <= error for ranks in (1, plan.dp_shard, plan.world_size)
+    ):
+        _refuse_adapters(logged)
+
+
+def _refuse_model(logged: LoggedRun, told: str, given: str) -> NoReturn:
+    raise BadInputError(
+        f"{logged.log} is from a model with {told}, but --model {given}. Pass the model that was "
+        "trained."
     )
 
 

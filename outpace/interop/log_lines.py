@@ -1,0 +1,120 @@
+"""Numbers, settings and times in the lines of trainers' logs."""
+
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TypeGuard
+
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+# A number, but not the beginning of something else ("1.2.3").
+NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
+# Times, rates and memory outside of this range are treated as damaged.
+_LEAST, _MOST = 1e-12, 1e18
+# Megatron's and DeepSpeed's settings. Name, dots and value; DeepSpeed has no dots after long names.
+_SETTING = re.compile(r"\b(\w{1,80}) \.* (\S.*)")
+# Adapters, as peft, unsloth and Megatron-Bridge report them.
+_TRAINED_OF_ALL = re.compile(
+    r"trainable param(?:eter)?s\s*[:=]\s*([\d,]+)\s*(?:\|\| all params:|/|of)\s*([\d,]+)",
+    re.IGNORECASE,
+)
+_ADAPTER_ADDED = re.compile(r"\bAdding \w*lora to: ", re.IGNORECASE)
+# Smaller parts are frozen buffers, or weights that are counted otherwise.
+_ALL = 0.98
+
+
+def is_possible(value: object) -> TypeGuard[float]:
+    """Return whether this is a number that a run can have."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return _LEAST < value < _MOST
+
+
+def parse_number(text: str) -> float | None:
+    """Parse a number; None for a value that no run can have."""
+    value = float(text.replace(",", ""))
+    return value if value == 0 or _LEAST < value < _MOST else None
+
+
+def steady_median(values: Sequence[float]) -> float | None:
+    """Return the median of logged values without the first, which includes start-up."""
+    return statistics.median(values[1:] if len(values) > 1 else values) if values else None
+
+
+def find_numbers(pattern: str, lines: Iterable[str]) -> list[float]:
+    """Return the number in each line that matches a pattern with one group."""
+    compiled = re.compile(pattern)
+    found = (parse_number(match[1]) for line in lines if (match := compiled.search(line)))
+    return [value for value in found if value is not None]
+
+
+def last_number(pattern: str, lines: Iterable[str]) -> int | None:
+    """Return the last number that a pattern with one group finds, as a whole number."""
+    found = find_numbers(pattern, lines)
+    return int(found[-1]) if found else None
+
+
+def find_settings(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Find settings printed as a name, dots and a value."""
+    for line in lines:
+        match = _SETTING.search(line)
+        if match:
+            yield match[1], match[2].rstrip()
+
+
+def whole_settings(settings: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
+    """Return the settings that are whole numbers, under other names."""
+    return {
+        name: int(settings[theirs])
+        for theirs, name in names.items()
+        if settings.get(theirs, "").isdecimal() and len(settings[theirs]) <= 15
+    }
+
+
+def trains_adapters(lines: Iterable[str]) -> bool:
+    """Return whether a line says that only a part of the weights was trained."""
+    for line in lines:
+        if _ADAPTER_ADDED.search(line):
+            return True
+        match = _TRAINED_OF_ALL.search(line)
+        if match:
+            trained, total = (parse_number(text) for text in match.groups())
+            if trained is not None and total is not None and trained < _ALL * total:
+                return True
+    return False
+
+
+def clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
+    """Return bounds of the step time, from the timestamps at the start of lines.
+
+    `step` finds a step's number. Evaluations and checkpoints may occur between two lines, so both
+    bounds are from the median pair. None without timestamps or with fewer than two steps.
+    """
+    marks: list[tuple[int, float]] = []
+    unit_s = 0.0
+    for line in lines:
+        time, number = _TIME.search(line), step.search(line)
+        if time is None or number is None:
+            continue
+        fraction = time[2] or ""
+        unit_s = max(unit_s, 10.0 ** -len(fraction))
+        try:
+            moment = datetime.fromisoformat(time[1].replace("T", " ")).replace(tzinfo=UTC)
+        except ValueError:
+            continue
+        mark = int(number[1]), moment.timestamp() + float(f"0.{fraction or 0}")
+        if marks and mark[0] == marks[-1][0]:
+            continue  # another rank's line
+        if marks and (mark[0] < marks[-1][0] or mark[1] < marks[-1][1]):
+            marks.clear()  # the run was resumed, or the clock was set
+        marks.append(mark)
+    if len(marks) < 2 or marks[-1][1] - marks[0][1] <= 0:
+        return None
+    pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+    least, most = (
+        statistics.median(max(0.0, seconds + error_s) / count for count, seconds in pairs)
+        for error_s in (-unit_s, unit_s)
+    )
+    steps, total_s = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    return least, min(most, (total_s + unit_s) / steps)

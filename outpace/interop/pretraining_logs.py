@@ -1,0 +1,477 @@
+"""Readers for the console of torchtitan, Megatron-LM, DeepSpeed and nanotron.
+
+Formats, with the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
+`distributed/parallel_dims.py`, `pipeline_parallel.py` and `trainer.py`; Megatron-LM,
+`megatron/training/training.py` (`training_log`) and `arguments.py` (`_print_args`), which
+Megatron-Bridge and Megatron-DeepSpeed keep; DeepSpeed, `deepspeed/utils/timer.py`
+(`ThroughputTimer.stop`) and `runtime/config.py` (`print`); nanotron, `src/nanotron/trainer.py`
+(`train_step_logs`, `pre_training`) and `logging/base.py` (`human_format`).
+"""
+
+import re
+from ast import literal_eval
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from outpace.interop.log_lines import (
+    NUMBER,
+    clock_step_s,
+    find_numbers,
+    find_settings,
+    last_number,
+    parse_number,
+    steady_median,
+    whole_settings,
+)
+from outpace.interop.rounded_numbers import Range, abbreviation_range
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def read_torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return what torchtitan logged, None without steps of torchtitan."""
+    # Lines that begin with "validate step" have the speed of evaluations; wps is tps before 2025.
+    step = re.compile(
+        rf"(?<!validate )step:\s*(\d{{1,15}})\s+loss:\s*\S+.*memory:\s*{NUMBER}GiB\([^)]*\)"
+        rf"\s+[tw]ps:\s*{NUMBER}"
+    )
+    matches = [match for line in lines if (match := step.search(line))]
+    told = [(int(match[1]), parse_number(match[2]), parse_number(match[3])) for match in matches]
+    found = [(at, gib, rate) for at, gib, rate in told if gib is not None and rate]
+    if not found:
+        return None
+    text = "\n".join(lines)
+    most = max(gib for _, gib, _ in found)
+    return {
+        "trainer": "torchtitan",
+        "steps": max(1, len({at for at, _, _ in found}) - 1),
+        "tokens_per_s_per_device": steady_median([rate for _, _, rate in found]),
+        "clock_step_s": clock_step_s(re.compile(r"(?<!validate )step:\s*(\d{1,15})\s"), lines),
+        "peak_memory_bytes": int(most * _GIB) or None,
+        "memory_kind": "reserved",
+        **_torchtitan_batch(text),
+        **_torchtitan_mesh(text),
+        **_torchtitan_options(text),
+    }
+
+
+def _torchtitan_batch(text: str) -> dict[str, Any]:
+    """Read the batch, which torchtitan counts in tokens since August 2026."""
+    found = re.search(
+        r"local batch size (\d+), global batch size (\d+), "
+        r"(?:gradient accumulation steps \d+, )?sequence length (\d+)", text
+    )  # fmt: skip
+    if found is not None:
+        local, total, length = map(int, found.groups())
+        told = {"micro_batch": local, "global_batch": total, "seq_len": length}
+        return told | _torchtitan_pipeline(text, local)
+    found = re.search(
+        r"(\d+) tokens per DP rank, (\d+) tokens per train step, gradient accumulation steps "
+        r"\d+, maximum context length (\d+)", text
+    )  # fmt: skip
+    if found is None:
+        return _torchtitan_pipeline(text, None)
+    local, total, length = map(int, found.groups())
+    batch = {"seq_len": length}
+    if not total % length and not local % length:
+        batch |= {"micro_batch": local // length, "global_batch": total // length}
+    return batch | _torchtitan_pipeline(text, batch.get("micro_batch"))
+
+
+# torchtitan's and torch's names for schedules.
+_TORCH_SCHEDULES = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "LoopedBFS": "loopedbfs",
+    "InterleavedZeroBubble": "zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+
+
+def _torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
+    """Read how a pipeline divides the batch of a rank; without it, the micro-batch is unknown."""
+    pp = re.search(r"parallelism: .*?\bpp=(\d+)", text)
+    found = re.search(
+        r"Using pipeline schedule (\w+) with (\d+) microbatches and (\d+) stages", text
+    )
+    if found is None:
+        return {"micro_batch": None} if pp is not None and int(pp[1]) > 1 else {}
+    schedule, count = _TORCH_SCHEDULES.get(found[1]), int(found[2])
+    told: dict[str, Any] = {"pp_microbatches": count, "micro_batch": None}
+    if schedule is not None:
+        told["pp_schedule"] = schedule
+    if pp is not None and schedule in ("interleaved", "loopedbfs", "zb"):
+        told["virtual_stages"] = max(1, int(found[3]) // int(pp[1]))
+    if local_batch is not None and not local_batch % count:
+        told["micro_batch"] = local_batch // count
+    return told
+
+
+def _torchtitan_mesh(text: str) -> dict[str, int]:
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    named = re.search(r"device mesh with parallelism: (.*)", text)
+    if named is not None:
+        pairs = re.findall(r"(\w+)=(\d{1,9})\b", named[1])
+    else:
+        older = re.search(r"Building \d+-D device mesh with (\[.*?\]), (\[.*?\])", text)
+        if older is None:
+            return {}
+        try:
+            pairs = list(zip(literal_eval(older[1]), literal_eval(older[2]), strict=True))
+        except (ValueError, SyntaxError):
+            return {}
+        # The first versions have one data-parallel axis, sharded unless asked otherwise.
+        pairs = [("dp_shard" if name == "dp" else name, size) for name, size in pairs]
+    sizes = {name: int(size) for name, size in pairs if name in axes}
+    world = 1
+    for name, size in sizes.items():
+        world *= size if name != "ep" else 1
+    return {**sizes, "world_size": world}
+
+
+def _torchtitan_options(text: str) -> dict[str, Any]:
+    """Read recomputation, precision, offloading and the number of parameters."""
+    found: dict[str, Any] = {}
+    mode = re.search(r"Applied (full|selective|FullAC|SelectiveAC) activation checkpointing", text)
+    if mode is not None:
+        found["checkpointing"] = mode[1].removesuffix("AC").lower()
+    if re.search(r"Float8 .*training active|to (?:Float8|MXFP8)Linear", text):
+        found["precision"] = "fp8"
+    if "Applied CPU Offloading to the model" in text:
+        found |= {"offload_parameters": "cpu", "offload_optimizer": "cpu"}
+    size = re.search(r"size: ([\d,]+) total parameters", text)
+    if size is not None:
+        found["parameters"] = int(size[1].replace(",", ""))
+    return found
+
+
+# Megatron's arguments as _print_args writes them: "  seq_length ........ 4096".
+_MEGATRON: Mapping[str, str] = {
+    "seq_length": "seq_len",
+    "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch",
+    "world_size": "world_size",
+    "model_parallel_size": "tp",  # before pipelines, in 2020
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "ds_sequence_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "expert_tp",
+    "virtual_pipeline_model_parallel_size": "virtual_stages",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+}
+
+
+def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return what Megatron logged, None without steps of Megatron."""
+    lines, grown = _of_the_last_batch(lines)
+    times = find_numbers(rf"elapsed time per iteration \(ms\):\s*{NUMBER}", lines)
+    if not times:
+        return None
+    # DeepSpeed's settings have names of Megatron's, and its world size is that of data parallelism.
+    own = [line for line in lines if not _DEEPSPEED_SETTING.search(line)]
+    said = dict(find_settings(own))
+    found: dict[str, Any] = whole_settings(said, _MEGATRON)
+    if found.get("virtual_stages", 1) > 1:
+        found["pp_schedule"] = "interleaved"
+    else:
+        found.pop("virtual_stages", None)
+    batch = last_number(r"global batch size:\s*(\d+)", lines)
+    length = last_number(r"actual seqlen:\s*(\d+)", lines)
+    memory = find_numbers(rf"max allocated:\s*{NUMBER}", lines)
+    options = _megatron_options(said, found)
+    if said.get("deepspeed") == "True" and (stage := _deepspeed_stage(lines)) is not None:
+        options["zero"] = stage
+    return {
+        "trainer": "megatron",
+        "steps": max(1, len(times) - 1),
+        "step_time_s": (steady_median(times) or 0.0) / 1e3,
+        "peak_memory_bytes": int(max(memory) * _MIB) if memory else None,
+        "pp_schedules_all": True,
+        **found,
+        **({"global_batch": batch} if batch else {}),
+        **({"seq_len": length} if length else {}),
+        **options,
+        "notes": (*options["notes"], *grown),
+    }
+
+
+def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Leave out steps whose batch or length differs from the last step's, since Megatron may change
+    them during a run (rampup_batch_size, step_batch_size_schedule, curriculum); return a note on
+    them.
+    """
+    sizes = re.compile(r"global batch size:\s*(\d+)(?:.*actual seqlen:\s*(\d+))?")
+    steps = {place: match for place, line in enumerate(lines) if (match := sizes.search(line))}
+    if len({match.groups() for match in steps.values()}) <= 1:
+        return lines, ()
+    last = [*steps.values()][-1].groups()
+    other = {place for place, match in steps.items() if match.groups() != last}
+    batch, length = last
+    note = (
+        f"the batch or the length changed during the run: only the {len(steps) - len(other):,} "
+        f"logged steps of {batch} sequences{f' of {length} tokens' if length else ''} are read."
+    )
+    return [line for place, line in enumerate(lines) if place not in other], (note,)
+
+
+_FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def _megatron_options(said: Mapping[str, str], found: Mapping[str, int]) -> dict[str, Any]:
+    """Read sharding, precision, experts and recomputation from Megatron's arguments."""
+    options: dict[str, Any] = _megatron_precision(said)
+    notes = []
+    sharded = said.get("use_distributed_optimizer")
+    if sharded in ("True", "False"):
+        options["zero"] = int(sharded == "True")
+    if "True" in (said.get("use_megatron_fsdp"), said.get("use_custom_fsdp")):
+        options["zero"] = _FSDP_STAGES.get(said.get("data_parallel_sharding_strategy", ""), 3)
+    elif said.get("use_torch_fsdp2") == "True":
+        options["zero"] = 3
+    if said.get("sequence_parallel") in ("True", "False") and found.get("tp", 1) > 1:
+        options["sequence_parallel"] = said["sequence_parallel"] == "True"
+    if found.get("ep", 1) > 1 and not options.get("zero"):
+        options["zero"] = 1
+        notes.append(
+            "Megatron kept whole optimizer states while it divided experts over ranks; the plan "
+            "shards them (ZeRO-1), which needs less memory."
+        )
+    if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
+        notes.append(
+            f"Megatron split experts over {found['expert_tp']} tensor-parallel ranks and other "
+            f"layers over {found.get('tp', 1)}; the plan splits both in the same way, or does not "
+            "split experts if ep includes the ranks of tp."
+        )
+    granularity = said.get("recompute_granularity")
+    if granularity == "full":
+        options["checkpointing"] = "full"
+        if said.get("recompute_method") == "block":
+            notes.append(
+                f"the first {said.get('recompute_num_layers')} blocks of each stage were "
+                "recomputed; the plan recomputes all. Use --layout checkpoint_every=K for every "
+                "K-th."
+            )
+    elif granularity == "selective":
+        notes.append(
+            "Megatron recomputed some modules (recompute_granularity selective), which matches no "
+            "mode of outpace; the plan recomputes none. Use --layout checkpointing=selective "
+            "or attention."
+        )
+    return {**options, "notes": tuple(notes)}
+
+
+def _megatron_precision(said: Mapping[str, str]) -> dict[str, Any]:
+    """Read the precision and where the optimizer runs; master weights cannot be offloaded."""
+    offloaded = said.get("optimizer_cpu_offload") == "True"
+    options: dict[str, Any] = {"offload_optimizer": "cpu"} if offloaded else {}
+    masters = "" if offloaded else "-master"
+    if said.get("fp8", "None") not in ("None", "False"):
+        options["precision"] = "fp8"
+    elif said.get("bf16") == "True":
+        options["precision"] = f"bf16{masters}"
+    elif said.get("fp16") == "True":
+        options["precision"] = f"fp16{masters}"
+    elif said.get("bf16") == said.get("fp16") == "False":
+        options["precision"] = "fp32"
+    return options
+
+
+_DEEPSPEED: Mapping[str, str] = {
+    "train_batch_size": "global_batch",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "world_size": "world_size",
+}
+_DEEPSPEED_SETTING = re.compile(r"\[config\.py:\d+:print\]")
+# Ranks beside data parallelism: of Ulysses, AutoTP and pipelines.
+_DEEPSPEED_MODEL_RANKS = re.compile(
+    r'"(?:sequence_parallel_size|autotp_size|tp_size)": *(?![01]\b)\d|Partitioning pipeline stages'
+)
+
+
+def read_deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return what DeepSpeed logged, None without steps of DeepSpeed."""
+    rates = find_numbers(rf"CurrSamplesPerSec={NUMBER}", lines)
+    if not rates:  # before 0.6.6, only the mean since the second step
+        rates = find_numbers(rf"[ ,]SamplesPerSec={NUMBER}", lines)[-1:]
+    if not rates:
+        return None
+    most = max(find_numbers(rf"MaxMemAllocated={NUMBER}GB", lines), default=0.0)
+    said = dict(find_settings(lines))
+    found = {name: value for name, value in whole_settings(said, _DEEPSPEED).items() if value}
+    if any(_DEEPSPEED_MODEL_RANKS.search(line) for line in lines):
+        found.pop("world_size", None)
+    stage = _deepspeed_stage(lines)
+    return {
+        "trainer": "deepspeed",
+        "steps": max(1, len(rates) - 1),
+        "samples_per_s": steady_median(rates),
+        "clock_step_s": _deepspeed_clock_s(lines, said),
+        "peak_memory_bytes": int(most * _GIB) or None,
+        **({} if stage is None else {"zero": stage}),
+        **found,
+        **_deepspeed_options(lines, said),
+    }
+
+
+def _deepspeed_stage(lines: Sequence[str]) -> int | None:
+    # A pipeline's stages are printed as "stage=3 layers=7" when a model is built.
+    return last_number(
+        r'(?:"stage": ?|zero_optimization_stage \.* |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)\b'
+        r"(?! layers=)",
+        lines,
+    )
+
+
+def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[str, Any]:
+    """Read precision and offloading from DeepSpeed's settings; versions name them otherwise."""
+    found: dict[str, Any] = {}
+    zero = " ".join(line for line in lines if "zero_config" in line)
+    for name, theirs in (("parameters", "param"), ("optimizer", "optimizer")):
+        place = re.search(rf"offload_{theirs}=\w+\(device=\S*?(cpu|nvme)", zero)
+        if place is not None:
+            found[f"offload_{name}"] = "cpu" if place[1] == "cpu" else "disk"
+    if re.search(r"CPU Offload: True", "\n".join(lines)):
+        found.setdefault("offload_optimizer", "cpu")
+    masters = "" if found else "-master"
+    for dtype, names in (
+        ("bf16", ("bfloat16_enabled", "bfloat16_config")),
+        ("fp16", ("fp16_enabled", "float16_config")),
+    ):
+        values = [said[name] for name in names if name in said]
+        if any(value == "True" or value.startswith("enabled=True") for value in values):
+            found["precision"] = f"{dtype}{masters}"
+    return found
+
+
+def _deepspeed_clock_s(lines: Sequence[str], said: Mapping[str, str]) -> tuple[float, float] | None:
+    """Return bounds of the step time by the lines' timestamps. Before version 0.8, DeepSpeed
+    counted micro-batches, and its rate is for one micro-batch, often without the optimizer.
+    """
+    if (clock := clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
+        return clock
+    micro = clock_step_s(re.compile(r"\b\d+/(\d{1,15}), (?:\w+)?SamplesPerSec="), lines)
+    passes = whole_settings(said, {"gradient_accumulation_steps": "passes"}).get("passes")
+    return None if micro is None or not passes else (micro[0] * passes, micro[1] * passes)
+
+
+_HUMAN = rf"{NUMBER}([KMGBT]?)"
+# Settings of nanotron's Config, as Python prints them.
+_NANOTRON: Mapping[str, str] = {
+    "tp": "tp",
+    "pp": "pp",
+    "dp": "dp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+    "zero_stage": "zero",
+    "micro_batch_size": "micro_batch",
+    "sequence_length": "seq_len",
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+}
+
+
+def read_nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return what nanotron logged, None without steps of nanotron."""
+    times = _read_abbreviated(rf"(?:elapsed_)?time_per_iteration_ms: {_HUMAN}", lines)
+    if not times:
+        return None
+    total = _read_abbreviated(rf"tokens_per_sec: {_HUMAN}", lines)
+    each = _read_abbreviated(rf"tokens_per_sec_per_gpu: {_HUMAN}", lines)
+    found = _nanotron_settings("\n".join(lines))
+    if total and each and (world := _world_size(total, each)) is not None:
+        found.setdefault("world_size", world)
+    batch = _nanotron_batch(lines, times, total, found)
+    memory = _read_abbreviated(rf"cuda_max_memory_reserved: {_HUMAN}", lines)
+    return {
+        "trainer": "nanotron",
+        "steps": max(1, len(times) - 1),
+        "step_time_s": (steady_median([_middle(time) for time in times]) or 0.0) / 1e3,
+        "tokens_per_s_per_device": steady_median([_middle(value) for value in each]) or None,
+        "peak_memory_bytes": int(max(map(_middle, memory))) if memory else None,
+        "memory_kind": "reserved",
+        **found,
+        "global_batch": batch,
+    }
+
+
+def _nanotron_settings(text: str) -> dict[str, Any]:
+    """Read the layout from the configuration that nanotron prints before its first step."""
+    found: dict[str, Any] = {}
+    for theirs, name in _NANOTRON.items():
+        match = re.search(rf"\b{theirs}=(\d{{1,9}})\b", text)
+        if match:
+            found[name] = int(match[1])
+    dp = found.pop("dp", None)
+    if dp is not None and {"tp", "pp"} <= found.keys():
+        found["world_size"] = dp * found["tp"] * found["pp"] * found.get("cp", 1)
+    mode = re.search(r"tp_mode=\S*?(ALL_REDUCE|REDUCE_SCATTER)", text)
+    if mode is not None and found.get("tp", 1) > 1:
+        found["sequence_parallel"] = mode[1] == "REDUCE_SCATTER"
+    engine = re.search(r"pp_engine=\S*?(AllForwardAllBackward|OneForwardOneBackward)", text)
+    if engine is not None and found.get("pp", 1) > 1:
+        found |= {
+            "pp_schedule": "gpipe" if engine[1].startswith("All") else "1f1b",
+            "pp_schedules_all": True,
+        }
+    recomputed = re.search(r"recompute_layer=(True|False)", text)
+    if recomputed is not None:
+        found["checkpointing"] = "full" if recomputed[1] == "True" else "none"
+    dtype = re.search(r"\bdtype=torch\.(bfloat16|float16|float32)", text)
+    if dtype is not None:
+        names = {"bfloat16": "bf16-master", "float16": "fp16-master", "float32": "fp32"}
+        found["precision"] = names[dtype[1]]
+    return found
+
+
+def _nanotron_batch(
+    lines: Sequence[str], times: Sequence[Range], total: Sequence[Range], found: Mapping[str, Any]
+) -> int | None:
+    """Return the sequences of a step; None if the log does not say them exactly.
+
+    Since March 2025, the lines of steps count tokens under the same name, which their own rate
+    and time show.
+    """
+    exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
+    if exact:
+        return exact
+    batch = _read_abbreviated(rf"time_per_iteration_ms: .*global_batch_size: {_HUMAN}", lines)
+    if not batch:
+        return None
+    counted = batch[-1]
+    if total:
+        tokens = total[-1].multiply(times[-1])
+        if counted.high >= tokens.low / 1e3 and counted.low <= tokens.high / 1e3:
+            length = found.get("seq_len")
+            if not length:
+                return None
+            counted = Range(counted.low / length, counted.high / length)
+    return counted.only_whole_number()
+
+
+def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
+    """Return the number of devices, from total rates and rates per device; None if several fit.
+
+    The two rates in a line are rounded, so their quotient alone may give a wrong number.
+    """
+    quotients = [one.divide(part) for one, part in zip(total, each, strict=False) if part.low > 0]
+    if not quotients:
+        return None
+    low, high = max(one.low for one in quotients), min(one.high for one in quotients)
+    return Range(low, high).only_whole_number() if low <= high else None
+
+
+def _middle(number: Range) -> float:
+    return (number.low + number.high) / 2
+
+
+def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[Range]:
+    """Read numbers in nanotron's form: 1.05M."""
+    compiled = re.compile(pattern)
+    matches = [match for line in lines if (match := compiled.search(line))]
+    found = [(parse_number(match[1]), match[2]) for match in matches]
+    return [abbreviation_range(value, suffix) for value, suffix in found if value is not None]
