@@ -22,7 +22,10 @@ _SIGNATURES = {
     **{begin: f"compressed with {name}" for begin, name in COMPRESSED.items()},
     b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1\x00": "an Arrow file",
     b"\x93NUMPY": "a NumPy array", b"%PDF-": "a PDF document", b"\x89HDF": "an HDF5 file",
-    b"SQLite format 3\x00": "an SQLite database", b"\x80\x04\x95": "a pickle",
+    b"SQLite format 3\x00": "an SQLite database", b"FEA1\x00": "a Feather file of version 1",
+    b"\x80\x02]q": "a pickle", b"\x80\x02}q": "a pickle", b"\x80\x03]q": "a pickle",
+    b"\x80\x03}q": "a pickle", b"\x80\x04\x95": "a pickle", b"\x80\x05\x95": "a pickle",
+    b"\x80\x02\x8a\nl\xfc\x9cF": "a file of torch.save",
     b"MMIDIDX": "a Megatron index", b"Obj\x01": "an Avro file",
     b"TNTIDX": "a fairseq index", b"LITPKDS": "a PackedDataset of lit-gpt, with a header",
     **{b"GGUF%c" % version: "a GGUF model" for version in range(4)}, b"lmgg": "a GGML model",
@@ -61,19 +64,30 @@ def binary_kind(head: bytes) -> str | None:
         return _RIFF[head[8:12]]
     if head[257:262] == b"ustar":
         return "a tar archive"
+    length = int.from_bytes(head[:8], "little")
+    if head[8:10] == b'{"' and 2 < length < 1 << 27:
+        return "a safetensors file"
+    # A record's length, its checksum, and a serialised Example with another length behind it.
+    if head[12:13] == b"\n" and 0 < length < 1 << 31 and not any(head[length + 20 : length + 24]):
+        return "a TFRecord file"
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 
 def require_tokens(file: Path, head: bytes) -> None:
     """Refuse a .bin whose first bytes belong to another kind of file."""
-    kind = binary_kind(head)
-    if kind is None and _is_litdata(head, file.stat().st_size):
-        kind = "a chunk of litdata, with the offsets of its items in front"
+    kind = binary_kind(head) or chunk_kind(file, head)
     if kind is not None:
         raise BadInputError(
             f"{file} is {kind}, not token ids. Write them as uint16 or uint32 without a "
             "header, as numpy's tofile does, or as Megatron's .bin with its .idx."
         )
+
+
+def chunk_kind(file: Path, head: bytes) -> str | None:
+    """Name a chunk of litdata or a shard of MosaicML's streaming; None for other files."""
+    if not _is_litdata(head, file.stat().st_size):
+        return None
+    return "a chunk of litdata or streaming (MDS), with the offsets of its items in front"
 
 
 def _is_litdata(head: bytes, size: int) -> bool:

@@ -14,6 +14,9 @@ _MARKUP = {
         rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S
     ),
     "XML": re.compile(rb"\s*<\?xml\s"),
+    "RTF": re.compile(rb"\{\\rtf\d"),
+    "PostScript": re.compile(rb"%!PS"),
+    "WARC (with headers, as in Common Crawl's .wet)": re.compile(rb"WARC/\d\.\d\r?\n"),
     "YAML": re.compile(
         rb"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.data.file_kinds import Form, advice_on_binary, binary_kind, form_of
+from outpace.data.file_kinds import Form, advice_on_binary, binary_kind, chunk_kind, form_of
 from outpace.data.reading import LINE_BYTES, numbered_lines, readable
 from outpace.records.errors import BadInputError, json_error, quote_names
 
@@ -29,6 +29,8 @@ _RAW_SUFFIXES = (".npy", ".npz", ".dat", ".raw", ".ids", ".tokens", ".tok")
 # Limits on NULs in a block of text: a file that exceeds both has holes or is not text.
 _NUL_SHARE, _FEW_NULS = 1 / 16, 15
 _HOLE_SHARE = 0.8  # in ASCII text as UTF-32, three of four bytes are NUL
+# A beginning that is decoded to see whether it is text, and the share of characters that must be.
+_PRINTABLE_BYTES, _PRINTABLE = 4096, 0.95
 
 
 _CONTENTS = ("content", "value")  # of messages
@@ -108,7 +110,7 @@ def require_text(file: Path, block: bytes) -> None:
     UTF-16 and UTF-32 without a byte order mark decode if the text is Latin, Greek or Cyrillic: each
     of its characters has a byte that is a control character, which no text contains.
     """
-    if (kind := binary_kind(block)) is not None:
+    if (kind := binary_kind(block) or chunk_kind(file, block)) is not None:
         raise BadInputError(
             f"{file} is {kind}, not text. {advice_on_binary(kind)}{_of_tokens(file)}"
         )
@@ -118,11 +120,28 @@ def require_text(file: Path, block: bytes) -> None:
         raise BadInputError(_describe_nuls(str(file), block))
     controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
     if block.count(0) and controls * 16 > len(block):
+        encoding = _wide_encoding(block)
+        remedy = (
+            "so it is a binary file. Give its texts as .txt, .jsonl or Parquet, or leave it out."
+            if encoding is None
+            else f"as in {encoding}. Convert it, as with iconv -f {encoding} -t UTF-8, or leave it "
+            "out."
+        )
         raise BadInputError(
             f"{file} is not UTF-8 text: {controls:,} of its first {len(block):,} bytes are control "
-            f"characters, the first at offset {block.find(0)}, as in UTF-16. Convert it, as with "
-            f"iconv -f UTF-16LE -t UTF-8, or leave it out.{_of_tokens(file)}"
+            f"characters, the first at offset {block.find(0)}, {remedy}{_of_tokens(file)}"
         )
+
+
+def _wide_encoding(block: bytes) -> str | None:
+    """Return the encoding in which the beginning of a file is text without a byte order mark."""
+    for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+        text = block[:_PRINTABLE_BYTES].decode(encoding, errors="replace")
+        printable = sum(sign.isprintable() or sign in "\n\r\t" for sign in text)
+        latin = sum(sign < "\u0600" for sign in text)
+        if min(printable, latin) > _PRINTABLE * len(text):
+            return encoding
+    return None
 
 
 def _of_tokens(file: Path) -> str:

@@ -29,6 +29,10 @@ _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
 _ALIKE = 0.9  # minimum share of indicative words that look like ids of 32 or 64 bits
 _LEAST_PAIRS = 1000  # number of bytes to inspect, to tell ids of one byte from ids of two
+# Even and odd bytes of this many pairs have the same distribution if it differs by less than this;
+# random numbers have nearly 8 bits.
+_COMPARED_PAIRS, _SAME_BYTES, _RANDOM_BITS = 20_000, 0.05, 7.5
+_FEWER_BITS, _SMALLER = 1.0, 0.7  # by which upper bytes differ from lower ones
 # Bytes of a mapped file that may be resident in this process; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # maximum that one page fault maps: a huge page
@@ -307,11 +311,14 @@ def _width_of(path: Path, size: int) -> str:
         if 0 < words.max() < (_MOST_IDS if (words & 0xFFFF).max() >= 16 else 1 << 16):
             return dtype
     halves = np.fromfile(path, dtype="<u2", count=2 * _LOOKED_AT)
-    _require_two_bytes(path, halves[:_LOOKED_AT].view("<u1").reshape(-1, 2))
+    _require_no_floats(path, halves)
+    each = halves[:_LOOKED_AT].view("<u1").reshape(-1, 2)
+    _require_two_bytes(path, each)
     pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2)
     if len(pairs) >= _LEAST_PAIRS:
         _require_no_gaps(path, pairs)
         _require_little_endian(path, pairs.view(">u4"))
+        _require_lower_bytes_first(path, each)
     return "<u2"
 
 
@@ -355,19 +362,61 @@ def _require_no_gaps(path: Path, pairs: Array) -> None:
         )
 
 
+def _require_no_floats(path: Path, halves: Array) -> None:
+    """Refuse floating-point ids, numpy's default: as such, all of them are whole numbers."""
+    for dtype, width in (("<f8", 4), ("<f4", 2)):
+        if len(halves) % width:
+            continue
+        with np.errstate(all="ignore"):
+            values = halves.view(dtype)
+            whole = (values >= 0) & (values < _MOST_IDS) & (np.floor(values) == values)
+        if whole.all() and values.any():
+            raise BadInputError(
+                f"{path} holds floating-point numbers of {16 * width} bits, not ids. Write them "
+                "with numpy as integers, as in ids.astype('uint32').tofile(FILE)."
+            )
+
+
 def _require_two_bytes(path: Path, pairs: Array) -> None:
     """Refuse text, and ids of one byte, which would be read in pairs.
 
-    Both have only bytes up to 127. The lower bytes of two-byte ids, most of which are above 255,
-    have all values.
+    Their bytes are distributed alike in even and odd places, or have only values up to 127. The
+    lower bytes of two-byte ids, most of which are above 255, have all values.
     """
-    large = len(pairs) >= _LEAST_PAIRS and pairs[:, 1].astype(bool).mean() > 0.5
-    if large and pairs.max() < 128:
+    if len(pairs) < _LEAST_PAIRS or pairs[:, 1].astype(bool).mean() <= 0.5:
+        return
+    even, odd = _byte_shares(pairs)
+    alike = len(pairs) >= _COMPARED_PAIRS and np.abs(even - odd).sum() / 2 < _SAME_BYTES
+    if pairs.max() < 128 or (alike and _entropy_bits(even) < _RANDOM_BITS):
         raise BadInputError(
-            f"{path} holds only bytes below 128: it is text, or ids of one byte, not ids of 16, "
-            "32 or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
+            f"{path} is text, or holds ids of one byte, by the values of its bytes, not ids of "
+            "16, 32 or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
             "ids.astype('uint16').tofile(FILE)."
         )
+
+
+def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
+    """Refuse ids of 16 bits with the most significant byte first. Upper bytes have fewer values
+    than lower ones, and are smaller, since frequent tokens have small ids.
+    """
+    even, odd = _byte_shares(pairs)
+    first, second = pairs.mean(axis=0)
+    if _entropy_bits(odd) > _entropy_bits(even) + _FEWER_BITS and first < _SMALLER * second:
+        raise BadInputError(
+            f"{path} holds ids of 16 bits with the most significant byte first, by the values of "
+            "its bytes. Write them with the least significant one first, as numpy's "
+            "ids.astype('<u2').tofile(FILE)."
+        )
+
+
+def _byte_shares(pairs: Array) -> list[Array]:
+    """Return the share of each value among even bytes, and among odd bytes."""
+    return [np.bincount(column, minlength=256) / len(pairs) for column in pairs.T]
+
+
+def _entropy_bits(shares: Array) -> float:
+    shares = shares[shares > 0]
+    return float(-(shares * np.log2(shares)).sum())
 
 
 def megatron_stream(path: Path) -> Stream:

@@ -293,6 +293,43 @@ def test_ids_behind_a_header_are_refused(tmp_path, prepare, write, said, dtype):
         prepare(tmp_path / "x.bin", tokenizer=None)
 
 
+def test_shards_of_streaming_are_named(tmp_path, prepare):
+    """MosaicML's MDS has litdata's header."""
+    (tmp_path / "shard.00000.mds").write_bytes(litdata(b"hello world " * 99))
+    with pytest.raises(BadInputError, match=r"is a chunk of litdata or streaming \(MDS\)"):
+        prepare(tmp_path / "shard.00000.mds")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        ("<f4", "floating-point numbers of 32 bits"),
+        ("<f8", "floating-point numbers of 64 bits"),
+        (">u2", "16 bits with the most significant byte first"),
+        ("<u1", "holds ids of one byte"),
+    ],
+)
+def test_ids_of_other_dtypes_are_refused(tmp_path, prepare, dtype, said):
+    """Read as 16 bits, they would be other ids; all are below 65,536."""
+    drawn = np.random.default_rng(0).zipf(1.3, 40_000)
+    for largest in (200,) if dtype == "<u1" else (200, 50_000):
+        ids = drawn % largest
+        ids.astype(dtype).tofile(tmp_path / "x.bin")
+        with pytest.raises(BadInputError, match=said):
+            prepare(tmp_path / "x.bin", tokenizer=None)
+        ids.astype("<u2").tofile(tmp_path / "x.bin")
+        assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"), [("x.wet", "WARC/1.0\r\n"), ("x.rtf", "{\\rtf1 "), ("x.ps", "%!PS-Adobe\n")]
+)
+def test_further_markup_is_said(tmp_path, prepare, name, begin):
+    (tmp_path / name).write_text(f"{begin}Some text.")
+    (hint,) = prepare(tmp_path / name).hints
+    assert "whose markup is trained on with the text" in hint
+
+
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_llmc(tmp_path, prepare, dtype):
     ids = np.random.default_rng(0).integers(0, 50_000, 999)
@@ -740,6 +777,11 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         prepare(tmp_path / "x.parquet")
 
 
+def tf_record(example):
+    """A record between its length, with a checksum, and its own checksum."""
+    return len(example).to_bytes(8, "little") + b"\x81\x82\x83\x84" + example + b"\x85\x86\x87\x88"
+
+
 @pytest.mark.parametrize(
     ("name", "head", "said"),
     [
@@ -747,7 +789,7 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
         ("x.tar", b"a.txt".ljust(257, b"\0") + b"ustar" + b"word " * 999, "is a tar archive, not"),
-        ("x.bin", b"A text. " * 250, "x.bin holds only bytes below 128: it is text, or ids of one"),
+        ("x.bin", b"A text. " * 250, "x.bin is text, or holds ids of one byte, by the"),
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
@@ -764,6 +806,15 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not token ids.* numpy's tofile"),
         ("x.npy", b"\x93NUMPY\x01\x00", r"is a NumPy array, not text.* tofile into .* named .bin"),
         ("x.npy", b"\x01\x01\x02\x00" * 99, r"as in UTF-16.* ids of tokens, write .* named .bin"),
+        ("x.dat", b"\0\1\2\x0f\x9d\3" * 99, r"so it is a binary file.* ids of .* named .bin"),
+        ("x.txt", "Text.\n".encode("utf-16-be") * 99, "as in UTF-16BE. Convert it"),
+        ("x.safetensors", (70).to_bytes(8, "little") + b'{"a":{"dtype":', "is a safetensors file"),
+        ("x.bin", (70).to_bytes(8, "little") + b'{"a":{"dtype":', "is a safetensors file, not to"),
+        ("x.tfrecord", tf_record(b"\n\x04text") * 9, "is a TFRecord file, not text"),
+        ("x.bin", tf_record(b"\n\x04text") * 9, "is a TFRecord file, not token ids"),
+        ("x.pkl", b"\x80\x02]q\x00", "is a pickle, not text"),
+        ("x.pt", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "is a file of torch.save"),
+        ("x.feather", b"FEA1\0\0\0\0", "is a Feather file of version 1"),
     ],
 )
 def test_files_of_other_kinds_are_named(tmp_path, prepare, name, head, said):

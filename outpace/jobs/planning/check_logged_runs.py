@@ -67,9 +67,9 @@ def _refuse(logged: LoggedRun, told: str, given: str) -> None:
 
 def _refuse_adapters(logged: LoggedRun) -> NoReturn:
     raise BadInputError(
-        f"{logged.log}: a run with adapters (lora_rank), or with frozen weights, cannot correct a "
-        "machine, since corrections do not support them yet. Pass the log of a run that trained "
-        "all weights."
+        f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, nor one with "
+        "frozen weights, since corrections do not support adapters yet. Pass the log of a run that "
+        "trained all weights."
     )
 
 
