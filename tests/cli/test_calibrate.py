@@ -332,3 +332,17 @@ def test_what_trainer_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert told(capsys, *words)[0]["step_time_s"] == pytest.approx(2.0)
     log.write_text(banner.format("20,971,520") + result)
     assert "nor one with frozen weights" in refusal(capsys, *words)
+
+
+def test_a_precision_that_the_log_contradicts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(f"  bf16 {'.' * 44} True\n  fp8 {'.' * 45} hybrid\n{MEGATRON}")
+    words = (str(log), "--model=mixtral-8x7b", "--machine=hgx-h100", "--nodes=2")
+    for flag in ("--precision=bf16", "--layout=precision=bf16"):
+        said = refusal(capsys, *words, flag)
+        assert "says precision=fp8, but --" in said
+    # bf16-master differs only in how the weights are stored.
+    log.write_text(log.read_text().replace("hybrid", "None"))
+    told(capsys, *words, "--precision=bf16")

@@ -12,6 +12,7 @@ from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate
 from outpace.records.plan import Plan
+from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 from outpace.records.training_log import LoggedRun, ObservedRun
 from outpace.records.units import show_bytes, show_seconds
 
@@ -46,16 +47,27 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
     if own or logged.adapters or answers.layout.get("lora_rank"):
         _refuse_adapters(logged)
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
-    for name, value in answers.layout.items():
-        if name in told and told[name] is not None and told[name] != value:
-            _refuse(logged, f"{name}={told[name]}", f"{answers.source} says {name}={value}")
-    if logged.plan is not None and answers.precision not in (None, logged.plan.precision):
-        _refuse(logged, f"precision={logged.plan.precision}", f"--precision {answers.precision}")
+    given = [
+        (f"{answers.source} says {name}={it}", name, it) for name, it in answers.layout.items()
+    ]
+    if answers.precision is not None:
+        given.append((f"--precision {answers.precision}", "precision", answers.precision))
+    for flag, name, value in given:
+        if told.get(name) not in (None, value) and not _is_same_computation(logged, name, value):
+            _refuse(logged, f"{name}={told[name]}", flag)
     if answers.seq_len is not None and logged.seq_len not in (None, answers.seq_len):
         _refuse(logged, f"sequences of {logged.seq_len} tokens", f"--seq-len {answers.seq_len}")
     asked, batch = answers.global_batch, logged.global_batch
     if asked is not None and batch is not None and abs(asked / batch - 1) > _BATCH_ERROR:
         _refuse(logged, f"{batch} sequences per step", f"--global-batch {asked}")
+
+
+def _is_same_computation(logged: LoggedRun, name: str, value: object) -> bool:
+    """Return whether a precision differs from a trainer's only in how weights are stored."""
+    traits: Mapping[Any, PrecisionTraits] = PRECISION_TRAITS
+    if name != "precision" or logged.precision is None or value not in traits:
+        return False
+    return traits[value].matmuls == traits[logged.precision].matmuls
 
 
 def _refuse(logged: LoggedRun, told: str, given: str) -> None:
