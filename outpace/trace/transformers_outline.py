@@ -343,9 +343,10 @@ class _Tracing(ModuleTracing):
         told = [
             m.is_causal for m in layer.modules() if isinstance(getattr(m, "is_causal", None), bool)
         ]
-        window = self._window(path, layer)
         usual = attention.causal or decodes or "CausalLM" in type(self.module).__name__
-        return attention.model_copy(update={"causal": told[0] if told else usual, "window": window})
+        causal = bool(told[0]) if told else usual
+        window = self._window(path, layer, causal)
+        return attention.model_copy(update={"causal": causal, "window": window})
 
     def _set_cross_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
@@ -355,8 +356,12 @@ class _Tracing(ModuleTracing):
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
 
-    def _window(self, path: str, layer: nn.Module) -> int | None:
-        """Return a layer's attention window, from its modules or from its kind in the config."""
+    def _window(self, path: str, layer: nn.Module, causal: bool = True) -> int | None:
+        """Return a layer's attention window, from its modules or from its kind in the config.
+
+        A position counts as one. A config's window does not include it if attention goes both ways
+        (transformers/masking_utils.py, sliding_window_bidirectional_overlay); a module's does.
+        """
         config = getattr(self.module, "config", None)
         kind, _ = self.known.settings(path, nn.Identity())
         if kind is not None:
@@ -367,7 +372,7 @@ class _Tracing(ModuleTracing):
             )  # fmt: skip
             value = config_value(config, name) if name else None
             if isinstance(value, int) and value > 0:
-                return value
+                return value + (name == "sliding_window" and not causal)
             if name is None:
                 return None
         for module in layer.modules():

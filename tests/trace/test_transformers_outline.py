@@ -258,6 +258,24 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
     assert found.untrained == "outpace has no ministral"
 
 
+def test_a_window_both_ways_reaches_as_far_as_transformers_mask() -> None:
+    """As a real ModernBERT's positions attend: 8 to each side of local_attention 16, and itself."""
+    config = CONFIG_MAPPING["modernbert"](**SMALL["modernbert"])
+    model = transformers.AutoModelForMaskedLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        found = model(
+            input_ids=torch.zeros((1, SEQ_LEN), dtype=torch.int64), output_attentions=True
+        )
+    reached = {int((weights[0, 0, SEQ_LEN // 2] > 0).sum()) for weights in found.attentions}
+    outlined = {
+        keys_reached(SEQ_LEN, stack.attention.window, stack.attention.causal)
+        for stack in traced(config).stacks if stack.attention
+    }  # fmt: skip
+    assert reached == outlined == {SEQ_LEN, 17}
+
+
 def test_a_window_of_all_layers_is_read_from_the_config() -> None:
     """Where neither modules nor kinds of layers have it, as of StarCoder 2."""
     for model_type in ("starcoder2", "ministral3"):
