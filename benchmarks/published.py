@@ -227,7 +227,10 @@ def padded(row: Row) -> int:
     vocab = int(thousands[1]) * 1000 if thousands else row.optional("vocab", own)
     if row["vocab"] and vocab not in (_GPT2_VOCAB, _BERT_VOCAB) and not thousands:
         return vocab
-    return padded_vocabulary(vocab, row.framework.padding * row.optional("tp", 1))
+    tp = row.optional("tp", 1)
+    if row.framework.drops_rows:
+        return vocab // tp * tp
+    return padded_vocabulary(vocab, row.framework.padding * tp)
 
 
 def outline(row: Row) -> Outline:

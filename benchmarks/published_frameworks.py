@@ -27,12 +27,13 @@ class Framework:
 
     `stack` is the software's name in tables. `kernel` is the attention kernel if a row does not
     state one. `bucket_mib` is the size of gradient buckets. `padding`: the vocabulary is padded to
-    a multiple of this times tp. `pipelines`: it has a pipeline axis, with stages of equal numbers
-    of blocks. `masters`: 16-bit weights have fp32 masters. `memory`: the traits of memory use.
-    `engine`: 8-bit matmuls are Transformer Engine's, which casts in separate kernels.
-    `whole_experts`: its recipes have expert tensor parallelism of 1. `recipes`: rows come from
-    Megatron-Bridge's recipes (`published_recipes`). `compiles_eight`: rows with 8-bit matmuls are
-    compiled unless they state otherwise.
+    a multiple of this times tp; or, if `drops_rows`, it loses the rows that tp's ranks cannot
+    share. `pipelines`: it has a pipeline axis, with stages of equal numbers of blocks. `masters`:
+    16-bit weights have fp32 masters. `memory`: the traits of memory use. `engine`: 8-bit matmuls
+    are Transformer Engine's, which casts in separate kernels. `whole_experts`: its recipes have
+    expert tensor parallelism of 1. `recipes`: rows come from Megatron-Bridge's recipes
+    (`published_recipes`). `compiles_eight`: rows with 8-bit matmuls are compiled unless they state
+    otherwise.
     """
 
     source: str
@@ -41,6 +42,7 @@ class Framework:
     dropout: bool
     bucket_mib: int = 25
     padding: int = 1
+    drops_rows: bool = False
     pipelines: bool = True
     masters: bool = True
     memory: Memory = "outpace"
@@ -94,10 +96,10 @@ _TRAINER = Framework(
 FRAMEWORKS: Mapping[str, Framework] = {
     "vtrain": Framework(
         "VIA-Research/vTrain f8dda8473a: src/model/gpt_modeling.py (scores written, fused softmax, "
-        "dropout), src/config.py (vocab_size 50257, cut by tp as it is), config/validation "
-        "(use_gradient_bucket false: one exchange after the backward)",
+        "dropout, vocab_size // world_size rows of the head), src/config.py (vocab_size 50257), "
+        "config/validation (use_gradient_bucket false: one exchange after the backward)",
         "Megatron-DeepSpeed", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB,
-        memory="megatron",
+        drops_rows=True, memory="megatron",
     ),
     "Megatron-DeepSpeed": Framework(
         "bigscience-workshop/Megatron-DeepSpeed: its DDP's one exchange after the backward, ZeRO-1 "

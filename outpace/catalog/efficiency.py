@@ -77,14 +77,16 @@ _AMPERE = MatmulCurve(
     sustained=233.6 / 312, sustained_fp8=233.6 / 312,
     source=_TABLES.format("A100 6.3 %") + _COLD,
 )  # fmt: skip
-# fp8 on H100: 1382 of 1979 TFLOP/s after 10,000 repetitions (Azure/AI-benchmarking-guide 0126c300).
+# fp8 after 10,000 repetitions, in matmuls of 1 to 2 TFLOP, as in training (8192³ and
+# 6144 × 12288²): 1290.1 and 1351.4 TFLOP/s on H100 (Azure/AI-benchmarking-guide f350e7e6), 1300.6
+# and 1318.0 on H200 (7f20e5fa). Larger ones, which training does not have, reach 1350 to 1382.
 _HOPPER = MatmulCurve(
     share=0.859, share_fp8=0.81, half_tile=0.99, quarter_tile=0.3, fill=165, fixed_s=2.3e-6,
-    sustained=0.675, sustained_fp8=1382.2 / 1979,
+    sustained=0.675, sustained_fp8=1315.0 / 1979,
     source=_TABLES.format("H100 6.6 %, H200 6.9 %; fp8 3.9 %")
     + _SUSTAINED.format("H200", "5.7 %")
-    + "; in fp8 H100, 1382 of 1979 TFLOP/s after 10,000 repetitions "
-    "(Azure/AI-benchmarking-guide 0126c300)",
+    + "; in fp8 1315 of 1979 TFLOP/s, the mean of H100 and H200 in matmuls of 1 to 2 TFLOP after "
+    "10,000 repetitions (Azure/AI-benchmarking-guide f350e7e6, 7f20e5fa)",
 )  # fmt: skip
 _B200 = MatmulCurve(
     share=0.74, share_fp8=0.73, half_tile=1.0, quarter_tile=0.589, fill=84, fixed_s=2.15e-6,

@@ -28,6 +28,10 @@ Casts = Literal["separate", "delayed", "current", "blocks"]
 # Implementations of context parallelism: outpace's, torch's context_parallel, and Transformer
 # Engine's.
 Ring = Literal["outpace", "torch", "engine"]
+# How often a pipeline gathers sharded parameters in a pass: once for all forwards and once for all
+# backwards, beside them; once, in the first micro-batch's forward; or for every micro-batch and
+# once more. If not "twice", gradients are summed after the last backward.
+StageGathers = Literal["twice", "once", "micro-batches"]
 # Matmuls of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
@@ -58,11 +62,10 @@ class SoftwareStack(Record):
     overlapped tensor parallelism also overlaps the scatter of an input's gradient that several
     matmuls add up to. `ring`: the implementation of its context parallelism. `gathers_keys`: keys
     and values of all ranks are gathered together, instead of passed on after each part;
-    `repeats_keys`: before that, they are repeated for the heads of all queries. `gathers_once`: in
-    pipelines, sharded parameters are gathered in the first micro-batch's forward and kept, and
-    gradients are summed after the last backward. `copies_hidden`: sequence parallelism splits
-    hidden states along their second dimension, so that gathers and reduce-scatters copy them into
-    and from the order of ranks.
+    `repeats_keys`: before that, they are repeated for the heads of all queries. `stage_gathers`:
+    how often pipelines gather sharded parameters in a pass. `copies_hidden`: sequence parallelism
+    splits hidden states along their second dimension, so that gathers and reduce-scatters copy them
+    into and from the order of ranks.
     """
 
     name: str
@@ -90,7 +93,7 @@ class SoftwareStack(Record):
     ring: Ring = "outpace"
     gathers_keys: bool = False
     repeats_keys: bool = False
-    gathers_once: bool = False
+    stage_gathers: StageGathers = "twice"
     copies_hidden: bool = False
     source: str
 
@@ -101,14 +104,17 @@ def _stacks(*found: SoftwareStack) -> Mapping[str, SoftwareStack]:
 
 STACKS: Mapping[str, SoftwareStack] = _stacks(
     SoftwareStack(
-        name="outpace", broadcasts=True, copies_units=True, stops_early=True,
+        name="outpace", broadcasts=True, copies_units=True, stops_early=True, copies_hidden=True,
+        stage_gathers="micro-batches",
         source="outpace/nn (model_options.py: torch's checkpoint, use_reentrant=False), "
-        "outpace/parallel; torch's fully_shard, as torchtitan",
+        "outpace/parallel; torch's fully_shard, as torchtitan; tensor.py: sequence parallelism "
+        "splits the second dimension (Shard(1)); in pipelines blocks reshard after each forward, "
+        "and torch/distributed/pipelining/stage.py keeps them whole after backwards",
     ),
     SoftwareStack(
         name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
-        gathers_fp8=True, scatters_sums=False, ring="torch", gathers_keys=True, gathers_once=True,
-        copies_hidden=True,
+        gathers_fp8=True, scatters_sums=False, ring="torch", gathers_keys=True,
+        stage_gathers="once", copies_hidden=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
                "rotations by complex numbers in fp32, F.scaled_dot_product_attention), "
                "distributed/activation_checkpoint.py: selective recomputation (op) saves every "

@@ -281,17 +281,37 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
     gather_s = _beside_stages_s(setup, of.gather, ahead, units)
     own_gather = np.where(product, gather_s, of.weights)
     plain = _beside_stages_s(setup, of.replicas, back, buckets)
+    if setup.question.stack.stage_gathers == "micro-batches":  # outpace's replicas are shards of 1
+        plain = np.where(c.pp > 1, rounds * of.replicas, plain)
     zero1 = _beside_stages_s(setup, states, back, buckets) + plain
     # Per layer: a gather before each forward and backward, a reduction after it.
     sums = of.scatter + of.replicas
     gathered = _beside_s(setup, of.gather, ahead, shared, units + 1)
     zero3 = rounds * (gathered + _beside_s(setup, of.gather + sums, back, shared, units + 1))
-    if setup.question.stack.gathers_once:
-        once = _beside_s(setup, of.gather, ahead, np.ones(len(c)), units + 1) + sums
-        zero3 = np.where(c.pp > 1, rounds * once, zero3)
+    if setup.question.stack.stage_gathers != "twice":
+        zero3 = np.where(c.pp > 1, rounds * _stage_exposed_s(setup, of, ahead, back), zero3)
     zero2 = rounds * (gathered + _beside_s(setup, sums, back, shared, units + 1))
     levels = [c.zero == level for level in (1, 2, 3)]
     return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+
+def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
+    """Return what a pass of a pipeline that sums gradients after its last backward leaves exposed.
+
+    Parameters are gathered in the first forward and kept; or they are dropped after each forward
+    and kept after each backward, so that each further gather is in a forward with gpipe, which has
+    all forwards first, and otherwise in a backward.
+    """
+    c, units = setup.columns, np.maximum(setup.layers, 1.0) + 1
+    one = np.ones(len(c))
+    in_forward = _beside_s(setup, of.gather, ahead, one, units)
+    found = in_forward + of.scatter + of.replicas
+    if setup.question.stack.stage_gathers == "micro-batches":
+        in_backward = _beside_s(setup, of.gather, back, one, units)
+        first = c.schedule_in("gpipe")
+        found = found + np.where(first, in_backward, in_forward) - in_forward
+        found = found + c.microbatches * np.where(first, in_forward, in_backward)
+    return found
 
 
 def _beside_s(
@@ -335,7 +355,7 @@ def _launch_s(setup: StepTimeSetup) -> Floats:
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
     sums = np.where(c.zero > 1, rounds, 0)
-    gathers = np.where(c.zero == 3, 2 * rounds, sums)
+    gathers = np.where(c.zero == 3, setup.gathers, sums)
     found: Floats = (sums + gathers) * (units + 1) * setup.device.unit_s
     return found
 

@@ -77,14 +77,14 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 def _copies(setup: StepTimeSetup) -> Floats:
     """Return how many times the numbers gathered for a micro-batch are read and written again.
 
-    Each is copied out of the gather's buffer; a pipeline's micro-batches share gathers.
+    Each is copied out of the gather's buffer; a pipeline's micro-batches may share gathers.
     """
     c = setup.columns
-    gathers = np.select([c.zero == 3, c.zero == 2], [2.0, 1.0], 0.0)
-    if setup.question.stack.gathers_once:
-        gathers = np.where(c.pp > 1, np.minimum(gathers, 1.0), gathers)
-    gathers = gathers * np.where(c.pp > 1, c.passes / setup.micro, 1.0)
-    copies: Floats = 2 * gathers * setup.question.stack.copies_units
+    before_forwards = np.where(c.pp > 1, c.passes / setup.micro, 1.0)
+    found = np.select(
+        [c.zero == 3, c.zero == 2], [setup.gathers / setup.micro, before_forwards], 0.0
+    )
+    copies: Floats = 2 * found * setup.question.stack.copies_units
     return copies
 
 
@@ -109,8 +109,7 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
     c, kept = setup.columns, setup.numbers.kept
     own = setup.parameters.owned / setup.shards
     link = setup.device.host_bytes_per_s
-    gathers = np.where(c.pp > 1, c.passes, setup.micro)
-    weights = np.where(c.offload_parameters > 0, 2 * gathers * own * kept, 0.0)
+    weights = np.where(c.offload_parameters > 0, setup.gathers * own * kept, 0.0)
     saved = 2 * setup.micro * _offloaded_bytes(setup)
     activations = np.where(c.offload_activations > 0, saved, 0.0)
     state = np.where(c.offload_optimizer > 0, own * (kept + FP32), 0.0)

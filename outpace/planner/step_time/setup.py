@@ -125,6 +125,16 @@ class StepTimeSetup:
         c = self.columns
         return np.where(c.zero > 0, c.dp_shard * c.cp, 1)
 
+    @property
+    def gathers(self) -> Floats:
+        """Return how often a step gathers a parameter that is whole only during passes."""
+        c, each = self.columns, self.question.stack.stage_gathers
+        in_pass: Floats = (c.microbatches + 1).astype(np.float64)
+        if each != "micro-batches":
+            in_pass = np.full_like(in_pass, 1.0 if each == "once" else 2.0)
+        found: Floats = np.where(c.pp > 1, c.passes * in_pass, 2.0 * self.micro)
+        return found
+
     def spread(self, values: Floats) -> Floats:
         """Return each plan's value from its cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]

@@ -542,8 +542,8 @@ def test_overlapped_tensor_parallelism_leaves_scatters_of_summed_gradients():
 def test_sequences_split_along_the_second_dimension_are_copied_for_collectives():
     """Read and written for a gather and for a reduce-scatter, four of each in a layer's passes."""
     slow = replace(AT_ONCE, memory_bytes_per_s=1e9)
-    question = StepTimeQuestion(of("llama-3-8b"), 4096, slow, FREE)
-    copied = replace(question, stack=replaced(copies_hidden=True))
+    copied = StepTimeQuestion(of("llama-3-8b"), 4096, slow, FREE)  # outpace's own
+    question = replace(copied, stack=replaced(copies_hidden=False))
     plan = {"strategy": "tp", "tp": 8, "micro_batch": 2}
     whole = 32 * 2 * 4096 * 4096 * 2 / 1e9
     for values, number in (
@@ -583,8 +583,10 @@ def test_shards_in_eight_bits_are_gathered_as_such():
 
 
 def test_pipelines_of_torchtitan_gather_once_and_sum_after_the_last_backward():
-    question = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED, other_program=True)
-    once = replace(question, stack=replaced(gathers_once=True))
+    each = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED, other_program=True)
+    question, once = (
+        replace(each, stack=replaced(stage_gathers=often)) for often in ("twice", "once")
+    )
     plan = {"strategy": "3d", "pp": 2, "dp_shard": 4, "zero": 3, "pp_microbatches": 4,
             "pp_schedule": "1f1b"}  # fmt: skip
     own = parameters(BLOCKS) / 2 * 3 / 4 / 100e9
@@ -597,6 +599,17 @@ def test_pipelines_of_torchtitan_gather_once_and_sum_after_the_last_backward():
     # Of 8 blocks and what is around them, the first gather and all sums are left.
     assert slow == pytest.approx(own * (2 / 9 + 4))
     assert hidden < own * (2 + 2 + 4) / 8
+    # outpace's gather for every forward, and once for the backwards (`outpace verify` counts them).
+    assert step(each, 16, **plan)["data_s"] == pytest.approx(own * (5 * 2 + 4))
+    assert step(replace(each, device=late), 16, **plan)["data_s"] == pytest.approx(
+        own * (5 * 2 / 9 + 4)
+    )
+    replicas = plan | {"dp_shard": 1, "dp_replicate": 4}
+    left, hidden = (
+        step(replace(one, device=late), 16, **replicas)["data_s"] for one in (each, question)
+    )
+    assert left == pytest.approx(own * 2 * 4)
+    assert hidden < left / 2
 
 
 @pytest.mark.parametrize(
