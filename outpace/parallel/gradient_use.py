@@ -9,7 +9,6 @@ The same message tells a rank whose forward has written to parameters whether al
 done so.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outpace.interop.custom_model import CustomObjective
+from outpace.nn.user_warning import warn_user
 from outpace.records.errors import first_names
 
 
@@ -76,12 +76,10 @@ class GradientUse:
         if not lacking or self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"from step {self.steps} on, rank {dist.get_rank()} does not use all the trained "
             f"parameters that other ranks use ({len(lacking)} of {len(self._parameters)} in that "
             f"step: {first_names(lacking)}), as happens with branches, dropped layers and experts "
             "without tokens. Their gradients count as zeros on this rank, as in one process with "
-            "all samples",
-            UserWarning,
-            stacklevel=2,
+            "all samples"
         )

@@ -1,8 +1,7 @@
 """Layout of a custom model for the user's training loop: `outpace.parallelize`."""
 
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from outpace.interop.custom_model import CustomModel, CustomObjective, build_cus
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
+from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
@@ -111,12 +111,22 @@ class ParallelModule:
         return self.layout.clip(max_norm)
 
     def make_optimizer(
-        self, build: Callable[..., torch.optim.Optimizer], **options: Any
+        self,
+        build: Callable[..., torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> torch.optim.Optimizer:
-        """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW."""
-        held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
+        """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW.
+
+        `groups` are torch's parameter groups, of parameters of `named_parameters()`; None is a
+        single group of all that are trained.
+        """
+        if groups is None:
+            held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
+            groups = [{"params": held}]
+        listed = [{**group, "params": list(group["params"])} for group in groups]
         return place_optimizer(
-            self.layout, self.plan, self._scratch, [{"params": held}], partial(build, **options)
+            self.layout, self.plan, self._scratch, listed, partial(build, **options)
         )
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -230,15 +240,11 @@ def parallelize(
         synchronise_statistics(custom, plan)
         first: FirstBatch | StateCheck | None = None
         if check == "on" and plan.world_size == 1:
-            first = StateCheck(plan, _warn, by_command=False)
+            first = StateCheck(plan, warn_user, by_command=False)
         elif check == "on":
-            first = FirstBatch(objective, plan, ranks, _warn, by_command=False, blocks=blocks)
+            first = FirstBatch(objective, plan, ranks, warn_user, by_command=False, blocks=blocks)
         layout = lay_out(objective, custom, plan, ranks, device, scratch)
     return ParallelModule(layout, plan, ranks, device, scratch, first)
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, UserWarning, stacklevel=4)
 
 
 def lay_out(

@@ -142,6 +142,20 @@ def test_a_sum_comes_with_its_own_count() -> None:
     torch.testing.assert_close(loss_sum, summed_square(own.module, batch)[0])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_a_loss_is_never_a_view(shape: tuple[int, ...]) -> None:
+    """FSDP warns of views that its modules return."""
+
+    def pair(module: nn.Module, batch: Any) -> Any:
+        losses = module(batch).square().sum() * torch.ones(shape)
+        return (losses[0] if shape == (2,) else losses), len(batch)
+
+    own = CustomModel(nn.Linear(3, 1), pair)
+    loss_sum, _ = CustomObjective(own)(torch.ones(4, 3))
+    assert loss_sum.shape == () and not loss_sum._is_view()
+    torch.testing.assert_close(loss_sum, own.module(torch.ones(4, 3)).square().sum())
+
+
 def test_a_mean_over_labels_counts_labels() -> None:
     module = gpt2().eval()
     labels = torch.full((2, 8), -100)

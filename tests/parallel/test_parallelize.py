@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import outpace
+from outpace.experiment.module_verify import plan_for_module
+from outpace.launch.forked_job import run_forked
 from outpace.parallel.blocks import found_blocks, named_blocks
 from outpace.parallel.custom.tensor import layouts_of
 from outpace.records.errors import BadInputError
@@ -88,6 +90,49 @@ def test_one_process_needs_no_group():
     optimizer.step()
     state = laid.state_dict()
     assert set(state) == {"weight", "bias"} and not torch.equal(state["weight"], before)
+
+
+def _make_groups(named):
+    """Weight decay for matrices alone."""
+    held = list(named)
+    return [
+        {"params": [p for _, p in held if p.dim() > 1], "weight_decay": 0.5},
+        {"params": (p for _, p in held if p.dim() == 1), "lr": 0.2},
+    ]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_optimizer_has_the_users_parameter_groups(tmp_path, strategy):
+    def loss(module, batch):
+        return module(batch).square().mean()
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+    batch = torch.arange(12.0).view(4, 3) / 12
+
+    def act(rank):
+        plan = plan_for_module(strategy, 2, 4)
+        model = outpace.parallelize(make(), plan, loss=loss)
+        groups = _make_groups(model.named_parameters())
+        optimizer = model.make_optimizer(torch.optim.SGD, groups, lr=0.1)
+        model.forward_backward(model.share(batch))
+        optimizer.step()
+        state = model.state_dict()
+        if state is not None:
+            torch.save(state, tmp_path / "state.pt")
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    alone = make()
+    optimizer = torch.optim.SGD(_make_groups(alone.named_parameters()), lr=0.1)
+    loss(alone, batch).backward()
+    optimizer.step()
+    found = torch.load(tmp_path / "state.pt")
+    for name, wanted in alone.state_dict().items():
+        torch.testing.assert_close(found[name], wanted)
 
 
 def test_gradients_are_those_of_a_mean_over_weights_that_sum_to_less_than_one():

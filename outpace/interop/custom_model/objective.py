@@ -253,7 +253,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return to_fp32(value).reshape(())
+        # Never a view (reshape returns one), of which FSDP warns.
+        is_plain = value.dim() == 0 and not value._is_view()
+        return to_fp32(value if is_plain else value.sum())
     if value is None and what == "the loss":
         raise BadInputError(
             "the loss is None; it must be a scalar tensor. If there is nothing to learn from a "

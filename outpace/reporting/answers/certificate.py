@@ -92,7 +92,8 @@ def _without_name(strategy: str, reason: str) -> str:
     """Return a reason without the strategy's name, for use with several strategies."""
     name = rf"strategy {re.escape(strategy)}"
     named = re.sub(rf"\bunder {name}\b", "under these strategies", reason)
-    return re.sub(rf"^{name} does not\b", "these strategies do not", named)
+    named = re.sub(rf"^{name} does not\b", "these strategies do not", named)
+    return re.sub(rf"^{re.escape(strategy)} on (\d+) ranks has\b", r"on \1 ranks they have", named)
 
 
 def _verdict(certificate: Certificate) -> str:

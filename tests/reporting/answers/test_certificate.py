@@ -57,6 +57,16 @@ def test_the_verdict_comes_first_and_equal_reasons_are_one(width):
     assert f"– tp refused: {tp}" in words and "– mp skipped: it needs two blocks" in words
 
 
+def test_a_refusal_that_begins_with_the_strategy_is_said_once():
+    stages = "{} on 2 ranks has 4 stages, but the model has 2 blocks (a, b). Use gpipe."
+    names = ("interleaved", "zb", "dualpipev")
+    told = [verdict(name, refused=True, reason=stages.format(name)) for name in names]
+    words = " ".join(shown(told, 120).split())
+    assert words.count("4 stages") == 1
+    assert "– interleaved, zb, dualpipev refused: on 2 ranks they have 4 stages, but the" in words
+    assert "– zb refused: zb on 2 ranks has 4 stages" in " ".join(shown(told[1:2], 120).split())
+
+
 def test_what_differs_is_in_the_verdict_and_keeps_its_strategy_name():
     fault = "the gradient of a.weight is zero"
     told = [verdict("ddp", reason=fault), REFUSED[2]]

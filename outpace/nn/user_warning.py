@@ -1,0 +1,17 @@
+"""Warnings to the user, with the line of their own code."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_LIBRARIES = tuple(f"{path}/" for path in (Path(__file__).parents[1], *torch.__path__))
+
+
+def warn_user(sentence: str) -> None:
+    """Warn with the innermost line on the stack that is neither in outpace nor in torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, UserWarning, stacklevel=level)
