@@ -36,7 +36,7 @@ import torch
 from recording import RESULTS, save
 
 import outpace
-from outpace.experiment.module_verdict import CUT, CUT_ALIKE
+from outpace.experiment.module_verdict import CUT_ALIKE
 from outpace.experiment.module_verify import STRATEGIES, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.parallelize import refused_strategy
@@ -58,6 +58,7 @@ LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
 OF_THE_CUT = (
     "the loss of the first batch changes", "the gradient of the first batch changes",
     "the loss returns a pair", "the forward writes to", "the forward moves",
+    "the forward counts",
 )  # fmt: skip
 # The strategies of a whole row, on two processes of any machine.
 ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))
@@ -85,7 +86,7 @@ def outcome(verdict: ParityVerdict) -> str:
         return "equal"
     if verdict.refused:
         return f"refused: {verdict.reason}"
-    if verdict.cause is not None and any(one in verdict.cause for one in (CUT, CUT_ALIKE)):
+    if verdict.cause is not None and CUT_ALIKE in verdict.cause:
         return "cut"
     if verdict.differences and all("after resuming" in one.kind for one in verdict.differences):
         return "resumed"

@@ -24,12 +24,13 @@ from outpace.nn.spread import is_spread, whole
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.batches import cut
-from outpace.parallel.batchnorm import by_micro_batch, commit
+from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.layout import StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parallelize import lay_out, synchronise_statistics
 from outpace.parallel.parity.comparison import SINGLE, explain, mismatch, relative, scales
-from outpace.parallel.parity.cut_difference import is_mean_over_samples
+from outpace.parallel.parity.counted_buffers import find_counted_buffers
+from outpace.parallel.parity.cut_cause import CutCause, find_cut_cause
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.module_state import kept_attributes, preserve_state
 from outpace.parallel.parity.moved_parameters import (
@@ -108,7 +109,9 @@ class ReferenceFacts:
     # state that each rank keeps separately
     state_of_ranks: KeptState = field(default_factory=KeptState)
     written: tuple[str, ...] = ()  # parameters that the forward writes to
-    over_samples: bool = False  # whether the loss is a mean over samples but is weighted by targets
+    cut_cause: CutCause = ""  # why a batch that is split has another loss, if it has
+    has_batchnorm: bool = False
+    counted: tuple[str, ...] = ()  # buffers whose changes depend on samples
 
 
 @dataclass
@@ -117,6 +120,7 @@ class ReferenceCourse:
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    unsaved: dict[str, Tensor] = field(default_factory=dict)  # counted buffers not in `state`
     parameters: tuple[str, ...] = ()
     facts: ReferenceFacts = field(default_factory=ReferenceFacts)
 
@@ -146,9 +150,9 @@ def reference(
         find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
         for alone in (True, False)
     ]
-    facts.over_samples = is_mean_over_samples(
-        objective, StepHooks(), True, trial.batch(1), SINGLE.cut
-    )
+    facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
+    facts.has_batchnorm = bool(batch_norms(module))
+    facts.counted = tuple(find_counted_buffers(objective, StepHooks(), True, trial.batch(1)) or ())
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:
             stack.enter_context(without_dropout(module))
@@ -171,6 +175,8 @@ def reference(
         optimizer.zero_grad(set_to_none=True)
         course.steps.append(_step(totals, kept, norm))
     course.state = {name: t.clone() for name, t in module.state_dict().items() if _is_tensor(t)}
+    counted = {*facts.counted} - course.state.keys()
+    course.unsaved = {n: b.clone() for n, b in module.named_buffers() if n in counted}
     return course
 
 
@@ -390,6 +396,10 @@ class PlannedRun:
             for kind, wanted in (("parameter", True), ("buffer", False)):
                 expected = {n: t for n, t in reference_of.state.items() if (n in known) == wanted}
                 found = {n: t for n, t in state.items() if (n in known) == wanted}
+                if not (wanted or when or self._plan.pp > 1):  # as no checkpoint contains them
+                    expected |= reference_of.unsaved
+                    held = self.layout.model.named_buffers()
+                    found |= {n: b for n, b in held if n in expected and n not in found}
                 found |= {n: torch.empty(0) for n in expected if n not in found}
                 self._record_differences(which, kind + when, STEPS, expected, found)
 

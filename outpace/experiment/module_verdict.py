@@ -8,7 +8,8 @@ from outpace.experiment.module_parity import (
     ReferenceFacts,
 )
 from outpace.parallel.parity.comparison import MISSING, ComparisonLimits
-from outpace.parallel.parity.cut_difference import WEIGHTED
+from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS
+from outpace.parallel.parity.cut_cause import batchnorm_cure, explain_cause
 from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.state_messages import (
     explain_state_after_resume,
@@ -53,22 +54,30 @@ def verdict_of(
     worst = max(numbers, default=0.0)
     if not wrong:
         return make_verdict(plan, allowed, worst=worst, worst_key=worst_key)
-    if not faults and all(kind.startswith("buffer") for kind, _, _ in wrong):
+    only_buffers = not faults and all(kind.startswith("buffer") for kind, _, _ in wrong)
+    counted = {*course.facts.counted} if only_buffers and plan.data_parallel > 1 else set()
+    counts = {key: off for key, off in wrong.items() if key[1] in counted}
+    if only_buffers and not counts:
         moved = first_names(sorted({name for _, name, _ in wrong}))
         numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
         cause = (
-            f"Buffers that change with each forward ({moved}) are compared with those of a "
-            "process that splits the batch in the same way"
+            f"Buffers that change with each forward ({moved}) equal those of one process that "
+            "splits the batch in the same way, not those of one that does not split it"
         )
         return make_verdict(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
-    named = faults or wrong
+    named = faults or counts or wrong
     listed = sorted(named, key=lambda key: _cause_order(key, named[key]))
     differences = tuple(
         TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
         for k, n, s in listed[:_MOST_NAMED]
     )
     attributes = set().union(*(one.attributes for one in found))
-    known = _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts)
+    if counts:
+        known: str | None = _explain_counts(sorted({name for _, name, _ in counts}), plan)
+    else:
+        known = (
+            _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts, plan)
+        )
     cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
     largest = max(listed, key=lambda key: _size(named[key]))
     told = [listed[0]] if largest == listed[0] else [listed[0], largest]
@@ -86,26 +95,26 @@ def verdict_of(
 
 
 CUT_ALIKE = "one process that splits it in the same way computes the same"
-CUT = (
-    "One process that splits the batch in the same way computes the same, so the loss is not a "
-    "mean over samples, or samples depend on others in the batch (BatchNorm, running averages, "
-    "in-batch negatives, a mean over targets of which some are padding). Return (sum, count) "
-    "from the loss, or use sync_batchnorm=True. If neither helps, any data-parallel training "
-    "differs from a single process here: accept that, and train with --check off (check='off' of "
-    "parallelize), or use a strategy that does not split the batch (single, mp)"
-)
 
 
-def _explain_cut(facts: ReferenceFacts) -> str:
+def _explain_counts(names: Sequence[str], plan: Plan) -> str:
+    """Explain buffers that cover only rank 0's samples, although all else is equal."""
+    return (
+        "Loss, gradients and parameters are equal. The forward counts or averages samples in "
+        f"{first_names(names)}, each rank its own ({CUT_ALIKE}), and rank 0's values are used, "
+        f"which cover 1/{plan.data_parallel} of each batch. {CURE_OF_COUNTS}"
+    )
+
+
+def _explain_cut(facts: ReferenceFacts, plan: Plan) -> str:
     """Explain a difference that one process also shows if it splits the batch in the same way."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
         what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
-    elif facts.over_samples:
-        return f"For a batch that is cut, {CUT_ALIKE}: {WEIGHTED}"
     else:
-        return CUT
+        cure = batchnorm_cure(plan, 2) if facts.has_batchnorm else ""
+        return f"For a batch that is split, {CUT_ALIKE}: {explain_cause(facts.cut_cause, cure)}"
     return (
         f"The forward {what} with each micro-batch, so a split batch differs from the whole one: "
         f"{CUT_ALIKE}. Use one micro-batch per step, on one process, to train as on the whole "

@@ -428,6 +428,13 @@ class CustomStage(nn.Module):
         return nan_like(args, kwargs)
 
     def _follow(self, number: int) -> None:
+        if number < self._next:
+            raise BadInputError(
+                f"block {self._names[number]!r} is called again, but a pipeline runs each block "
+                "once. If the loss calls the module several times, give it all inputs in one call "
+                "(torch.cat). If the forward repeats blocks, put all their calls into one larger "
+                "module and list that in `blocks`. Or use zero3."
+            )
         if number != self._next:
             expected = repr(self._names[self._next]) if self._next < len(self._names) else "no more"
             raise BadInputError(

@@ -5,9 +5,8 @@ negatives), one process with the whole batch trains differently from several wit
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import (
     choose_tolerance,
@@ -23,21 +23,18 @@ from outpace.parallel.parity.comparison import (
     largest,
     relative,
 )
+from outpace.parallel.parity.cut_cause import CutCause, batchnorm_cure, explain_cut, find_cut_cause
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.piece_losses import DrawsError, mean_loss, total_of
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.read_buffers import Names, find_read_buffers
-from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.records.plan import Plan
 
 _SMALL = 4  # samples; halves of fewer may be a special case
 _MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of some pieces
 _Compare = Callable[[], float | None]  # returns a difference, if it can be computed
-
-
-class _DrawsError(Exception):
-    """A forward that draws random numbers other than for dropout."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,14 @@ class CutDifference:
 
     `read`: the buffers on which the loss depends, so not BatchNorm's running statistics in
     training. `counts`: numbers of targets of a batch and its halves that do not add up.
-    `by_samples`: the loss would be the same if parts were weighted by their numbers of samples.
+    `cause`: why the loss differs, if known.
     """
 
     loss: float = 0.0
     buffers: Names = ()
     read: Names = ()
     counts: CountDifference | None = None
-    by_samples: bool = False
+    cause: CutCause = ""
 
 
 def compare_cut(
@@ -122,10 +119,10 @@ def compare_cut(
     if apart <= tolerance and first.affected and not synchronised:
         apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
     if apart > tolerance:
-        asked_alone = plain, hooks, first.drops, first.piece, tolerance
-        return CutDifference(
-            apart, by_samples=not synchronised and is_mean_over_samples(*asked_alone)
-        )
+        if synchronised:
+            return CutDifference(apart)
+        cause = find_cut_cause(plain, hooks, first.drops, first.piece, tolerance)
+        return CutDifference(apart, cause=cause)
     asked = plain, hooks, first.drops, first.buffers, first.piece
     read = find_read_buffers(*asked, later=not synchronised)
     if not read:
@@ -139,10 +136,10 @@ def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPie
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
         try:
-            whole = _total_of(plain, hooks, first.drops, [first.piece], alike=False)
-        except _DrawsError:
+            whole = total_of(plain, hooks, first.drops, [first.piece], alike=False)
+        except DrawsError:
             return None
-        return replace(first, mean=_mean(whole), two=[(first.piece, whole)])
+        return replace(first, mean=mean_loss(whole), two=[(first.piece, whole)])
     return first
 
 
@@ -152,7 +149,7 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
         with suppress(Exception), keep_values(model_of(plain).named_parameters()):
             try:
                 apart = compare()
-            except _DrawsError:
+            except DrawsError:
                 return 0.0  # no pieces can be compared
             if apart is not None:
                 return apart
@@ -175,67 +172,12 @@ def compare_accumulated(
     found = compare_cut(plain, plan, first, passes, hooks, False, tolerance)
     if found.loss <= tolerance:
         return None
-    return explain_cut(
-        found.loss, "a micro-batch is split in two, so the whole batch or other micro-batches "
-        "would train differently",
-        "larger micro-batches where samples affect each other (BatchNorm)", found.by_samples,
-    )  # fmt: skip
-
-
-_HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
-
-
-WEIGHTED = (
-    "the loss is a mean over samples, but parts of a batch are weighted by their targets that "
-    "are not -100, since each sample has several targets (in targets or labels). To train the "
-    "same, return (loss * samples, samples) from the loss, where samples is the number of "
-    "samples it was given"
-)
-
-
-def explain_cut(apart: float, how: str, cure: str, by_samples: bool = False) -> str:
-    """Return a warning that splitting a batch changes the loss by the fraction `apart`.
-
-    `cure` is the remedy if samples affect each other. `by_samples`: the loss is a mean over
-    samples, but its parts are weighted by something else.
-    """
-    changes = f"the loss of the first batch changes by {100 * apart:.2g} % when {how}"
-    if by_samples:
-        return f"{changes}: {WEIGHTED}"
-    if abs(apart - _HALF) < _NEARLY:
-        return (
-            f"{changes}: it seems to be a sum over samples, and outpace takes a scalar for their "
-            "mean. To train the same, return the mean (reduction='mean'), or (sum, count)"
-        )
-    return (
-        f"{changes}: the loss is not a mean over samples, or samples affect each other. To train "
-        "the same, return (sum, count) from the loss where it is a mean over something other than "
-        f"samples, such as targets that are not padding, or use {cure}"
+    how = (
+        "a micro-batch is split in two, so the whole batch or other micro-batches would train "
+        "differently"
     )
-
-
-def is_mean_over_samples(
-    plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
-) -> bool:
-    """Return whether a loss is a mean over samples but counts something else.
-
-    In that case, the loss of a few samples is the mean of their separate losses, whatever their
-    counts.
-    """
-    found = False
-    # torch warns of quantities that a single sample lacks, such as a standard deviation.
-    quiet = warnings.catch_warnings(action="ignore")
-    with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
-        samples = min(_SMALL, samples_in(batch))
-        some = take_first(batch, samples)
-        totals = [
-            _total_of(plain, hooks, drops, [piece], alike=False) for piece in cut(some, samples)
-        ]
-        if len({count for _, count in totals}) > 1:
-            mean = sum(_mean(one) for one in totals) / samples
-            whole = _mean(_total_of(plain, hooks, drops, [some], alike=False))
-            found = math.isfinite(mean) and difference(mean, whole) <= tolerance
-    return found
+    cure = batchnorm_cure(plan, len(passes)) if batch_norms(model_of(plain)) else ""
+    return explain_cut(found.loss, how, cure, found.cause)
 
 
 def _compare_buffers(
@@ -291,7 +233,7 @@ def _compare_alone(
         for count in sorted({min(_SMALL, samples), samples} - {0}):
             some = take_first(batch, count)
             whole, *halves = (
-                _total_of(plain, hooks, True, [piece], alike=False)
+                total_of(plain, hooks, True, [piece], alike=False)
                 for piece in (some, *cut(some, 2))
             )
             found = _find_count_difference(whole, halves, tolerance)
@@ -334,7 +276,7 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
         piece = cut(piece, 2)[0]
     if mean is None:
         mean = mean_of([piece])
-    return _difference(mean, _mean(*halves) if halves else mean_of(cut(piece, 2)))
+    return _difference(mean, mean_loss(*halves) if halves else mean_of(cut(piece, 2)))
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
@@ -366,12 +308,7 @@ def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
         return None
     (one, totals), (other, more) = first.two
     both = concatenate(one, other)
-    return None if both is None else _difference(mean_of([both]), _mean(totals, more))
-
-
-def _mean(*totals: Totals) -> float:
-    count = sum(one for _, one in totals)
-    return sum(one for one, _ in totals) / count if count else math.nan
+    return None if both is None else _difference(mean_of([both]), mean_loss(totals, more))
 
 
 def _compare_pair(
@@ -406,33 +343,9 @@ def _mean_of(
     pieces: Sequence[Batch],
     alike: bool = True,
 ) -> float:
-    """Return the mean loss of several pieces, computed by `_total_of`."""
-    loss_sum, count = _total_of(plain, hooks, drops, pieces, alike)
+    """Return the mean loss of several pieces, computed by `total_of`."""
+    loss_sum, count = total_of(plain, hooks, drops, pieces, alike)
     return loss_sum / count if count else loss_sum * math.inf
-
-
-def _total_of(
-    plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
-) -> Totals:
-    """Return the loss sum and the count over several pieces.
-
-    Dropout is disabled, and all state is restored.
-
-    Raises _DrawsError if random numbers are drawn, since different pieces draw different numbers,
-    unless the pieces are `alike`.
-    """
-    device = next(plain.parameters()).device
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    dropping = without_dropout(plain) if drops else nullcontext()
-    with torch.no_grad(), dropping, preserve_state(plain, device):
-        begin = random_state(device)
-        for piece in pieces:
-            with hooks.cast():
-                loss_sum, count, *_ = plain(piece)
-            totals += torch.stack((loss_sum.double(), count.double()))
-        if drops and not alike and not same_random_state(begin, random_state(device)):
-            raise _DrawsError
-    return float(totals[0]), float(totals[1])
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:

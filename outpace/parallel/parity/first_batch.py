@@ -34,7 +34,12 @@ from outpace.parallel.parity.comparison import (
     halves_tolerance,
     parts_tolerance,
 )
-from outpace.parallel.parity.cut_difference import explain_counts, explain_cut
+from outpace.parallel.parity.counted_buffers import (
+    compare_ranks_buffers,
+    explain_counted_buffers,
+)
+from outpace.parallel.parity.cut_cause import CutCause, batchnorm_cure, common_cause, explain_cut
+from outpace.parallel.parity.cut_difference import explain_counts
 from outpace.parallel.parity.first_batch_messages import (
     BY_THEMSELVES,
     WAYS_OUT,
@@ -241,10 +246,10 @@ class FirstBatch:
         if counts:
             self._say(explain_counts(counts[0]))
         elif apart > least:
-            by_samples = all(r.cut.by_samples for r in found.reports if r.cut.loss > least)
-            self._say(self._about_cut(apart, "the batch is split in two", by_samples))
+            cause = common_cause([r.cut.cause for r in found.reports if r.cut.loss > least])
+            self._say(self._about_cut(apart, "the batch is split in two", count, cause))
         elif mixed.loss:
-            self._say(self._about_cut(mixed.loss, BY_THEMSELVES, mixed.by_samples))
+            self._say(self._about_cut(mixed.loss, BY_THEMSELVES, count, mixed.cause))
         elif mixed.gradient:
             self._say(explain_gradient_cut(mixed))
         else:
@@ -252,13 +257,28 @@ class FirstBatch:
             if moved:
                 self._say(explain_moved_buffers(moved))
             elif loss_apart > max(least, allowed.loss) and not (found.written or found.states):
-                self._say(self._about_cut(loss_apart, "its samples are combined differently"))
+                self._say(
+                    self._about_cut(loss_apart, "its samples are combined differently", count)
+                )
+        self._tell_counted_buffers(found)
         if found.written and count > 1:
             self._say(explain_repeated_writes(sorted(found.written), count))
         states = found.states
         if states:
             told = states, self._plan.data_parallel, self._by_command, self.resumed
             self._say(explain_kept_state(*told))
+
+    def _tell_counted_buffers(self, found: PlainSums) -> None:
+        """Report buffers that cover only a rank's samples and that no loss reads. Collective."""
+        reports = found.reports
+        counted = {name for report in reports for name in report.counted}
+        unsure = {name for report in reports for name in report.unsure}
+        read = {name for report in reports for name in report.cut.read}
+        prints = [one.buffer_prints for one in reports if one.buffer_prints is not None]
+        names = sorted((counted | unsure & {*_apart_names(prints)}) - read)
+        if names:
+            apart = compare_ranks_buffers({n: found.buffers.get(n) for n in names})
+            self._say(explain_counted_buffers(names, apart, self._plan.data_parallel))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
         """Return buffers that the loss depends on and that parts of the batch change differently.
@@ -475,16 +495,16 @@ class FirstBatch:
             f"process: on the first global batch {what}. {cause} {WAYS_OUT[self._by_command]}"
         )
 
-    def _about_cut(self, apart: float, how: str, by_samples: bool = False) -> str:
+    def _about_cut(self, apart: float, how: str, count: int, cause: CutCause = "") -> str:
         where = " in what build returns" if self._by_command else ""
-        cure = (
-            "larger micro-batches, since statistics already cover all ranks"
-            if self._plain.synchronised
-            else f"sync_batchnorm=True{where} where the module has BatchNorm"
-        )
-        return explain_cut(
-            apart, f"{how}, as ranks and micro-batches split it, so one process over the whole "
-            "batch would train differently", cure, by_samples)  # fmt: skip
+        cure = ""
+        if self._plain.synchronised:
+            cure = "larger micro-batches, since statistics already cover all ranks,"
+        elif self._plain.has_batchnorm:
+            cure = batchnorm_cure(self._plan, count, where)
+        split = "as ranks and micro-batches split it"
+        how = f"{how}, {split}, so one process over the whole batch would train differently"
+        return explain_cut(apart, how, cure, cause)
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:

@@ -32,6 +32,7 @@ from outpace.parallel.parity.comparison import (
     difference,
     square,
 )
+from outpace.parallel.parity.cut_cause import CutCause
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters
@@ -52,11 +53,11 @@ _FIRST = 7
 class MixedDifference:
     """A difference in the `loss`, or else in the `gradient` of the parameters `names`.
 
-    `by_samples`: the loss would be the same if parts were weighted by their numbers of samples.
+    `cause`: why the loss differs, if known.
     """
 
     loss: float = 0.0
-    by_samples: bool = False
+    cause: CutCause = ""
     gradient: float = 0.0
     names: tuple[str, ...] = ()
 
@@ -210,8 +211,8 @@ class MixedSamples:
             return MixedDifference()
         apart = difference(loss / count, loss_apart / count_apart)
         if apart > allowed.cut:
-            by_samples = difference(*sums[_MEANS].tolist()) <= allowed.cut
-            return MixedDifference(loss=apart, by_samples=by_samples)
+            over_samples = difference(*sums[_MEANS].tolist()) <= allowed.cut
+            return MixedDifference(loss=apart, cause="samples" if over_samples else "")
         products, squares = sums[_FIRST:].view(2, -1).tolist()
         sizes = [math.sqrt(one) for one in squares]
         largest = max(sizes, default=0.0)

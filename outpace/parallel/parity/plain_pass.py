@@ -24,12 +24,13 @@ from outpace.parallel.batches import (
     take_apart,
     take_first,
 )
-from outpace.parallel.batchnorm import SynchronisedBatchNorm
+from outpace.parallel.batchnorm import SynchronisedBatchNorm, batch_norms
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.build_difference import compare_builds, may_differ_by_process
 from outpace.parallel.parity.comparison import ComparisonLimits
+from outpace.parallel.parity.counted_buffers import batchnorm_state, find_counted_buffers
 from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
@@ -87,6 +88,7 @@ class PlainPass:
         self.pieces = Pieces(plan, ranks)
         self.left_out: str | None = None
         self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
+        self.has_batchnorm = bool(batch_norms(objective))
         self._recomputes = False
         self.draws_alike = False  # whether the copy draws what the layout will
         self._affected = False  # whether a few samples affect each other's losses
@@ -202,9 +204,30 @@ class PlainPass:
         samples = self.pieces.share is not None
         return PlainReport(
             apart, state, made, sorted(found.written), (), found.by_samples, found.unseen,
-            prints if samples else None, buffer_prints if samples else None, moved_back, unscaled,
-            by_rank, found.hidden,
+            prints if samples else None, buffer_prints if samples else None,
+            *self._find_counted(plain, found, hooks), moved_back, unscaled, by_rank, found.hidden,
         )  # fmt: skip
+
+    def _find_counted(
+        self, plain: nn.Module, found: PlainSums, hooks: StepHooks
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the buffers whose changes depend on samples, and those that may.
+
+        A forward on only some ranks would wait in a module that communicates.
+        """
+        if self._plan.data_parallel == 1 or found.first is None:
+            return (), ()
+        counted: Sequence[str] | None = None
+        if not self.synchronised:
+            with self._guard_forwards():
+                asked = plain, hooks, found.drops, found.first[0], found.moved_buffers
+                counted = find_counted_buffers(*asked)
+        known = batchnorm_state(model_of(plain))
+        buffers = model_of(plain).named_buffers()
+        others = [n for n, b in buffers if n in found.buffers and id(b) not in known]
+        if counted is None:
+            return (), others
+        return counted, () if found.drops else others
 
     def _compare_company(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
@@ -487,6 +510,8 @@ def _run_backward(
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:
         found.buffers = moved
+        now = buffer_versions(model)
+        found.moved_buffers = {name for name in now if versions.get(name) != now[name]}
     begun = buffer_versions(model)
     found.user_backward |= first and has_user_backward(loss_sum)
     loss_sum.backward()

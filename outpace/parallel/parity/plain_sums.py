@@ -27,7 +27,8 @@ class PlainReport:
     those `made` by the forward; those `written` by it, and of these, those `spread` over ranks,
     those whose values depend on samples (`by_samples`), and those written without an observed
     operator (`unseen`). `prints` are fingerprints of the `written` parameters, and `buffer_prints`
-    of the saved buffers that the first piece changed; None without samples. `moved_back`: buffers
+    of the saved buffers that the first piece changed; None without samples. `counted`: buffers
+    whose changes depend on samples, and `unsure`: those that may. `moved_back`: buffers
     that a backward changes and that the loss depends on. `unscaled`: parameters whose gradients do
     not scale with the loss. `by_rank`: by how much the loss changes with the rank. `hidden`:
     parameters of modules in plain attributes that the forward writes to.
@@ -42,6 +43,8 @@ class PlainReport:
     unseen: Sequence[str]
     prints: Mapping[str, int | None] | None
     buffer_prints: Mapping[str, int | None] | None
+    counted: Sequence[str]
+    unsure: Sequence[str]
     moved_back: Sequence[str]
     unscaled: Sequence[str]
     by_rank: float
@@ -68,6 +71,7 @@ class PlainSums:
         self.unseen: Sequence[str] = ()  # those written without an observed operator
         self.hidden: list[str] = []  # written parameters of modules in plain attributes
         self.buffers: dict[str, Tensor] = {}  # saved buffers that the first piece has changed
+        self.moved_buffers: set[str] = set()  # likewise, including buffers that are not saved
         self.moved_back: dict[str, Tensor] = {}  # saved buffers that only its backward has changed
         self.drops = True  # whether forwards draw random numbers, or would if dropout were on
         self.user_backward = False  # whether the first piece's graph has a Function in Python

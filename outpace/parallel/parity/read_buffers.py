@@ -10,11 +10,11 @@ from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from outpace.parallel.batches import copy_batch, take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.counted_buffers import batchnorm_state
 from outpace.parallel.parity.gradient_measure import GradientMeasure
 from outpace.parallel.parity.index_bounds import require_bounds
 from outpace.parallel.parity.module_state import preserve_state
@@ -106,12 +106,7 @@ class _Search:
 
     def _list_unknown(self) -> Iterable[str]:
         """Return the moved buffers except torch's own statistics, which training never reads."""
-        known = {
-            id(buffer)
-            for part in self._model.modules()
-            if isinstance(part, _NormBase) and type(part).__module__.startswith("torch.nn")
-            for buffer in part.buffers(recurse=False)
-        }
+        known = batchnorm_state(self._model)
         return [name for name in self._moved if id(self._held[name]) not in known]
 
     def _list_used(

@@ -37,6 +37,8 @@ class Chain(nn.Module):
             y = torch.relu_(layer(x))  # between the blocks, in place
             if self.kind == "residual":
                 y = x + y
+            if self.kind == "repeated":
+                y = layer(y)
             if self.kind == "scaled":
                 y = y * self.scale
             x = y
@@ -80,6 +82,13 @@ def test_what_a_stage_cannot_know_is_never_a_number(kind, ends):
 def test_blocks_out_of_order_are_refused():
     with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was expected"):
         through("reversed", [1])
+
+
+def test_a_block_that_is_called_twice_is_refused_with_what_can_be_done():
+    """Naming blocks cannot help, whatever their order."""
+    with pytest.raises(BadInputError, match=r"'layers\.0' is called again") as refusal:
+        through("repeated", [1])
+    assert "one larger module" in str(refusal.value) and "torch.cat" in str(refusal.value)
 
 
 TRAPS = (

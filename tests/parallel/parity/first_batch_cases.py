@@ -28,7 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            self.average.lerp_(x.mean((0, 1)), 0.1)
+            self.average.lerp_(self.linear.weight.mean(0), 0.1)
         return x + self.drop(torch.tanh(self.linear(x)))
 
 
@@ -105,7 +105,9 @@ def run_first_step(
             except BadInputError as error:
                 said["refused"] = str(error)
         said["passes"], said["restored"] = len(seen), all(seen[-1:])
-        said["warnings"] = [str(one.message) for one in heard if one.category is UserWarning]
+        told = [one for one in heard if one.category is UserWarning]
+        said["warnings"] = [str(one.message) for one in told]
+        said["files"] = [one.filename for one in told]
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")

@@ -9,7 +9,11 @@ from torch import nn
 
 import outpace
 from outpace.experiment.module_verify import plan_for_module
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.launch.forked_job import run_forked
+from outpace.parallel.layout import StepHooks
+from outpace.parallel.parity.comparison import SINGLE
+from outpace.parallel.parity.cut_cause import find_cut_cause
 from outpace.records.errors import BadInputError
 from tests.parallel.parity.first_batch_cases import (
     SAMPLES,
@@ -64,22 +68,25 @@ def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "loss", "options"),
+    ("make", "loss", "sync", "cure", "others"),
     [
-        (Stack, contrast, {}),
-        (NormalisedStack, squares, {}),
-        (NormalisedStack, squares, {"sync": True}),
+        (Stack, contrast, False, "accept the difference", ("(sum, count)", "sync_batchnorm")),
+        (
+            NormalisedStack, squares, False, "sync_batchnorm=True and one micro-batch per step",
+            ("(sum, count)", "negatives"),
+        ),
+        (NormalisedStack, squares, True, "larger micro-batches", ()),
     ],
-)
+)  # fmt: skip
 def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
-    tmp_path, make, loss, options
+    tmp_path, make, loss, sync, cure, others
 ):
-    sync = {"sync_batchnorm": True} if options else {}
-    first, second = run_first_step(tmp_path, "zero2", make, loss, **sync)
+    """Only what helps is offered."""
+    first, second = run_first_step(tmp_path, "zero2", make, loss, sync_batchnorm=sync)
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
-    assert "when the batch is split in two" in said and "(sum, count)" in said
-    assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
+    assert "when the batch is split in two" in said and cure in said
+    assert not any(words in said for words in others)
 
 
 class Chosen(Stack):
@@ -185,6 +192,40 @@ def mean_over_samples(module, batch):
     wanted = batch[1] > 0.5
     sums = (module(batch[0]) * wanted).square().sum((1, 2))
     return (sums / wanted.sum((1, 2)).clamp(min=1)).mean() * wanted.sum(), wanted.sum()
+
+
+def weighted_mean(module, batch):
+    weights = batch[1].abs().mean((1, 2))
+    return ((module(batch[0]) - batch[1]).square().mean((1, 2)) * weights).sum() / weights.sum()
+
+
+def summed(module, batch):
+    return (module(batch[0]) - batch[1]).square().sum()
+
+
+def root(module, batch):
+    return squares(module, batch).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "cause"),
+    [
+        (Quiet, mean_of_positives, "counts"), (Quiet, weighted_mean, "counts"),
+        (Quiet, summed, "sum"), (Quiet, contrast, "batch"), (Quiet, root, "batch"),
+        (Quiet, deviations, "batch"), (NormalisedStack, squares, "batchnorm"),
+        (NormalisedStack, contrast, ""),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_cut_is_found_from_a_few_samples(make, loss, cause):
+    """Nothing is left changed."""
+    module = make()
+    module.train()
+    objective = CustomObjective(CustomModel(module, loss))
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    tolerance = SINGLE.cut
+    assert find_cut_cause(objective, StepHooks(), True, global_batch(), tolerance) == cause
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert all(part.training for part in module.modules())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "gpipe"])

@@ -1,0 +1,131 @@
+"""Saved buffers in which a forward counts or averages samples, for the loop to read between steps.
+
+Examples are a router's load, a histogram, and how often each code is used. On data-parallel ranks
+each forward changes its own copy by its own samples, and rank 0's copy is kept.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from outpace.nn.fingerprint import fingerprint
+from outpace.parallel.batches import copy_batch, cut, samples_in, take_first
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import largest, relative
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.plain import without_dropout
+from outpace.parallel.rank_objects import gather_objects
+from outpace.records.errors import first_names
+
+_FEWEST = (2, 4)  # samples; normalisation may need more
+_MOST_SENT = 4_096  # values of a buffer
+
+
+def batchnorm_state(model: nn.Module) -> Collection[int]:
+    """Return the `id` of each buffer of batch normalisations, which training never reads."""
+    return {
+        id(buffer)
+        for part in model.modules()
+        if isinstance(part, _NormBase) and type(part).__module__.startswith(("torch.nn", "outpace"))
+        for buffer in part.buffers(recurse=False)
+    }
+
+
+def find_counted_buffers(
+    plain: nn.Module,
+    hooks: StepHooks,
+    drops: bool,
+    batch: Batch,
+    names: Collection[str] | None = None,
+) -> list[str] | None:
+    """Return the buffers (of `names`, if given) whose new values depend on a forward's samples.
+
+    They depend on which samples there are, or on how many. Each forward begins with the same
+    buffers and random numbers, so a count of calls or a random mask does not depend on samples.
+    Left out are batch normalisations, and buffers that no checkpoint contains and each forward
+    sets again, such as caches. None if no forward with parts of the batch succeeds.
+    """
+    model = model_of(plain)
+    known, saved = batchnorm_state(model), model.state_dict(keep_vars=True)
+    names = [
+        name
+        for name, buffer in model.named_buffers()
+        if id(buffer) not in known and (names is None or name in names)
+    ]
+    if not names:
+        return []
+    samples = samples_in(batch)
+    for few in sorted({*_FEWEST, samples // 2 * 2} & {*range(1, samples + 1)}):
+        both = take_first(batch, few)
+        with suppress(Exception):  # such as normalisation over too few samples
+            after, *after_halves = (
+                _prints_after(plain, hooks, drops, [part], names) for part in (both, *cut(both, 2))
+            )
+            found = [n for n in names if any(one[n] != after[n] for one in after_halves)]
+            if found and not saved.keys() >= {*found}:
+                twice = _prints_after(plain, hooks, drops, [both, both], names)
+                found = [n for n in found if n in saved or twice[n] != after[n]]
+            return found
+    return None
+
+
+def _prints_after(
+    plain: nn.Module,
+    hooks: StepHooks,
+    drops: bool,
+    batches: Sequence[Batch],
+    names: Sequence[str],
+) -> dict[str, int | None]:
+    """Return fingerprints of buffers after a forward of each batch, and restore everything."""
+    model, device = model_of(plain), next(plain.parameters()).device
+    dropping = without_dropout(plain) if drops else nullcontext()
+    with keep_values(model.named_parameters()), preserve_state(plain, device), dropping:
+        for batch in batches:
+            with torch.enable_grad(), hooks.cast():  # some count only where gradients are computed
+                plain(copy_batch(batch))
+        buffers = dict(model.named_buffers())
+        return {name: fingerprint(buffers[name]) for name in names}
+
+
+def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
+    """Return the largest difference between the first values of ranks' buffers. Collective.
+
+    It is relative to the largest value of each.
+    """
+    said = gather_objects(
+        {n: b.flatten()[:_MOST_SENT].cpu() for n, b in mine.items() if b is not None}
+    )
+    first = next((one for one in said if one), {})
+    apart = 0.0
+    for other in said:
+        for name in first.keys() & other.keys():
+            scale = max(largest(first[name]), largest(other[name]))
+            apart = max(apart, relative(other[name], first[name], scale) or 0.0)
+    return apart
+
+
+def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> str:
+    """Return a message about buffers that cover only a rank's samples.
+
+    `apart` is the relative difference between ranks, 0 if unknown; `shares` is the number of parts
+    of a global batch.
+    """
+    what, are = ("buffers", "they") if len(names) > 1 else ("a buffer", "it")
+    differ = f", and in the first batch these differ by {100 * apart:.3g} %" if apart else ""
+    return (
+        f"the forward counts or averages samples in {first_names(names)} ({what}). Each rank does "
+        f"so with its own samples{differ}. The next step and checkpoints use rank 0's values, so "
+        f"{are} would cover 1/{shares} of each batch. {CURE_OF_COUNTS}"
+    )
+
+
+CURE_OF_COUNTS = (
+    "To cover all samples, sum over the ranks what a forward adds before it is added: if "
+    "torch.distributed.is_initialized(): torch.distributed.all_reduce(counts), and divide averages "
+    "by the number of ranks. Or do so in your loop, with what a step has added"
+)

@@ -1,0 +1,209 @@
+"""Causes of a difference between the loss of a batch and that of its parts, and their cures."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import combinations
+from typing import Literal
+
+import torch
+from torch import nn
+
+from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.batchnorm import batch_norms
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.piece_losses import mean_loss, total_of
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.records.plan import Plan
+
+# A mean over samples whose parts are weighted by something else, a sum over samples, a mean over
+# something else, BatchNorm, something that all samples affect together, or unknown.
+CutCause = Literal["samples", "sum", "counts", "batchnorm", "batch", ""]
+_MOST = 4  # samples
+_HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
+_ROUNDINGS = 16
+_WIDE = 10  # a difference above this multiple of the tolerance is not rounding
+
+_MeanOf = Callable[[Batch], float]  # returns the mean loss of a piece
+
+
+def find_cut_cause(
+    plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
+) -> CutCause:
+    """Return why the loss of a few samples differs from that of its parts, as far as these show.
+
+    The module runs forward only, with up to four samples at a time.
+    """
+    some = take_first(batch, min(_MOST, samples_in(batch)))
+
+    def mean_of(piece: Batch) -> float:
+        return mean_loss(total_of(plain, hooks, drops, [piece], alike=False))
+
+    ways: tuple[Callable[[], CutCause], ...] = (
+        lambda: _find_over_samples(plain, hooks, drops, some, tolerance),
+        lambda: _find_batchnorm(plain, hooks, drops, some, tolerance),
+        lambda: _find_by_weights(mean_of, some, _rounding(plain)),
+    )
+    for find in ways if not batch_norms(model_of(plain)) else ways[:2]:
+        # torch warns of quantities that a single sample lacks, such as a standard deviation.
+        quiet = warnings.catch_warnings(action="ignore")
+        with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
+            cause = find()
+            if cause:
+                return cause
+    return ""
+
+
+def _find_over_samples(
+    plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
+) -> CutCause:
+    """Find a mean over samples that counts something else.
+
+    The loss of a few samples is then the mean of their separate losses, whatever their counts.
+    """
+    pieces = cut(some, samples_in(some))
+    totals = [total_of(plain, hooks, drops, [piece], alike=False) for piece in pieces]
+    if len({count for _, count in totals}) == 1:
+        return ""
+    mean = sum(mean_loss(one) for one in totals) / len(pieces)
+    whole = mean_loss(total_of(plain, hooks, drops, [some], alike=False))
+    return "samples" if difference(mean, whole) <= tolerance else ""
+
+
+def _find_batchnorm(
+    plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
+) -> CutCause:
+    """Find batch normalisations without whose statistics parts have the loss of the whole."""
+    if not batch_norms(model_of(plain)) or samples_in(some) % 2:
+        return ""
+    with _fixed_statistics(plain):
+        whole = mean_loss(total_of(plain, hooks, drops, [some], alike=False))
+        halves = [total_of(plain, hooks, drops, [half], alike=False) for half in cut(some, 2)]
+    return "batchnorm" if difference(whole, mean_loss(*halves)) <= tolerance else ""
+
+
+@contextmanager
+def _fixed_statistics(plain: nn.Module) -> Iterator[None]:
+    """Let batch normalisations use their moving averages inside the context."""
+    modes = [(part, part.training) for part in batch_norms(plain).values()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _rounding(plain: nn.Module) -> float:
+    """Return the relative difference that computing a loss differently may make."""
+    widest = max(torch.finfo(one.dtype).bits for one in plain.parameters())
+    return 1e-10 if widest == 64 else _ROUNDINGS * torch.finfo(torch.float32).eps
+
+
+def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
+    """Find whether the loss of several samples is a mean of their losses with some weights.
+
+    It is then between their losses. The ratios of the weights of three samples, computed from their
+    pairs, also fit each other.
+    """
+    samples = cut(some, samples_in(some))[:3]
+    places = list(combinations(range(len(samples)), 2))
+    pairs = [concatenate(samples[i], samples[j]) for i, j in places]
+    if not pairs or any(pair is None for pair in pairs):
+        return ""
+    singles, means = list(map(mean_of, samples)), list(map(mean_of, pairs))
+    if any(map(math.isfinite, means)) and not any(map(math.isfinite, singles)):
+        return "batch"  # such as a standard deviation
+    if not all(map(math.isfinite, (*singles, *means))):
+        return ""
+    rounding = tolerance * max(map(abs, (*singles, *means)))
+    ends = [(mean, singles[i], singles[j]) for mean, (i, j) in zip(means, places, strict=True)]
+    if all(abs(mean - one - other) <= rounding < abs(mean) for mean, one, other in ends):
+        return "sum"
+    between = (
+        min(one, other) - rounding <= mean <= max(one, other) + rounding
+        for mean, one, other in ends
+    )
+    if not all(between):
+        return "batch"
+    apart = [(abs(mean - one), abs(mean - other)) for mean, one, other in ends]
+    if len(apart) < 3 or min(map(min, apart)) <= _WIDE * rounding:
+        return ""
+    of_two, of_ends, of_others = (one / other for one, other in apart)
+    inexact = sum(rounding / min(pair) for pair in apart)
+    if all(abs(ratio - 1) <= inexact for ratio in (of_two, of_ends, of_others)):
+        return ""
+    return "counts" if abs(of_two * of_others / of_ends - 1) <= inexact else "batch"
+
+
+WEIGHTED = (
+    "the loss is a mean over samples, but parts of a batch are weighted by their targets that "
+    "are not -100, since each sample has several targets (in targets or labels). To train the "
+    "same, return (loss * samples, samples) from the loss, where samples is the number of "
+    "samples it was given"
+)
+_SUMMED = (
+    "it seems to be a sum over samples, and outpace takes a scalar for their mean. To train the "
+    "same, return the mean (reduction='mean'), or (sum, count)"
+)
+_COUNTED = (
+    "the loss is a mean over something other than samples, such as targets that are not padding. "
+    "To train the same, return (sum, count) from the loss"
+)
+_UNEQUAL = "the loss is not a mean over samples, or samples affect each other"
+_TOGETHER = (
+    "in-batch negatives, a statistic or a normalisation over the batch, or a root of a mean differ "
+    "for every split. Use one micro-batch per step with a strategy that does not split it (single, "
+    "mp), compute it for each sample, or accept the difference"
+)
+
+
+def explain_cut(apart: float, how: str, norm_cure: str = "", cause: CutCause = "") -> str:
+    """Return a warning that splitting a batch changes the loss by the fraction `apart`.
+
+    `norm_cure` and `cause` are as for `explain_cause`.
+    """
+    if not cause and abs(apart - _HALF) < _NEARLY:
+        cause = "sum"
+    changes = f"the loss of the first batch changes by {100 * apart:.3g} % when {how}"
+    return f"{changes}: {explain_cause(cause, norm_cure)}"
+
+
+def explain_cause(cause: CutCause, norm_cure: str = "") -> str:
+    """Return why splitting a batch changes the loss, and what to do.
+
+    `norm_cure` is the remedy for batch normalisations; empty if the module has none.
+    """
+    if cause == "batchnorm":
+        return f"BatchNorm normalises each part by itself. To train the same, use {norm_cure}"
+    known = {"samples": WEIGHTED, "sum": _SUMMED, "counts": _COUNTED}
+    if cause in known:
+        return known[cause]
+    if cause == "batch":
+        return f"{_UNEQUAL}: {_TOGETHER}"
+    norms = f", or use {norm_cure} where BatchNorm is the cause" if norm_cure else ""
+    return (
+        f"{_UNEQUAL}. To train the same, return (sum, count) from the loss where it is a mean over "
+        f"something other than samples, such as targets that are not padding{norms}. Otherwise, "
+        f"{_TOGETHER}"
+    )
+
+
+def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
+    """Return what makes batch normalisations use all samples of a step of `micro_batches`.
+
+    `where` says to whom `sync_batchnorm` is given.
+    """
+    if plan.data_parallel == 1:
+        return "one micro-batch per step"
+    return f"sync_batchnorm=True{where}" + " and one micro-batch per step" * (micro_batches > 1)
+
+
+def common_cause(causes: Sequence[CutCause]) -> CutCause:
+    """Return the cause that ranks have found; "" if none has, or they differ."""
+    known = {cause for cause in causes if cause}
+    return known.pop() if len(known) == 1 else ""

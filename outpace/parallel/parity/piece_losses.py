@@ -1,0 +1,47 @@
+"""Losses of several pieces of a batch, without gradients or lasting effects."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.kept_state import Totals
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.plain import random_state, same_random_state, without_dropout
+
+
+class DrawsError(Exception):
+    """A forward that draws random numbers other than for dropout."""
+
+
+def total_of(
+    plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
+) -> Totals:
+    """Return the loss sum and the count over several pieces.
+
+    Dropout is disabled, and all state is restored.
+
+    Raises DrawsError if random numbers are drawn, since different pieces draw different numbers,
+    unless the pieces are `alike`.
+    """
+    device = next(plain.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    dropping = without_dropout(plain) if drops else nullcontext()
+    with torch.no_grad(), dropping, preserve_state(plain, device):
+        begin = random_state(device)
+        for piece in pieces:
+            with hooks.cast():
+                loss_sum, count, *_ = plain(piece)
+            totals += torch.stack((loss_sum.double(), count.double()))
+        if drops and not alike and not same_random_state(begin, random_state(device)):
+            raise DrawsError
+    return float(totals[0]), float(totals[1])
+
+
+def mean_loss(*totals: Totals) -> float:
+    """Return the mean loss of pieces with these totals; NaN without any count."""
+    count = sum(one for _, one in totals)
+    return sum(one for one, _ in totals) / count if count else math.nan
