@@ -399,7 +399,7 @@ TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
 # 55 of 63 GB/s (Azure/AI-benchmarking-guide 0126c300).
 HOST_LINK_SHARE = 53 / 63
 # A process's share of a host's memory bandwidth and of its disks, if not measured. Two sockets of 8
-# channels of DDR4-3200, 409.6 GB/s, shared by 8, half reached.
+# channels of DDR4-3200, 409.6 GB/s, shared by 8; half of that is reached in practice.
 HOST_MEMORY_BYTES_PER_S = 25e9
 # 8.2 GB/s written by a host's NVMe array, shared by 8 (Azure/AI-benchmarking-guide).
 DISK_BYTES_PER_S = 8.2e9 / 8

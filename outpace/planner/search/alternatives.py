@@ -25,9 +25,8 @@ ROOMY = 0.9  # of a device's memory: above this, fragmentation or longer samples
 # Of a device's memory. With a normal error whose median is 3 %, one in four plans estimated to need
 # this much exceeds the memory, and one in two of those estimated to need all of it.
 CROWDED = 0.97
-WIDE = (
-    4 / 3
-)  # times the fastest step: limit for a plan that leaves memory free if all faster ones fill it
+# Limit, in fastest steps, for a plan that leaves memory free if all faster ones fill it.
+WIDE = 4 / 3
 _ENOUGH = 0.5  # of a device's memory: using even less is no advantage
 _TIGHT = 2  # added cost of a plan that uses more than ROOMY
 # Costs of offloading. They exceed those of tensor and pipeline parallelism and of little free

@@ -98,7 +98,7 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return the spread of the rounds' medians as a share (the median over large collectives)."""
+    """Return the median of large collectives' relative spreads between rounds."""
     large = [
         figure
         for figure in figures
