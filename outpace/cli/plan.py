@@ -15,6 +15,7 @@ from outpace.records.precisions import Precision
 
 if TYPE_CHECKING:
     from outpace.interop.export import ExportedPlan
+    from outpace.jobs.planning.export_format import NamedModel
     from outpace.jobs.planning.request import PlanQuestion
     from outpace.planner.problem import PlanningProblem
     from outpace.records.estimate import Plans
@@ -32,6 +33,7 @@ _EPILOG = (
 )
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
+_SHOWN, _SHOWN_WITH_EXPORT = 5, 3  # plans
 _LEAST_COMPARED = 2  # plans of an answer: recommended and fastest, if they differ
 # A plan's file says which parameters it trains.
 ADAPTER_OPTIONS = dict.fromkeys(
@@ -49,6 +51,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.planner.plan import plans
 
     asked = _read_request(arguments)
+    if arguments.emit is not None:
+        _check_export(arguments, asked)
     if arguments.compare_nodes:
         return _compare(arguments, asked)
     if arguments.what_if is not None:
@@ -103,14 +107,19 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     from outpace.cli.emitted import AUTOCAST
+    from outpace.jobs.planning.export_format import FORMAT_OF
     from outpace.planner.model.adapters import ADAPTER_NAMES
 
     given = {name: getattr(arguments, name) for name in ADAPTER_NAMES}
+    # A plan's number refers to the list that is shown without --emit.
+    written = arguments.emit if arguments.explain is None else None
+    own = written in (None, "outpace") or FORMAT_OF.get(arguments.trainer) == written
     return plan_question(
         arguments,
+        count=arguments.count or (_SHOWN if written is None else _SHOWN_WITH_EXPORT),
+        trainer=arguments.trainer if own else written,
         adapters={name: str(value) for name, value in given.items() if value is not None},
-        # A plan's number refers to the list that is shown without --emit.
-        autocast=arguments.emit in AUTOCAST and arguments.explain is None,
+        autocast=written in AUTOCAST,
         measures=True,
     )
 
@@ -220,28 +229,56 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
     save_output(path, file)
 
 
+def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> None:
+    """Refuse, before the search, what no plan of the format can hold. Raises BadInputError."""
+    from outpace.jobs.planning.export_format import check_exportable
+    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.request import kept_settings
+    from outpace.planner.model.adapters import AdapterSettings
+
+    emit, trainer = arguments.emit, arguments.trainer
+    if trainer not in (None, emit) and asked.trainer == emit:
+        raise BadInputError(
+            f"--trainer {trainer} and --emit {emit}: a configuration for {emit} is planned with "
+            f"{emit}'s traits. Leave out --trainer, or write plan K of {trainer}'s list with "
+            "--explain K."
+        )
+    _, outline, _ = find_outline(arguments.model)
+    positions, seq_len = outline.max_positions, arguments.seq_len or 0
+    if seq_len > positions:
+        raise BadInputError(
+            f"--emit {emit}: --seq-len {seq_len} is longer than the {positions} positions of "
+            f"{arguments.model}, so no trainer accepts the unchanged model. Use at most "
+            f"{positions}, or give the model more positions (max_position_embeddings in its "
+            "config.json, with rotary scaling)."
+        )
+    adapters = AdapterSettings.from_values(kept_settings(asked))
+    try:
+        check_exportable(emit, _named_model(arguments.model), adapters)
+    except BadInputError as error:
+        raise BadInputError(f"--emit {emit}: {error}") from None
+
+
+def _named_model(reference: str) -> "NamedModel":
+    from outpace.jobs.planning.export_format import NamedModel
+    from outpace.jobs.planning.find_outline import find_outline
+
+    _, outline, spec = find_outline(reference)
+    return NamedModel(reference, outline if spec is None else spec)
+
+
 def _export(
     arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
-    """Export the chosen or recommended plan, or else the fastest that the format can express."""
-    from outpace.jobs.planning.export_format import NamedModel, figures, pick_plan
-    from outpace.jobs.planning.find_outline import find_outline
+    """Export the chosen plan, or the recommended one of those that the format can express."""
+    from outpace.jobs.planning.export_format import figures, list_alternatives, pick_plan
 
-    _, outline, spec = find_outline(arguments.model)
-    positions, seq_len = outline.max_positions, question.wanted.seq_len
-    if seq_len > positions:
-        raise BadInputError(
-            f"--emit {arguments.emit}: --seq-len {seq_len} is longer than the {positions} "
-            f"positions of {arguments.model}, so no trainer accepts the unchanged model. Use at "
-            f"most {positions}, or give the model more positions (max_position_embeddings in its "
-            "config.json, with rotary scaling)."
-        )
-    model = NamedModel(arguments.model, outline if spec is None else spec)
     try:
-        picked = pick_plan(arguments.emit, question, answer, model, chosen)
+        picked = pick_plan(arguments.emit, question, answer, _named_model(arguments.model), chosen)
     except BadInputError as error:
         raise BadInputError(f"--emit {arguments.emit}: {error}") from None
     written = picked.emitted
+    others = list_alternatives(answer) if chosen is None else []
     if arguments.out is not None:
         write_output(arguments.out, written.text)
         written = written.with_path(arguments.out)
@@ -251,7 +288,7 @@ def _export(
                     "edits": list(written.edits),
                     "plan": picked.number, "title": picked.planned.title,
                     "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
-                    "why": picked.why, "lost": list(written.differences),
+                    "why": picked.why, "others": others, "lost": list(written.differences),
                     "warning": picked.warning}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
@@ -264,7 +301,8 @@ def _export(
     edits = [f"To edit first: {one}" for one in written.edits]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
     estimate = [] if picked.estimate is None else [figures(picked.estimate, written)]
-    lines = [_format_start(arguments.out, written), picked.why, *edits, *estimate, *warning, *notes]
+    lines = [_format_start(arguments.out, written), picked.why, *edits, *estimate, *others,
+             *warning, *notes]  # fmt: skip
     print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
 
@@ -351,7 +389,7 @@ def _parser() -> Parser:
     add("--price", "X", number_type(float, 0.0),
         "price per device and hour; with --tokens, adds the cost")  # fmt: skip
     add("--count", "N", number_type(int, 1, _MOST_PLANS),
-        "number of plans to show (default: 5)", default=5)  # fmt: skip
+        "number of plans to show (default: 5; 3 with --emit)")  # fmt: skip
     add("--explain", "K", whole, "explain the K-th plan step by step")
     add("--compare-nodes", "1,2,4", _nodes_list,
         "compare throughput and efficiency by number of nodes")  # fmt: skip
@@ -359,8 +397,8 @@ def _parser() -> Parser:
         "show the effect of a change of link= (a node's network), inside= (a device's link in its "
         "node), memory= (a device's) or nodes=")  # fmt: skip
     add("--emit", "FORMAT", str,
-        f"write the plan as a configuration of {', '.join(FORMATS)}: the recommended plan "
-        "(or --explain's), or else the fastest that the format can express", choices=FORMATS
+        f"write a configuration of {', '.join(FORMATS)}: the recommended of the plans that it can "
+        "express, or plan --explain", choices=FORMATS
     )  # fmt: skip
     add("--out", "FILE", output_file,
         "write the best plan (or --explain's); with --emit, the configuration")  # fmt: skip

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -34,7 +34,6 @@ from outpace.planner.search.alternatives import ROOMY
 from outpace.planner.search.branch_and_bound import (
     SearchResult,
     fastest,
-    fastest_accepted,
     find_alternatives,
     fits,
     kinds,
@@ -456,23 +455,6 @@ def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, fl
     times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
     ranked = sorted(places, key=lambda place: times.step_s[place])
     return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
-
-
-def fastest_plan(
-    job: PlanningProblem, accepts: Callable[[Plan], bool]
-) -> tuple[RankedPlan | None, int]:
-    """Return the fastest plan that fits and `accepts` allows, and the number considered."""
-    plan, considered = None, 0
-    for one in job.by_assumption():
-        plan, considered = fastest_accepted(
-            one.question, one.wanted, one.checked_bytes, one.limit, accepts
-        )
-        if plan is not None:
-            break
-    if plan is None:
-        return None, considered
-    named = ", ".join([title(plan), *varied_options(plan, job.wanted.vary)])
-    return estimate_plan(job, plan).model_copy(update={"title": named}), considered
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:

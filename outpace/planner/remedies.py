@@ -27,9 +27,11 @@ def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
         return impossible(job.wanted, job.question.other_program)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
     place = found.smallest[min(needs, key=lambda name: needs[name])]
+    accepts = job.wanted.accepts
+    those = "" if accepts is None else f" that {accepts.name} can express"
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
-        f"smallest plan ({title(to_plan(found.columns, place))}) "
+        f"smallest plan{those} ({title(to_plan(found.columns, place))}) "
         f"{lacks(job, found.columns, place)}. {_remedy(job)}{_beyond_positions(job)}"
     )
 

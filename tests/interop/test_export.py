@@ -22,6 +22,7 @@ from export_plans import LLAMA, OPTIONS, SEQ_LEN, filled, plan_or_none, requests
 
 from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
+from outpace.catalog.stacks import STACKS
 from outpace.cli import options
 from outpace.cli.train import _parser
 from outpace.interop.export import FORMATS, ExportedPlan, ExportRequest, export_plan, torchtitan
@@ -292,6 +293,33 @@ def test_megatron_multiplies_to_the_plan(request_: ExportRequest) -> None:
         assert spec.layers % plan.pp == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "layers"),
+    [
+        ({"stage_split": "even"}, {"num-layers-per-virtual-pipeline-stage": ["2"]}),
+        ({"stage_split": "cost"},
+         {"pipeline-model-parallel-layout": ["Et*2|(t*2|)*5,t*3|t*1,L"]}),
+        ({"stage_split": "even", "pp_schedule": "1f1b"}, {}),
+    ],
+)  # fmt: skip
+def test_megatron_and_torchtitan_have_the_layers_of_each_stage(
+    values: dict[str, Any], layers: dict[str, list[str]]
+) -> None:
+    spec = LLAMA.model_copy(update={"vocab": 1024})
+    plan = Plan(strategy="3d", pp=4, dp_shard=2, zero=1, pp_microbatches=4,
+                **{"pp_schedule": "interleaved", **values})  # fmt: skip
+    request = ExportRequest(plan, spec, 8, SEQ_LEN)
+    written = emitted("megatron", request)
+    arguments = megatron_arguments(written.text)
+    told = {
+        name: value for name, value in arguments.items() if "layout" in name or "virtual" in name
+    }
+    assert told == layers and written.differences == ()
+    parallelism = tomllib.loads(filled(emitted("torchtitan", request).text))["parallelism"]
+    equal = "pipeline_parallel_layers_per_stage" in parallelism
+    assert equal == (plan.stage_split == "even")
+
+
 @given(requests())
 def test_megatron_has_published_names(request_: ExportRequest) -> None:
     for name, values in megatron_arguments(emitted("megatron", request_).text).items():
@@ -317,6 +345,9 @@ def test_megatron_asserts_nothing_against_it(request_: ExportRequest) -> None:
     }
     for name, others in needs.items():
         assert name not in found or set(others) <= set(found)
+    # The traits of its stack (catalog/stacks.py) have parameters gathered during computation.
+    sharded = request_.stage > 0 and request_.plan.data_parallel * request_.plan.cp > 1
+    assert STACKS["megatron"].overlaps and sharded == ("overlap-param-gather" in found)
     never = [
         ("bf16", "fp16"),
         ("cpu-offloading-num-layers", "recompute-granularity"),

@@ -54,7 +54,8 @@ def test_accelerate_launches_it(request_: ExportRequest, folder: Path) -> None:
     path, command = write_export("accelerate", request_, folder)
     config = load_config_from_file(str(path))
     assert config.num_processes == request_.workers
-    words = shlex.split(command.replace(path.name, str(path)).replace('"$MACHINE_RANK"', "0"))
+    command = re.sub(r'"\$\{MACHINE_RANK:\?[^}]*\}"', "0", command)
+    words = shlex.split(command.replace(path.name, str(path)))
     asked = launch_command_parser().parse_args(words[words.index("launch") + 1 :])
     known = set(vars(asked))
     for table in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config"):
@@ -230,17 +231,34 @@ def test_torchtitan_parses_it(request_: ExportRequest, folder: Path) -> None:
 
 
 def test_a_shell_stops_at_what_is_not_set(folder: Path) -> None:
-    path, command = write_export("megatron", ExportRequest(Plan(), LLAMA, 1, SEQ_LEN), folder)
+    plan = Plan(strategy="zero1", dp_shard=16)
+    path, command = write_export("megatron", ExportRequest(plan, LLAMA, 16, SEQ_LEN), folder)
     given: dict[str, str] = {}
     for name in re.findall(r"(\w+)=…", command):
         ended = subprocess.run(["sh", path], env=given, capture_output=True, text=True, check=False)
         assert ended.returncode == 2 and f"{name}: set it to" in ended.stderr
         given[name] = "1e-4"
-    assert set(given) == {"DATA_PATH", "TOKENIZER", "LR", "TRAIN_ITERS", "WARMUP_ITERS"}
+    assert set(given) == {"HEAD_NODE", "DATA_PATH", "TOKENIZER", "LR", "TRAIN_ITERS",
+                          "WARMUP_ITERS", "SAVE", "SAVE_INTERVAL"}  # fmt: skip
     started = path.read_text().replace("torchrun", "echo")
     ended = subprocess.run(["sh", "-c", started], env=given, capture_output=True, text=True,
                            check=True)  # fmt: skip
     assert "--lr 1e-4" in ended.stdout and "$" not in ended.stdout
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "nanotron", "accelerate", "fsdp", "deepspeed"])
+def test_a_shell_stops_without_the_address_of_the_first_host(name: str, folder: Path) -> None:
+    plan = Plan(strategy="ddp", dp_replicate=16)
+    _, command = write_export(name, ExportRequest(plan, LLAMA, 16, SEQ_LEN), folder)
+    names = re.findall(r"\$\{?(\w+)", command)
+    assert bool(names) == (name != "deepspeed")  # its launcher has a file of hosts
+    given: dict[str, str] = {}
+    for name in names:
+        ended = subprocess.run(
+            ["sh", "-c", f": {command}"], env=given, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2 and f"{name}: set it to" in ended.stderr
+        given[name] = "0"
 
 
 def test_numbers_that_nobody_chose_are_in_no_file(folder: Path) -> None:

@@ -80,7 +80,8 @@ def _command(request: ExportRequest, kind: Kind) -> str:
     """Return the `accelerate launch` command, with a variable for accumulation steps if needed."""
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
-        words += ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", f'"{HEAD}"']
+        rank = '"${MACHINE_RANK:?set it to the number of this host, from 0}"'
+        words += ["--machine_rank", rank, "--main_process_ip", f'"{HEAD}"']
         words += ["--main_process_port", "29500"]
     steps = ""
     if kind in ("FSDP", "MULTI_GPU", "NO"):

@@ -1,14 +1,12 @@
 """Megatron-LM: the arguments of pretrain_gpt.py, as a script for a shell."""
 
-import shlex
 from collections.abc import Sequence
 from itertools import groupby
 
 from outpace.catalog.stacks import STACKS
 from outpace.interop.export import unsupported
-from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
-from outpace.interop.export.texts import heading, quote, torchrun
-from outpace.planner.pipeline.stages import layers_per_stage
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
+from outpace.interop.export.texts import HEAD_MEANING, HEAD_NODE, heading, quote, torchrun
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
@@ -26,6 +24,8 @@ _YOURS = {
     "LR": "the learning rate",
     "TRAIN_ITERS": "the number of steps",
     "WARMUP_ITERS": "the number of warm-up steps of the learning rate",
+    "SAVE": "the folder for checkpoints",
+    "SAVE_INTERVAL": "the number of steps between checkpoints",
 }
 # An argument with its values, which are one line of the script.
 Argument = tuple[str, ...]
@@ -50,6 +50,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         ("--vocab-size", str(spec.vocab)),
         ("--make-vocab-size-divisible-by", "1"),
         ("--data-path", "$DATA_PATH"),
+        ("--save", "$SAVE"),
+        ("--save-interval", "$SAVE_INTERVAL"),
         ("--distributed-backend", "nccl"),
     ]
     notes += unsupported.all_under_way(request, _TOOL)
@@ -64,15 +66,23 @@ def write(request: ExportRequest) -> ExportedPlan:
     return ExportedPlan(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments),
         file_name=_FILE,
-        command=" ".join([*(f"{name}=…" for name in _YOURS), "sh", _FILE]),
+        command=" ".join([*(f"{name}=…" for name in _variables(request)), "sh", _FILE]),
         notes=tuple(notes),
     )
+
+
+def _variables(request: ExportRequest) -> dict[str, str]:
+    """Return the variables that the script needs, each with its meaning."""
+    several = hosts(request.workers)[0] > 1
+    return ({HEAD_NODE: HEAD_MEANING} if several else {}) | _YOURS
 
 
 def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
     lines = ["    " + " ".join(map(quote, argument)) for argument in arguments]
     start = torchrun(request.workers, "pretrain_gpt.py")
-    checks = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _YOURS.items())
+    checks = "".join(
+        f': "${{{name}:?set it to {what}}}"\n' for name, what in _variables(request).items()
+    )
     return checks + _connections(request) + " \\\n".join([start, *lines]) + "\n"
 
 
@@ -136,22 +146,14 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
 
 def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
     """Return the arguments that assign layers to stages: a number for equal stages, or a layout."""
-    plan, spec = request.plan, request.spec
+    plan = request.plan
     if plan.pp == 1:
         return []
     virtual = _virtual(request, notes)
-    stages = plan.pp * virtual
-    counts = layers_per_stage(spec, stages)
-    layout = ("--pipeline-model-parallel-layout", _layout(counts))
-    if spec.layers % stages:
-        return [layout]
+    counts = request.split_layers(plan.pp * virtual)
     if len(set(counts)) > 1:
-        notes.append(
-            "The export has stages of equal depth; outpace's stages, of which the last has fewer "
-            f"layers because of the head, would be {shlex.join(layout)}."
-        )
-    each = str(spec.layers // stages)
-    return [] if virtual == 1 else [("--num-layers-per-virtual-pipeline-stage", each)]
+        return [("--pipeline-model-parallel-layout", _layout(counts))]
+    return [] if virtual == 1 else [("--num-layers-per-virtual-pipeline-stage", str(counts[0]))]
 
 
 def _layout(counts: Sequence[int]) -> str:
@@ -177,6 +179,8 @@ def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
     found.append(("--use-distributed-optimizer",))
     if plan.dp_replicate > 1:
         found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
+    if over > 1:
+        found.append(("--overlap-param-gather",))
     if not _fsdp(request):
         if request.stage > 1:
             notes.append(
@@ -185,7 +189,6 @@ def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
         return found
     return [
         *found,
-        ("--overlap-param-gather",),
         ("--use-megatron-fsdp",),
         ("--data-parallel-sharding-strategy", _STRATEGIES[request.stage]),
         ("--no-gradient-accumulation-fusion",),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from outpace.planner.pipeline.stages import even, layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.outline import OUTLINE_FORMATS, Outline
@@ -153,6 +154,11 @@ class ExportRequest:
     def passes(self) -> int:
         """Number of micro-batches per step and data-parallel share, in a pipeline or not."""
         return self.plan.pp_microbatches * self.accumulation
+
+    def split_layers(self, stages: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage. Raises BadInputError for too few layers."""
+        counts = layers_per_stage(self.spec, stages)
+        return even(self.layers, stages) if self.plan.stage_split == "even" else counts
 
     @property
     def workers(self) -> int:

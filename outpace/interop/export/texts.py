@@ -18,8 +18,9 @@ class Placeholder(str):
     __slots__ = ()
 
 
-# The user replaces this word with the address before starting several hosts.
-HEAD = "$HEAD_NODE"
+# The variable that commands for several hosts need. A shell stops at HEAD if it is not set.
+HEAD_NODE, HEAD_MEANING = "HEAD_NODE", "the address of the first host"
+HEAD = f"${{{HEAD_NODE}:?set it to {HEAD_MEANING}}}"
 
 
 def comments(sentences: Iterable[str], bullet: str = "# ") -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from outpace.interop.export import unsupported
 from outpace.interop.export.request import ExportedPlan, ExportRequest, ScriptEdit
 from outpace.interop.export.texts import Placeholder, as_toml, comments, heading, torchrun
-from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -288,13 +287,13 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
 
 
 def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """Return the schedule and the layers of each stage, as outpace splits them."""
-    plan, spec = request.plan, request.spec
+    """Return the schedule and the layers of each stage, as the plan splits them."""
+    plan = request.plan
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
         "pipeline_parallel_microbatch_size": plan.micro_batch,
     }
-    counts = layers_per_stage(spec, plan.pp * plan.stages_per_rank)
+    counts = request.split_layers(plan.stages)
     if len(set(counts)) == 1:
         return values | {
             "pipeline_parallel_layers_per_stage": counts[0],

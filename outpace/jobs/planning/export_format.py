@@ -1,9 +1,11 @@
-"""The plan to export for another trainer, what the export loses, and the result's cost."""
+"""The plans that another trainer can express, the one to export, and the export's cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
+from outpace.catalog.models import preset
 from outpace.catalog.stacks import STACKS
 from outpace.interop.export import ExportedPlan, export_plan
 from outpace.planner.memory.framework_traits import (
@@ -12,16 +14,17 @@ from outpace.planner.memory.framework_traits import (
     OUTPACE,
     FrameworkTraits,
 )
-from outpace.planner.plan import estimate_plan, fastest_plan
+from outpace.planner.model.adapters import AdapterSettings
+from outpace.planner.plan import estimate_plan
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import EQUAL
+from outpace.planner.search.acceptance import Acceptance
 from outpace.records.errors import BadInputError, join_and
 from outpace.records.estimate import Estimate, Plans, RankedPlan
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
-from outpace.records.units import show_bytes, show_seconds, show_share
+from outpace.records.units import show_bytes, show_seconds
 
 # No other trainer splits the logits of a large vocabulary into chunks by itself.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
@@ -30,7 +33,9 @@ _HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
 # SFTTrainer, which is a Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
 
-_ALIKE = 5e-4  # displayed as 0.0 %
+# Formats that hold the plans of a trainer with another name.
+FORMAT_OF: Mapping[str, str] = MappingProxyType({"trainer": "fsdp", "trl": "fsdp"})
+_SHORT = 128  # tokens; any length shows whether a model can be written
 
 
 @dataclass(frozen=True)
@@ -45,66 +50,95 @@ class NamedModel:
 class ExportChoice:
     """The exported plan, the configuration written, and why this plan was chosen.
 
-    `number` is its position in the answer; None if not listed. `estimate` is for the written
+    `number` is its position in the answer. `estimate` is for the written
     configuration; None if it cannot be estimated. `warning` names the parts of the plan that the
     format cannot express; None if there are none.
     """
 
     planned: RankedPlan
-    number: int | None
+    number: int
     emitted: ExportedPlan
     estimate: Estimate | None
     why: str
     warning: str | None
 
 
+def check_exportable(name: str, model: NamedModel, adapters: AdapterSettings | None) -> None:
+    """Raise BadInputError if no configuration for `name` can hold this model or its adapters."""
+    if adapters is not None and name != "outpace":
+        raise BadInputError(
+            f"{adapters.title}: configurations for {name} do not support adapters, so they would "
+            "train all weights. Write the plan with --out plan.json, and train with outpace train "
+            "--plan plan.json."
+        )
+    _write(name, Plan(micro_batch=1), model, 1, _SHORT)
+
+
 def pick_plan(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
-    """Choose the `chosen` plan, or the recommended one, or the fastest that `name` can express.
+    """Choose the `chosen` plan, or the recommended one of those that `name` can express.
 
-    The recommended plan is chosen if it fits, the format can express it, and that trainer runs it
-    about as fast as the fastest plan. It is also chosen if the format can express no plan at all.
-    Raises BadInputError if no configuration can be written for the chosen plan, or for any.
+    With `chosen`, `answer` may be for another trainer. Raises BadInputError if no configuration can
+    be written for the plan.
     """
-    if job.wanted.adapters is not None and name != "outpace":
-        raise BadInputError(
-            f"{job.wanted.adapters.title}: configurations for {name} do not support adapters, so "
-            "they would train all weights. Write the plan with --out plan.json, and train with "
-            "outpace train --plan plan.json."
-        )
-    there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
-    if chosen is not None:
-        planned = answer.plans[chosen - 1]
-        return _pick(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
-    first = answer.plans[0]
-    # Features of the model that the format lacks, whatever the plan.
-    of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).differences)
+    there = job.with_nodes(answer.nodes - answer.idle_nodes)
+    if chosen is not None or name == "outpace":
+        there = assign_trainer(name, there)
+    number = chosen or 1
+    planned = answer.plans[number - 1]
+    label = f"Plan {number}"
+    if chosen is None:
+        of = f" of those that {name} can express" if job.wanted.accepts is not None else ""
+        label += f", the {join_and(planned.roles)}{of}"
+    return _pick(name, there, planned, model, number, f"{label}: {planned.title}.")
 
-    def expresses(plan: Plan) -> bool:
+
+def list_alternatives(answer: Plans) -> list[str]:
+    """Describe every plan after the first in one line."""
+    return [
+        f"Plan {number}{f', {join_and(one.roles)}' if one.roles else ''}: {one.title}: "
+        f"{_format_figures(one.estimate)}."
+        for number, one in enumerate(answer.plans[1:], 2)
+    ]
+
+
+@dataclass(frozen=True)
+class _MissingFeatures:
+    """Features of a plan that the format `name` lacks, whatever the model."""
+
+    name: str
+    model: NamedModel
+    seq_len: int
+
+    def __call__(self, plan: Plan, global_batch: int) -> str:
         try:
-            return set(_write(name, there, plan, model).differences) <= of_model
-        except BadInputError:
-            return False
+            written = _write(self.name, plan, self.model, global_batch, self.seq_len)
+        except BadInputError as error:
+            return str(error)
+        missing = (one for one in written.differences if one not in self._of_model)
+        return " ".join(one.partition(" The export has ")[0] for one in missing)
 
-    found, considered = fastest_plan(there, expresses)
-    label = f"Plan 1, the {join_and(first.roles)}"
-    if found is None:
-        why = f"{label}, since {name} can express none of the plans that fit: {first.title}."
-        return _pick(name, there, first, model, 1, why)
-    lost = "" if expresses(first.plan) else _describe_loss(name, there, first.plan, model)
-    obstacle = _find_obstacle(name, there, first, found, lost)
-    if obstacle is None:
-        return _pick(name, there, first, model, 1, _reason_for_first(name, there, first, found))
-    same = [number for number, other in enumerate(answer.plans, 1) if other.plan == found.plan]
-    number = same[0] if same else None
-    which = "Written" if number is None else f"Plan {number}"
-    why = (
-        f"{which}, the fastest of {considered:,} that {name} can express: "
-        f"{found.title}{_compare_with_fastest(found, answer)}. {obstacle} --explain 1 writes plan "
-        "1 anyway."
-    )
-    return _pick(name, there, found, model, number, why)
+    @cached_property
+    def _of_model(self) -> tuple[str, ...]:
+        return _write(self.name, Plan(micro_batch=1), self.model, 1, self.seq_len).differences
+
+
+def restrict_search(
+    trainer: str, job: PlanningProblem, reference: str, spec: ModelSpec | None
+) -> PlanningProblem:
+    """Return the problem with only the plans that a trainer's configuration can express."""
+    name = FORMAT_OF.get(trainer, trainer)
+    if name == "outpace":
+        return job
+    model = NamedModel(reference, spec or _same_depth(job.outline))
+    missing = _MissingFeatures(name, model, job.wanted.seq_len)
+    return replace(job, wanted=replace(job.wanted, accepts=Acceptance(trainer, missing)))
+
+
+def _same_depth(outline: Outline) -> ModelSpec:
+    """Return a model with as many layers, for what a format can express of plans for any model."""
+    return preset("llama-3-8b").model_copy(update={"layers": outline.layers})
 
 
 def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
@@ -123,21 +157,12 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
 
 
 def _write(
-    name: str, job: PlanningProblem, plan: Plan, model: NamedModel, global_batch: int | None = None
+    name: str, plan: Plan, model: NamedModel, global_batch: int, seq_len: int
 ) -> ExportedPlan:
-    wanted = job.wanted
     return export_plan(
-        name, plan, model.model, global_batch=global_batch or wanted.global_batch,
-        seq_len=wanted.seq_len, reference=model.reference,
+        name, plan, model.model, global_batch=global_batch, seq_len=seq_len,
+        reference=model.reference,
     )  # fmt: skip
-
-
-def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: NamedModel) -> str:
-    """Describe what the format cannot express of a plan, or why it cannot be written."""
-    try:
-        return " ".join(_write(name, job, plan, model).differences)
-    except BadInputError as error:
-        return str(error)
 
 
 def _pick(
@@ -145,59 +170,15 @@ def _pick(
     job: PlanningProblem,
     planned: RankedPlan,
     model: NamedModel,
-    number: int | None,
+    number: int,
     why: str,
 ) -> ExportChoice:
-    written = _write(name, job, planned.plan, model)
+    wanted = job.wanted
+    written = _write(name, planned.plan, model, wanted.global_batch, wanted.seq_len)
     estimate, known = _estimate_written(job, planned.plan, written)
     return ExportChoice(
         planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
     )
-
-
-def _find_obstacle(
-    name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan, lost: str
-) -> str | None:
-    """Return why the recommended plan is not written; None if nothing prevents that.
-
-    `found` is the fastest plan that the format can express; `lost` describes what it cannot express
-    of `first`.
-    """
-    if lost:
-        return f"{name} cannot express plan 1 ({first.title}): {lost}"
-    own = estimate_plan(job, first.plan).estimate
-    if not own.fits:
-        has = "" if own.memory_bytes is None else f" of {show_bytes(own.memory_bytes)}"
-        return (
-            f"Plan 1 ({first.title}) does not fit when {name} runs it: it needs "
-            f"{show_bytes(own.peak_memory_bytes)}{has}."
-        )
-    slower = own.step_time_s / found.estimate.step_time_s
-    if slower > EQUAL:
-        return f"Plan 1 ({first.title}) is {show_share(slower - 1)} slower when {name} runs both."
-    return None
-
-
-def _reason_for_first(name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan) -> str:
-    """Explain that the recommended plan is written, and compare it with the fastest."""
-    label = f"Plan 1, the {join_and(first.roles)}: {first.title}"
-    slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
-    if found.plan == first.plan or slower < _ALIKE:
-        return f"{label}."
-    return (
-        f"{label}; {show_share(slower)} slower, when {name} runs both, than the fastest that "
-        f"{name} can express ({found.title})."
-    )
-
-
-def _compare_with_fastest(found: RankedPlan, answer: Plans) -> str:
-    """Compare the written plan with the fastest, after a semicolon; "" if it is the fastest."""
-    fastest = answer.plan_for("fastest") or answer.plans[0]
-    if found.plan == fastest.plan:
-        return ""
-    slower = found.estimate.step_time_s / fastest.estimate.step_time_s - 1
-    how = "as fast as" if slower < _ALIKE else f"{show_share(slower)} slower than"
-    return f"; {how} plan {answer.plans.index(fastest) + 1}, the {join_and(fastest.roles)}"
 
 
 def _estimate_written(
@@ -218,15 +199,18 @@ def _warning(
 ) -> str | None:
     """Describe what is lost, and whether the plan that is written instead fits."""
     if not written.differences:
-        return None
+        if estimate is None or estimate.fits:
+            return None
+        return (
+            f"the plan does NOT fit when {name} runs it: a device needs {_format_memory(estimate)}."
+        )
     rests = f"the plan uses features that {name} cannot express. {' '.join(written.differences)}"
     more = "" if known else " What is written instead may change time and memory, too."
     if estimate is None:
         return f"{rests}{more}"
-    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
-        f"{rests} {_describe_condition(written)}, a device needs "
-        f"{show_bytes(estimate.peak_memory_bytes)}{has}, compared with "
+        f"{rests} {_describe_condition(written)}, a device needs {_format_memory(estimate)}, "
+        "compared with "
         f"{show_bytes(planned.estimate.peak_memory_bytes)} as planned: it "
         f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
@@ -245,11 +229,18 @@ def _describe_condition(written: ExportedPlan) -> str:
 
 def figures(estimate: Estimate, written: ExportedPlan) -> str:
     """Describe the time and memory of the written configuration in a sentence."""
-    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
+    interval = f" ({low} to {high} with {estimate.level * 100:.0f} % probability)"
+    return f"{_describe_condition(written)}: {_format_figures(estimate, interval)}."
+
+
+def _format_figures(estimate: Estimate, interval: str = "") -> str:
     return (
-        f"{_describe_condition(written)}: {show_seconds(estimate.step_time_s)} per step "
-        f"({low} to {high} with {estimate.level * 100:.0f} % probability), "
-        f"{estimate.tokens_per_s:,.0f} tokens/s, "
-        f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
+        f"{show_seconds(estimate.step_time_s)} per step{interval}, "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, {_format_memory(estimate)} per device"
     )
+
+
+def _format_memory(estimate: Estimate) -> str:
+    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
+    return f"{show_bytes(estimate.peak_memory_bytes)}{has}"

@@ -13,7 +13,7 @@ from outpace.catalog.links import LINKS
 from outpace.catalog.node_names import find_node
 from outpace.catalog.nodes import NODES
 from outpace.jobs.machine_file import PROBE_FILE, find_probe
-from outpace.jobs.planning.export_format import assign_trainer
+from outpace.jobs.planning.export_format import assign_trainer, restrict_search
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.calibration.cluster import (
     Cluster,
@@ -101,7 +101,7 @@ class PlanQuestion:
 
 def job(asked: PlanQuestion) -> PlanningProblem:
     """Build the planning problem. Raises BadInputError for unknown or impossible values."""
-    _, outline, _ = find_outline(asked.model)
+    _, outline, spec = find_outline(asked.model)
     cluster = _set_host_memory(_cluster(asked), asked.host_memory)
     world = cluster.devices
     seq_len = asked.seq_len or min(outline.max_positions, PLANNED_SEQ_LEN)
@@ -111,7 +111,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
             f"most {outline.max_positions}."
         )
     outline = _with_positions(outline, seq_len, asked.trained)
-    keep = _add_adapters(read_keep(asked.keep), asked)
+    keep = kept_settings(asked)
     precision = asked.precision or _precision(cluster, asked.autocast)
     check_adapters({"precision": precision, **keep}, outline, asked.trainer)
     check_dtype(keep.get("precision", precision), cluster.device)
@@ -137,7 +137,10 @@ def job(asked: PlanQuestion) -> PlanningProblem:
         count=asked.count,
         idle=asked.may_idle,
     )
-    return question if asked.trainer is None else assign_trainer(asked.trainer, question)
+    if asked.trainer is None:
+        return question
+    question = assign_trainer(asked.trainer, question)
+    return restrict_search(asked.trainer, question, asked.model, spec)
 
 
 def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
@@ -321,8 +324,9 @@ def read_keep(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _add_adapters(keep: Mapping[str, Any], asked: PlanQuestion) -> dict[str, Any]:
-    """Add adapter settings that come from their own options. Raises BadInputError."""
+def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
+    """Return the required settings, with adapters' own options. Raises BadInputError."""
+    keep = read_keep(asked.keep)
     found = dict(keep)
     for name, text in asked.adapters.items():
         typed = f"--{name.replace('_', '-')} {text}"

@@ -66,7 +66,7 @@ def _expert_parallelism(
 
     choice = PlanChoice(
         found.layouts.select(divided), list(memory_options(job.wanted)), seconds,
-        job.checked_bytes, job.least_bytes, job.limit,
+        job.checked_bytes, job.least_bytes, job.limit, job.wanted.accepts,
     )  # fmt: skip
     most_s = ROOMIER * float(found.times.step_s[found.fastest])
     plan = quickest(choice, found.bound[divided], most_s)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from outpace.planner.search.nearest_batch import nearest_batches
 from outpace.planner.search.space import (
     SearchRequest,
     allowed_sizes,
+    expand,
+    has_plans,
     layouts,
     memory_options,
     refused_size,
@@ -241,6 +244,10 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
 
     `other_program`: the trainer is not outpace.
     """
+    obstacle = _obstacle_of_trainer(wanted)
+    if obstacle is not None:
+        return obstacle
+    wanted = replace(wanted, accepts=None)
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     devices = "1 device" if wanted.world == 1 else f"{wanted.world} devices"
     begin = f"no plan can be laid out: {devices} and a global batch of {wanted.global_batch}{kept}."
@@ -258,6 +265,22 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
     return (
         f"{begin} The product of the axes must equal the number of devices, and the data-parallel "
         f"degree must divide the batch. {remedy}"
+    )
+
+
+def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
+    """Explain that plans are possible, but none that the trainer can express; None otherwise."""
+    accepts, free = wanted.accepts, replace(wanted, accepts=None)
+    if accepts is None or not has_plans(free):
+        return None
+    plain, chosen = layouts(free), list(memory_options(free))
+    simplest = np.argsort(~accepts.accepts_layouts(plain), kind="stable")
+    each = (expand(plain.select([place]), chosen) for place in simplest)
+    plans = next(one for one in each if len(one))
+    kept = f" with {_format_kept(wanted)}" if wanted.keep else ""
+    return (
+        f"{accepts.name} can express no plan{kept}. {accepts.describe_obstacle(plans, 0)} Require "
+        "less, or plan for another trainer."
     )
 
 

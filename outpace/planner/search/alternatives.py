@@ -16,7 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
-from outpace.planner.search.space import OFFLOADED, Options, expand_timed, untrained_mask
+from outpace.planner.search.space import (
+    OFFLOADED,
+    Options,
+    PlanFilter,
+    expand_timed,
+    untrained_mask,
+)
 
 EQUAL = 1.02  # times the fastest step: up to this, the fastest plan is not preferred
 LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
@@ -46,7 +52,7 @@ class PlanChoice:
 
     `plain` are layouts without options, and `chosen` the options to combine with each of them. A
     plan takes `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower
-    bounds of `needs` that are faster to compute.
+    bounds of `needs` that are faster to compute. `accepts`: as in `SearchRequest`.
     """
 
     plain: PlanBatch
@@ -55,6 +61,7 @@ class PlanChoice:
     needs: Estimates
     floors: Estimates
     memory_bytes: float
+    accepts: PlanFilter | None = None
 
 
 def simplest(
@@ -114,7 +121,7 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
         if bound[places[0]] > most_s:
             break
         some = choice.plain.select(places)
-        part, took = expand_timed(some, choice.chosen, choice.seconds, able)
+        part, took = expand_timed(some, choice.chosen, choice.seconds, able, choice.accepts)
         rest = np.flatnonzero(took <= most_s)
         rest = rest[np.argsort(took[rest], kind="stable")]
         for first in range(0, len(rest), _LAYOUTS):
@@ -153,7 +160,7 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
     """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         some = choice.plain.select(slice(begin, begin + _LAYOUTS))
-        part, took = expand_timed(some, choice.chosen, choice.seconds)
+        part, took = expand_timed(some, choice.chosen, choice.seconds, accepts=choice.accepts)
         within = np.flatnonzero(took <= most_s)
         if len(within):
             yield part.select(within), took[within]

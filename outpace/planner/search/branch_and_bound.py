@@ -16,7 +16,6 @@ from outpace.planner.plan_columns import (
     MODES,
     OPTIMIZERS,
     STRATEGIES,
-    Bools,
     Floats,
     Ints,
     PlanBatch,
@@ -39,17 +38,15 @@ from outpace.planner.search.alternatives import (
 from outpace.planner.search.known_bytes import Needs, remember
 from outpace.planner.search.space import (
     OFFLOADED,
-    Options,
+    PlanFilter,
     SearchRequest,
     expand,
     expand_timed,
     layouts,
     memory_options,
-    to_plan,
 )
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
-from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS, StrategyFamily
 
 FAMILIES = get_args(StrategyFamily)
@@ -132,8 +129,9 @@ def search(
         mine = np.nonzero(of_family == place)[0]
         order = mine[np.argsort(bound[mine], kind="stable")]
         taken += _family(
-            question, plain, order, bound, kind, chosen, needs, floors, memory_bytes, count
-        )
+            question, plain, order, bound, kind, chosen, needs, floors, memory_bytes, count,
+            wanted.accepts,
+        )  # fmt: skip
     if not taken:
         return _empty_result(plain, question)
     together = join_batches(taken)
@@ -171,7 +169,7 @@ def find_alternatives(
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
     own = found.columns.select([found.fastest])
     roomy, offloads = ROOMY * memory_bytes, _offloads(own)
-    every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
+    every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes, wanted.accepts)
     by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
     allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
     simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
@@ -269,7 +267,7 @@ def fastest(
         places = order[begin : begin + _BATCH]
         if bound[places[0]] > worst * _NEAR:
             break
-        part = expand(plain.select(places), chosen)
+        part = expand(plain.select(places), chosen, wanted.accepts)
         part = part.select(needs(part) <= memory_bytes)
         both = join_batches([fastest_plans, part])
         seconds = estimate(question, both).step_s
@@ -278,45 +276,6 @@ def fastest(
         if len(fastest_plans) == count:
             worst = float(estimate(question, fastest_plans).step_s.max())
     return fastest_plans, len(plain) * len(chosen)
-
-
-def fastest_accepted(
-    question: StepTimeQuestion,
-    wanted: SearchRequest,
-    needs: Needs,
-    memory_bytes: float,
-    accepts: Callable[[Plan], bool],
-) -> tuple[Plan | None, int]:
-    """Return the fastest plan that fits and that `accepts` allows, and the number considered.
-
-    `accepts` is called once for plans that differ only in their micro-batches, since it decides
-    about a way to split a model and its options. Layouts are visited in the order of their time
-    without options, until none can be faster than the one found.
-    """
-    plain, chosen = layouts(wanted), list(memory_options(wanted))
-    considered = len(plain) * len(chosen)
-    asked = _Acceptance(accepts, wanted.seq_len)
-    # A layout that is not accepted is not accepted with any options, either.
-    plain = plain.select(asked.accepted_mask(plain))
-    bound = least_s(question, wanted, plain)
-    order = np.argsort(bound, kind="stable")
-    chosen = _accepted_options(plain.select(order), chosen, asked)
-    best, best_s = None, np.inf
-    for begin in range(0, len(order) if chosen else 0, _BATCH):
-        places = order[begin : begin + _BATCH]
-        if bound[places[0]] > best_s * _NEAR:
-            break
-        part, took = expand_timed(plain.select(places), chosen, _seconds_of(question))
-        ranked = _ranking_s(part, took)
-        for piece in _pieces(ranked):
-            piece = piece[ranked[piece] < best_s]
-            fits = piece[needs(part.select(piece)) <= memory_bytes] if len(piece) else piece
-            taken = asked.first(part.select(fits))
-            if taken is not None:
-                place = int(fits[taken])
-                best, best_s = to_plan(part, place), float(ranked[place])
-                break
-    return best, considered
 
 
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
@@ -335,83 +294,6 @@ def _seconds_of(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
     return lambda columns: estimate(question, columns).step_s
 
 
-class _Acceptance:
-    """Cache of accepted plans, with a single query for all plans with the same description."""
-
-    def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
-        self._accepts = accepts
-        self._seq_len = seq_len
-        self._known: dict[bytes, bool] = {}
-
-    def accepted_mask(self, columns: PlanBatch) -> Bools:
-        """Return which plans are accepted."""
-        rows, first, back = np.unique(
-            _wording_keys(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
-        )
-        answers = [
-            self._accepts_row(row, columns, int(at)) for row, at in zip(rows, first, strict=True)
-        ]
-        return np.array(answers, bool)[back.reshape(-1)]
-
-    def first(self, columns: PlanBatch) -> int | None:
-        """Return the position of the first accepted plan."""
-        rows = _wording_keys(columns, self._seq_len)
-        places = range(len(columns))
-        return next(
-            (place for place in places if self._accepts_row(rows[place], columns, place)), None
-        )
-
-    def _accepts_row(self, saying: Ints, columns: PlanBatch, place: int) -> bool:
-        key = saying.tobytes()
-        if key not in self._known:
-            self._known[key] = self._accepts(to_plan(columns, place))
-        return self._known[key]
-
-
-def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
-    """Return a row for each plan; plans with equal rows have equal descriptions.
-
-    Batch sizes and numbers of replicas and shards are left out.
-    """
-    columns = [
-        c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp, c.cp > 1,
-        seq_len % (2 * c.cp) > 0, c.pp > 1, c.pp * c.stages_per_rank, c.ep > 1, c.schedule,
-        c.stages_per_rank, c.even_stages, c.sequence_parallel, c.async_tp,
-        c.microbatches * c.passes % c.pp > 0, c.offload_activations, c.offload_parameters,
-        c.offload_optimizer, c.precision, c.optimizer, c.chunked_loss, c.compile, c.in_backward,
-        c.bucket_bytes, c.servers, *(c.modes * 1024).T,
-    ]  # fmt: skip
-    return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
-
-
-# Groups of options that may require each other and are tried together.
-_TOGETHER = (
-    ("modes", "offload_activations"),
-    ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
-)
-
-
-def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptance) -> list[Options]:
-    """Return the options of which every part is accepted with a strategy's fastest layout."""
-    if not chosen or not len(plain):
-        return []
-    _, first = np.unique(plain.strategy, return_index=True)
-    some = plain.select(np.sort(first))
-    alone = [(name,) for name in chosen[0] if not any(name in names for names in _TOGETHER)]
-    for names in (*_TOGETHER, *alone):
-        names = tuple(name for name in names if name in chosen[0])
-        fine: dict[str, bool] = {}
-        for options in chosen:
-            key = str([options[name] for name in names])
-            if key not in fine:
-                part = expand(some, [{**chosen[0], **{name: options[name] for name in names}}])
-                fine[key] = asked.first(part) is not None
-        chosen = [one for one in chosen if fine[str([one[name] for name in names])]]
-        if not chosen:
-            break
-    return chosen
-
-
 def _family(
     question: StepTimeQuestion,
     plain: PlanBatch,
@@ -423,6 +305,7 @@ def _family(
     floors: Needs,
     memory_bytes: float,
     count: int,
+    accepts: PlanFilter | None,
 ) -> Iterator[PlanBatch]:
     """Yield one family's layouts that can be among the `count` best kinds, cheapest first.
 
@@ -440,9 +323,9 @@ def _family(
             break
         some, order, size = plain.select(order[:size]), order[size:], min(2 * size, _BATCH)
         if fastest or not began:
-            part, seconds = expand_timed(some, chosen, seconds_of)
+            part, seconds = expand_timed(some, chosen, seconds_of, accepts=accepts)
         else:
-            part = expand(some, chosen)
+            part = expand(some, chosen, accepts)
             floor = floors(part)
             able = floor <= memory_bytes
             lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
@@ -619,7 +502,7 @@ def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float
     # Layouts that shard the most come first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
-        part = expand(plain.select(order[begin : begin + _BATCH]), chosen)
+        part = expand(plain.select(order[begin : begin + _BATCH]), chosen, wanted.accepts)
         part = part.select(floors(part) <= memory_bytes)
         if len(part) and (needs(part) <= memory_bytes).any():
             return True

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise, product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,6 +62,16 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+class PlanFilter(Protocol):
+    """Restriction of a search (`planner.search.acceptance.Acceptance`)."""
+
+    @property
+    def name(self) -> str: ...
+    def accepts_layouts(self, columns: PlanBatch) -> Bools: ...
+    def accepts_options(self, columns: PlanBatch) -> Bools: ...
+    def describe_obstacle(self, columns: PlanBatch, place: int) -> str: ...
+
+
 @dataclass(frozen=True)
 class SearchRequest:
     """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
@@ -70,7 +80,8 @@ class SearchRequest:
     optimizer state use `offloaded_precision`, if it is given. `vary` has additional values of
     settings (in VARIED) to search, the fastest optimizer first. `trained`: only plans that outpace
     can train. `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`:
-    plans may offload, unless `keep` says otherwise.
+    plans may offload, unless `keep` says otherwise. `accepts`: the plans that the trainer can
+    express; None if all.
     """
 
     outline: Outline
@@ -90,6 +101,7 @@ class SearchRequest:
     on_host: bool = False  # the devices are CPUs, so there is no other host memory
     alike: bool = True  # all layers are equal, so every pipeline is possible
     offloads: bool = True
+    accepts: PlanFilter | None = None
 
     @property
     def adapters(self) -> AdapterSettings | None:
@@ -146,7 +158,10 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
     fine = _keep_mask(found, keep) & _options_match(found) & _adapters_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
-    return found.select(fine)
+    found = found.select(fine)
+    if wanted.accepts is None or not len(found):
+        return found
+    return found.select(wanted.accepts.accepts_layouts(found))
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
@@ -170,7 +185,7 @@ def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
 def has_plans(wanted: SearchRequest) -> bool:
     """Return whether any plan can be laid out as requested, whether it fits or not."""
     found, chosen = layouts(wanted), list(memory_options(wanted))
-    return bool(len(found) and chosen and _allowed_options(found, chosen).any())
+    return bool(len(found) and chosen and _allowed_options(found, chosen, wanted.accepts).any())
 
 
 def _repeat(value: Any, count: int) -> Any:
@@ -178,9 +193,11 @@ def _repeat(value: Any, count: int) -> Any:
     return np.broadcast_to(array, (count, *array.shape)).copy()
 
 
-def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
-    """Combine every layout with every option that it allows."""
-    return _combine(columns, chosen, *np.nonzero(_allowed_options(columns, chosen)))
+def expand(
+    columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None = None
+) -> PlanBatch:
+    """Combine every layout with every option that it allows and the trainer can express."""
+    return _combine(columns, chosen, *np.nonzero(_allowed_options(columns, chosen, accepts)))
 
 
 def expand_timed(
@@ -188,13 +205,14 @@ def expand_timed(
     chosen: Sequence[Options],
     seconds: Callable[[PlanBatch], Floats],
     able: Callable[[PlanBatch], Bools] | None = None,
+    accepts: PlanFilter | None = None,
 ) -> tuple[PlanBatch, Floats]:
     """Return the plans of `expand` that may fit (`able`), and the step time of each in seconds.
 
     A chunked loss takes as long as a whole one, with the same permanent tensors, so only one of two
     plans that differ only in the loss is checked.
     """
-    place, option = np.nonzero(_allowed_options(columns, chosen))
+    place, option = np.nonzero(_allowed_options(columns, chosen, accepts))
     alike = [{**one, "chunked_loss": None} for one in chosen]
     follows = np.array([False, *(one == other for one, other in pairwise(alike))])
     again = follows[option]
@@ -220,13 +238,17 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
     return PlanBatch(**values)
 
 
-def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
+def _allowed_options(
+    columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None
+) -> Any:
     """Return which options each layout allows, one row per layout. Layouts that are equal in
-    everything that `_possible` reads allow the same options, so only one of each kind is tried.
+    everything that `_possible` and `accepts` read allow the same, so one of each kind is tried.
     """
     c = columns
-    read = (c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
-            c.tp > 1, c.pp > 1, c.dp_replicate > 1)  # fmt: skip
+    read = [c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
+            c.tp > 1, c.pp > 1, c.dp_replicate > 1]  # fmt: skip
+    if accepts is not None:
+        read += [c.dp_shard > 1, c.cp > 1, c.ep > 1]
     kinds = tuple(np.asarray(one, np.int64) for one in read)
     spans = tuple(int(one.max(initial=0)) + 1 for one in kinds)
     _, first, kind = np.unique(
@@ -237,7 +259,11 @@ def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
     for name in chosen[0]:
         array = np.array([options[name] for options in chosen])
         values[name] = np.tile(array, (count, *[1] * (array.ndim - 1)))
-    found = _possible(replace(some, **values))
+    combined = replace(some, **values)
+    found = _possible(combined)
+    if accepts is not None:
+        able = np.flatnonzero(found)
+        found[able] = accepts.accepts_options(combined.select(able))
     return found.reshape(count, len(chosen))[kind.reshape(-1)]
 
 
