@@ -208,7 +208,16 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
         with pytest.raises(BadInputError, match="trained over a larger embedding"):
             merge_adapter(adapter, tmp_path / "c", model=model, base=None, dtype="fp32")
     with pytest.raises(BadInputError, match="the tokenizer has a vocabulary of"):
-        generate(adapter, "a", max_new_tokens=1, temperature=0.0, top_k=None, seed=0, device="cpu")
+        generate(
+            adapter,
+            "a",
+            max_new_tokens=1,
+            temperature=0.0,
+            top_k=None,
+            seed=0,
+            device="cpu",
+            on_hint=print,
+        )
 
 
 def test_a_merged_adapter_keeps_them_too(home):

@@ -45,10 +45,10 @@ def test_a_run_of_adapters_learns_is_evaluated_and_merged(start, corpus, tmp_pat
     text = (str(corpus / "heapq.txt"),)
     run, measured = start(f"run-{base}", base=base, steps=20, data=text, eval_data=text, **LORA)
     assert measured.final_eval.loss < measured.initial_eval.loss - 0.02
-    found = evaluate(run, None, batches=2, batch_size=8, device="cpu")
+    found = evaluate(run, None, batches=2, batch_size=8, device="cpu", on_hint=print)
     assert found.loss == pytest.approx(measured.final_eval.loss, rel=1e-4)
     assert generate(
-        run, "def", max_new_tokens=2, temperature=0, top_k=None, seed=0, device="cpu"
+        run, "def", max_new_tokens=2, temperature=0, top_k=None, seed=0, device="cpu", on_hint=print
     ).startswith("def")
     capsys.readouterr()
     assert main(["merge", str(run), "--out", str(tmp_path / "whole"), "--json"]) == 0
@@ -84,7 +84,7 @@ def test_random_weights_are_taken_where_that_is_said(start, tmp_path):
     said = {"model": "outpace-tiny", "init": "random", "lora_rank": 2, "schedule": "constant"}
     run, measured = start("drawn", steps=4, save_every=2, **said)
     assert (run / "base" / "model.safetensors").is_file()
-    found = evaluate(run, None, batches=2, batch_size=8, device="cpu")
+    found = evaluate(run, None, batches=2, batch_size=8, device="cpu", on_hint=print)
     assert found.loss == pytest.approx(measured.final_eval.loss, rel=1e-4)
     _, further = start("drawn", steps=6, resume=True, **said)
     assert further.final_eval.loss < measured.final_eval.loss
@@ -112,7 +112,7 @@ def test_other_weights_under_the_same_name_are_noticed(start, tmp_path):
     with pytest.raises(BadInputError, match="the adapters' base model has changed"):
         start("beside", model=str(base), steps=4, lora_rank=2, resume=True)
     with pytest.raises(BadInputError, match="was not trained with the weights"):
-        evaluate(run, None, batches=1, batch_size=2, device="cpu")
+        evaluate(run, None, batches=1, batch_size=2, device="cpu", on_hint=print)
 
 
 @pytest.mark.slow

@@ -61,7 +61,14 @@ def test_an_encoder_learns_masked_tokens_and_loads_in_transformers(start, tmp_pa
     assert model.config.hidden_size == 32
     with pytest.raises(BadInputError, match="causal"):
         generate(
-            tmp_path / "run", "x", max_new_tokens=2, temperature=1, top_k=None, seed=0, device="cpu"
+            tmp_path / "run",
+            "x",
+            max_new_tokens=2,
+            temperature=1,
+            top_k=None,
+            seed=0,
+            device="cpu",
+            on_hint=print,
         )
 
 
@@ -154,14 +161,25 @@ def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
 
 def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_path, corpus):
     start("run")
-    held_out = evaluate(tmp_path / "run", None, batches=None, batch_size=None, device="cpu")
-    named = evaluate(tmp_path / "run", (str(corpus),), batches=1, batch_size=4, device="cpu")
+    held_out = evaluate(
+        tmp_path / "run", None, batches=None, batch_size=None, device="cpu", on_hint=print
+    )
+    named = evaluate(
+        tmp_path / "run", (str(corpus),), batches=1, batch_size=4, device="cpu", on_hint=print
+    )
     last = json.loads((tmp_path / "run" / "evals.jsonl").read_text().splitlines()[-1])
     assert held_out.loss == pytest.approx(last["loss"], rel=0.05)
     assert named.tokens == 4 * 32
     one_file = str(corpus / "wave.txt")
     whole = [
-        evaluate(tmp_path / "run", (one_file,), batches=None, batch_size=size, device="cpu")
+        evaluate(
+            tmp_path / "run",
+            (one_file,),
+            batches=None,
+            batch_size=size,
+            device="cpu",
+            on_hint=print,
+        )
         for size in (1, 64)
     ]
     assert whole[0].tokens == whole[1].tokens
@@ -169,10 +187,24 @@ def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_pa
     (tmp_path / "run" / "model" / "model.safetensors").rename(tmp_path / "aside")
     (tmp_path / "run" / "model" / "checksums.json").unlink()
     with pytest.raises(BadInputError, match="model has no weights, which eval needs"):
-        evaluate(tmp_path / "run" / "model", (one_file,), batches=1, batch_size=1, device="cpu")
+        evaluate(
+            tmp_path / "run" / "model",
+            (one_file,),
+            batches=1,
+            batch_size=1,
+            device="cpu",
+            on_hint=print,
+        )
     (tmp_path / "aside").rename(tmp_path / "run" / "model" / "model.safetensors")
     text = generate(
-        tmp_path / "run", "def", max_new_tokens=5, temperature=0, top_k=None, seed=0, device="cpu"
+        tmp_path / "run",
+        "def",
+        max_new_tokens=5,
+        temperature=0,
+        top_k=None,
+        seed=0,
+        device="cpu",
+        on_hint=print,
     )
     assert text.startswith("def")
     assert len(text) > 3
@@ -214,7 +246,9 @@ def test_a_persons_own_run_is_evaluated_and_taken_further(start, tmp_path):
     )
     mine = f"{tmp_path / 'mine.py'}:build"
     first = start("run", model=mine, steps=20, lr=0.01)
-    found = evaluate(tmp_path / "run", None, batches=2, batch_size=None, device="cpu")
+    found = evaluate(
+        tmp_path / "run", None, batches=2, batch_size=None, device="cpu", on_hint=print
+    )
     assert found.loss == pytest.approx(first.final_eval.loss, rel=1e-5)
     again = start("again", model=str(tmp_path / "run"), steps=1)
     assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-5)
@@ -257,7 +291,9 @@ def test_tokens_of_another_vocabulary_are_refused(start, corpus, tmp_path):
     with pytest.raises(BadInputError, match=r"largest token id needs a vocabulary of 64988"):
         start("again", data=(str(tokens),), tokenizer=own)
     with pytest.raises(BadInputError, match=r"largest token id needs a vocabulary of 64988"):
-        evaluate(tmp_path / "run", (str(tokens),), batches=1, batch_size=1, device="cpu")
+        evaluate(
+            tmp_path / "run", (str(tokens),), batches=1, batch_size=1, device="cpu", on_hint=print
+        )
     with pytest.raises(BadInputError, match=r"x\.bin holds the ids of a tokenizer.*--tokenizer"):
         start("mixed", data=(str(corpus), str(tokens)))
 

@@ -36,7 +36,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def written(run: Path) -> str:
     return generate(
-        run, "def ", max_new_tokens=4, temperature=0.0, top_k=None, seed=0, device="cpu"
+        run, "def ", max_new_tokens=4, temperature=0.0, top_k=None, seed=0, device="cpu",
+        on_hint=print,
     )  # fmt: skip
 
 

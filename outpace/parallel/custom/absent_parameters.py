@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_iter
 
@@ -77,7 +78,7 @@ class AbsentParameters:
     def replace(self, stub: nn.Parameter, parameter: Tensor) -> nn.Parameter:
         """Make a stub for a parameter of another stage refuse what needs its values."""
         owner = self.owners.get(id(parameter))
-        if owner is None or has_torch_function_unary(stub):
+        if owner is None or has_torch_function_unary(stub) or isinstance(stub, FakeTensor):
             return stub
         kind = _absent_class(type(stub))
         made: nn.Parameter = Tensor._make_subclass(kind, stub.detach(), stub.requires_grad)

@@ -114,11 +114,11 @@ def test_the_check_costs_one_backward_and_a_few_forwards(tmp_path, strategy, mak
     """With dropout, too: what the layout computes is the first step's.
 
     Forwards beside the plain one are of the halves of a micro-batch of 2: one, the other, and the
-    first again. A Stack drops, and moves buffers: both whole, and in halves; then twice, with the
-    buffers of before and of after, and, since no loss shows these, forward and backward with both,
-    eight times in a row, and once after that. Without drops, both micro-batches run as one, too. A
-    sample of each rank goes forward and backward once more: with that of the other on rank 0, and
-    each by itself on rank 1.
+    first again. A Stack drops, and moves buffers: both whole, and in halves; a pair and its halves
+    to see whether buffers depend on samples; then twice, with the buffers of before and of after,
+    and, since no loss shows these, forward and backward with both, eight times in a row, and once
+    after that. Without drops, both micro-batches run as one, too. A sample of each rank goes
+    forward and backward once more: with that of the other on rank 0, and each by itself on rank 1.
     """
 
     def note(kind, batch):
@@ -141,8 +141,9 @@ def test_the_check_costs_one_backward_and_a_few_forwards(tmp_path, strategy, mak
         both_passes = 2 * SAMPLES // 2
         few = 3 + (2 + 2 + 2 * 2 if make is Stack else 2 * 2)
         later = (2 * 2 + 8 * 2 + 2, 2 * 2 + 2) if make is Stack else (0, 0)
+        counted = 2 + 2 if make is Stack else 0
         mixed = 2
-        wanted = both_passes + few + mixed + later[0], both_passes + mixed + later[1]
+        wanted = both_passes + few + counted + mixed + later[0], both_passes + mixed + later[1]
         assert (forward, backward) == wanted
 
 
