@@ -51,8 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.planner.plan import plans
 
     asked = _read_request(arguments)
-    if arguments.emit is not None:
-        _check_export(arguments, asked)
+    model = None if arguments.emit is None else _check_export(arguments, asked)
     if arguments.compare_nodes:
         return _compare(arguments, asked)
     if arguments.what_if is not None:
@@ -68,9 +67,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         raise BadInputError(f"--explain {number}: {listed} listed. {more}.")
     if arguments.out is not None and arguments.emit is None:
         _save(answer.plans[number - 1].plan, question, arguments.out)
-    if arguments.emit is not None:
+    if model is not None:
         chosen = None if arguments.explain is None else number
-        return _export(arguments, question, answer, chosen)
+        return _export(arguments, model, question, answer, chosen)
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
@@ -229,9 +228,9 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
     save_output(path, file)
 
 
-def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> None:
-    """Refuse, before the search, what no plan of the format can hold. Raises BadInputError."""
-    from outpace.jobs.planning.export_format import check_exportable
+def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "NamedModel":
+    """Return the model to export. Raises BadInputError for what no plan of the format can hold."""
+    from outpace.jobs.planning.export_format import NamedModel, check_exportable
     from outpace.jobs.planning.find_outline import find_outline
     from outpace.jobs.planning.request import kept_settings
     from outpace.planner.model.adapters import AdapterSettings
@@ -243,7 +242,7 @@ def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> None:
             f"{emit}'s traits. Leave out --trainer, or write plan K of {trainer}'s list with "
             "--explain K."
         )
-    _, outline, _ = find_outline(arguments.model)
+    _, outline, spec = find_outline(arguments.model)
     positions, seq_len = outline.max_positions, arguments.seq_len or 0
     if seq_len > positions:
         raise BadInputError(
@@ -252,29 +251,27 @@ def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> None:
             f"{positions}, or give the model more positions (max_position_embeddings in its "
             "config.json, with rotary scaling)."
         )
+    model = NamedModel(arguments.model, outline if spec is None else spec)
     adapters = AdapterSettings.from_values(kept_settings(asked))
     try:
-        check_exportable(emit, _named_model(arguments.model), adapters)
+        check_exportable(emit, model, adapters)
     except BadInputError as error:
         raise BadInputError(f"--emit {emit}: {error}") from None
-
-
-def _named_model(reference: str) -> "NamedModel":
-    from outpace.jobs.planning.export_format import NamedModel
-    from outpace.jobs.planning.find_outline import find_outline
-
-    _, outline, spec = find_outline(reference)
-    return NamedModel(reference, outline if spec is None else spec)
+    return model
 
 
 def _export(
-    arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
+    arguments: argparse.Namespace,
+    model: "NamedModel",
+    question: "PlanningProblem",
+    answer: "Plans",
+    chosen: int | None,
 ) -> int:
     """Export the chosen plan, or the recommended one of those that the format can express."""
     from outpace.jobs.planning.export_format import figures, list_alternatives, pick_plan
 
     try:
-        picked = pick_plan(arguments.emit, question, answer, _named_model(arguments.model), chosen)
+        picked = pick_plan(arguments.emit, question, answer, model, chosen)
     except BadInputError as error:
         raise BadInputError(f"--emit {arguments.emit}: {error}") from None
     written = picked.emitted

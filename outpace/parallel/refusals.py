@@ -107,6 +107,7 @@ class CommonPlace:
                     f"rank {ahead[0]} does not. Do it on all ranks (and print on one of them)."
                 )
             if all(place == mine for place in places):
+                dist.barrier()  # until all have seen it: a rank that goes on has another place
                 return
             time.sleep(_READ_AGAIN_S)
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.spread import is_spread, local, part_like, whole
@@ -47,7 +46,6 @@ def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
     """Return a whole tensor. Collective, which all ranks begin, if ranks have parts of it."""
     if is_spread(tensor) and not all(one.is_replicate() for one in tensor.placements):
         place.wait_for_all(what)
-        dist.barrier()  # replicas of shards gather without each other, and one may go on at once
     return whole(tensor)
 
 

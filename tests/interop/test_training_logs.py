@@ -418,11 +418,11 @@ def test_a_pipeline_of_torchtitan_divides_the_batch_of_a_rank(tmp_path: Path) ->
 
 
 def test_settings_that_megatron_prints(tmp_path: Path) -> None:
-    def told(name: str, value: str) -> str:
+    def setting_line(name: str, value: str) -> str:
         return f"  {name} {'.' * (48 - len(name))} {value}\n"
 
     text = "".join(
-        told(*one)
+        setting_line(*one)
         for one in (
             ("bf16", "True"), ("sequence_parallel", "False"), ("num_layers", "32"),
             ("hidden_size", "4096"), ("pipeline_model_parallel_size", "4"),
@@ -435,8 +435,10 @@ def test_settings_that_megatron_prints(tmp_path: Path) -> None:
         {"precision": "bf16-master", "sequence_parallel": False, "layers": 32, "hidden": 4096,
          "pp": 4, "pp_schedule": "interleaved", "virtual_stages": 2, "zero": 1},
     )  # fmt: skip
-    sharded = told("use_megatron_fsdp", "True")
-    sharded += told("data_parallel_sharding_strategy", "optim_grads_params") + told("fp8", "hybrid")
+    sharded = setting_line("use_megatron_fsdp", "True")
+    sharded += setting_line("data_parallel_sharding_strategy", "optim_grads_params") + setting_line(
+        "fp8", "hybrid"
+    )
     assert holds(read_text(tmp_path, text + sharded + MEGATRON), {"zero": 3, "precision": "fp8"})
     # Before pipelines, in 2020.
     older = MEGATRON.replace("tensor_model_parallel_size ....", "model_parallel_size ...........")

@@ -47,7 +47,7 @@ def run(tmp_path, strategy, *loops, **options):
     return ends, [torch.load(file) if file.exists() else {} for file in files]
 
 
-def apart(found, expected):
+def difference(found, expected):
     """The largest difference; infinite if a value is missing or NaN."""
     if isinstance(expected, dict):
         pairs = [(found[name], value) for name, value in expected.items() if name in found]
@@ -64,10 +64,10 @@ def require_equal(tmp_path, strategy, *loops, **options):
         expected, state = train_plain(LOOPS[loop]())
         ranks = [one[loop] for one in told]
         for found, _ in ranks:
-            assert found is None or apart(found, expected) < 1e-9, (strategy, loop)
+            assert found is None or difference(found, expected) < 1e-9, (strategy, loop)
         if isinstance(expected, dict):
             assert set().union(*(found for found, _ in ranks)) == set(expected), (strategy, loop)
-        assert apart(ranks[0][1], state) < 1e-9, (strategy, loop)
+        assert difference(ranks[0][1], state) < 1e-9, (strategy, loop)
 
 
 def require_refused(tmp_path, strategy, loop, pattern, **options):

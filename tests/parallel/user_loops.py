@@ -66,7 +66,7 @@ class Loop:
     def step(self, named, module):
         """After each step."""
 
-    def found(self):
+    def results(self):
         """What it has come to: tensors by name, or a number."""
         return {}
 
@@ -84,7 +84,7 @@ class Ema(Loop):
         for name, p in named:
             self.kept[name].lerp_(p, 0.1)
 
-    def found(self):
+    def results(self):
         return self.kept
 
 
@@ -105,7 +105,7 @@ class EmaFoldedState(Loop):
         for name, t in module.state_dict().items():
             self.kept[name] = 0.9 * self.kept[name] + 0.1 * t
 
-    def found(self):
+    def results(self):
         return self.kept
 
 
@@ -130,7 +130,7 @@ class GradientNorm(Loop):
         squares = [p.grad.norm() ** 2 for _, p in named if p.grad is not None]
         self.norms.append(float(sum(squares)) ** 0.5)
 
-    def found(self):
+    def results(self):
         return self.norms
 
 
@@ -151,7 +151,7 @@ class WeightNorm(Loop):
     def step(self, named, module):
         self.norms.append(sum(p.norm().item() ** 2 for _, p in named) ** 0.5)
 
-    def found(self):
+    def results(self):
         return self.norms
 
 
@@ -204,7 +204,7 @@ class Target(Loop):
                 for name, p in named:
                     held[name].copy_(p)
 
-    def found(self):
+    def results(self):
         return dict(self.target.named_parameters())
 
 
@@ -282,7 +282,7 @@ def train_plain(loop):
         optimizer.step()
         optimizer.zero_grad()
         loop.step(list(module.named_parameters()), module)
-    return loop.found(), module.state_dict()
+    return loop.results(), module.state_dict()
 
 
 def train_parallel(loop, strategy, by="module", size=2, change=None, direct=False):
@@ -311,4 +311,4 @@ def train_parallel(loop, strategy, by="module", size=2, change=None, direct=Fals
         optimizer.step()
         optimizer.zero_grad()
         loop.step(named(), module)
-    return loop.found(), model.state_dict()
+    return loop.results(), model.state_dict()

@@ -12,7 +12,7 @@ from outpace.parallel.parity.counted_buffers import explain_counted_buffers, fin
 from tests.parallel.parity.first_batch_cases import Quiet, global_batch, run_first_step, squares
 
 
-class Routed(Quiet):
+class Router(Quiet):
     """Counts each feature's wins for its loop, next to buffers that no sample changes.
 
     `usage` is in no checkpoint. `last` is a cache of the last samples, in none either.
@@ -52,11 +52,11 @@ class Routed(Quiet):
         return self.head(h)
 
 
-class RoutedOverRanks(Routed):
+class RouterOverRanks(Router):
     sums = True
 
 
-class OneForgotten(RoutedOverRanks):
+class OneForgotten(RouterOverRanks):
     """Counts one thing without the other ranks'."""
 
     def __init__(self):
@@ -69,7 +69,7 @@ class OneForgotten(RoutedOverRanks):
         return super().forward(x)
 
 
-class Normalised(Quiet):
+class NormModel(Quiet):
     """Its BatchNorm's moving averages are of no interest to the loss, which has its own words."""
 
     def __init__(self):
@@ -86,7 +86,7 @@ NAMES = "average, load, seen and 1 more"
 @pytest.mark.gloo
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_counted_buffers_are_reported_once_with_size_and_cure(tmp_path, strategy):
-    first, second = run_first_step(tmp_path, strategy, Routed)
+    first, second = run_first_step(tmp_path, strategy, Router)
     assert second["warnings"] == [] and "loss" in first
     [said], [place] = first["warnings"], first["files"]
     assert place.endswith("first_batch_cases.py"), "the line of the user's own code"
@@ -104,7 +104,7 @@ def test_counts_of_single_samples_are_reported(tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("strategy", "make"), [("zero2", RoutedOverRanks), ("gpipe", Routed)])
+@pytest.mark.parametrize(("strategy", "make"), [("zero2", RouterOverRanks), ("gpipe", Router)])
 def test_counts_of_all_samples_are_not_reported(tmp_path, strategy, make):
     """Those summed over the ranks, and those of a pipeline, each stage of which sees all.
 
@@ -121,14 +121,14 @@ def test_counts_of_all_samples_are_not_reported(tmp_path, strategy, make):
 
 @pytest.mark.gloo
 def test_averages_of_batch_normalisations_are_not_reported_as_counts(tmp_path):
-    first, _ = run_first_step(tmp_path, "ddp", Normalised)
+    first, _ = run_first_step(tmp_path, "ddp", NormModel)
     [said] = first["warnings"]
     assert said.startswith("the loss of the first batch changes")
 
 
 def test_buffers_that_depend_on_samples_are_told_from_others():
     """Everything is put back, and forwards begin with the same random numbers."""
-    module = Routed()
+    module = Router()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     drawn = torch.get_rng_state()
     found = find_counted_buffers(
