@@ -63,7 +63,7 @@ class Framework:
         return OUTPACE if self.memory == "outpace" else _WHOLE_LOSS
 
 
-# Names of the tables' stacks in the catalog (outpace/catalog/stacks.py); others are plain.
+# Names of the tables' stacks in the catalog (outpace/catalog/stacks.json); others are plain.
 _SOFTWARE: Mapping[str, str] = {
     "Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
     "DeepSpeed": "deepspeed-2021", "InternEvo": "internevo", "nanotron": "nanotron",

@@ -7,11 +7,10 @@ by the factors in NVIDIA's architecture papers. The rates of the RTX 5090 D and 
 depend on the power that their maker allows.
 """
 
-import json
 from collections.abc import Iterator
-from importlib.resources import files
 from typing import NamedTuple
 
+from outpace.catalog.tables import read_rows, read_table
 from outpace.records.hardware import Architecture
 
 SOURCE = (
@@ -46,9 +45,7 @@ class Card(NamedTuple):
 
 
 def _read_cards() -> Iterator[Card]:
-    table = json.loads(files("outpace.catalog").joinpath("consumer_gpus.json").read_text("utf-8"))
-    for row in table["rows"]:
-        values = dict(zip(table["columns"], row, strict=True))
+    for values in read_rows(read_table("consumer_gpus")):
         bridge = values.pop("bridge")
         yield Card(**values, bridge=bridge and tuple(bridge))
 

@@ -1,13 +1,12 @@
 """Models by name: presets, each with its source (presets.json), and outlines."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 
 from outpace.catalog.outlines import OUTLINES
+from outpace.catalog.tables import read_table
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, nearest_model, suggest
 from outpace.records.model import ModelSpec
@@ -20,12 +19,9 @@ class Preset(Record):
     source: str
 
 
-def _read_presets() -> dict[str, Preset]:
-    text = files("outpace.catalog").joinpath("presets.json").read_text(encoding="utf-8")
-    return {name: Preset.parse(values, name) for name, values in json.loads(text).items()}
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(_read_presets())
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {name: Preset.parse(values, name) for name, values in read_table("presets").items()}
+)
 
 
 def _repositories() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Software stacks for training: traits that are the same for every plan, with sources.
+"""Software stacks for training: their traits, which are the same for every plan (stacks.json).
 
 A step's time depends on the program that runs it: what it fuses, how its collectives are split and
 overlapped, and what its modes of recomputation mean. Its use of memory is in
@@ -7,8 +7,9 @@ overlapped, and what its modes of recomputation mean. Its use of memory is in
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+from outpace.catalog.tables import read_table
 from outpace.records.base import Record
 
 # How norms and rotations run without a compiler: one kernel each; several torch operators; or fused
@@ -98,118 +99,11 @@ class SoftwareStack(Record):
     source: str
 
 
-def _stacks(*found: SoftwareStack) -> Mapping[str, SoftwareStack]:
-    return MappingProxyType({stack.name: stack for stack in found})
+def _stack(name: str, source: list[str], **traits: Any) -> SoftwareStack:
+    return SoftwareStack.parse({"name": name, "source": "; ".join(source), **traits}, name)
 
 
-STACKS: Mapping[str, SoftwareStack] = _stacks(
-    SoftwareStack(
-        name="outpace", broadcasts=True, copies_units=True, stops_early=True, copies_hidden=True,
-        stage_gathers="micro-batches",
-        source="outpace/nn (model_options.py: torch's checkpoint, use_reentrant=False), "
-        "outpace/parallel; torch's fully_shard, as torchtitan; tensor.py: sequence parallelism "
-        "splits the second dimension (Shard(1)); in pipelines blocks reshard after each forward, "
-        "and torch/distributed/pipelining/stage.py keeps them whole after backwards",
-    ),
-    SoftwareStack(
-        name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
-        gathers_fp8=True, scatters_sums=False, ring="torch", gathers_keys=True,
-        stage_gathers="once", copies_hidden=True,
-        source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
-               "rotations by complex numbers in fp32, F.scaled_dot_product_attention), "
-               "distributed/activation_checkpoint.py: selective recomputation (op) saves every "
-               "second aten.mm of a block, attention and 8-bit matmuls; early_stop is False "
-               "since 2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching "
-               "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: "
-               "foreach_all_gather_copy_out by split_with_sizes_copy, "
-               "foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the sum); experts' "
-               "tokens are sent by all_to_all_single (its standard dispatcher; DeepEP's is an "
-               "option); float8.md: tensor parallelism gathers inputs in 8 bits by default; "
-               "pytorch/pytorch, pull request 149946: torch's asynchronous tensor parallelism "
-               "fuses no reduce-scatter of a backward, whose input is a sum of matmuls; "
-               "torch/distributed/tensor/experimental/_attention.py: _AllGatherRotater by "
-               "default; in pipelines reshard_after_forward is False, and "
-               "torch/distributed/pipelining/stage.py calls FSDP's post_backward after the last "
-               "backward; pull request 437 and torch/distributed/_functional_collectives.py: "
-               "all_gather_tensor and reduce_scatter_tensor of dimension 1 chunk and concatenate",
-    ),
-    SoftwareStack(
-        name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
-        gathers_for_adapters=True, fuses_accumulation=True, casts="current", ring="engine",
-        source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts "
-               "(weights' in a step's first micro-batch, is_first_microbatch) and attention "
-               "(cuDNN's), bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion "
-               "(extensions/transformer_engine.py: fuse_wgrad_accumulation, into main_grad); "
-               "gradients are reduced and parameters gathered in buckets during computation "
-               "(--overlap-grad-reduce, --overlap-param-gather); "
-               "transformer/moe/token_dispatcher.py: --moe-token-dispatcher-type alltoall, as "
-               "its MoE guide advises; pipeline_parallel/schedules.py, "
-               "forward_backward_pipelining_with_interleaving: param_sync_func of a stage at the "
-               "first micro-batch of the one before, grad_sync_func at its last; NeMo, "
-               "nemo/collections/nlp/modules/common/megatron/adapters/mcore_mixins.py: "
-               "return_layernorm_output_gathered except with ub_overlap_ag, where adapters "
-               "gather themselves; NVIDIA/TransformerEngine 0064fbd6, "
-               "pytorch/csrc/quantizer.cpp: Float8CurrentScalingQuantizer (--fp8-recipe "
-               "tensorwise, which outpace writes)",
-    ),
-    SoftwareStack(
-        name="megatron-lm", fuses_dropout=True, ring="engine",
-        source="Megatron-LM of 2021 and 2022, arXiv 2104.04473, §4.2 (bias and GELU, and bias, "
-               "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; "
-               "local DDP. gradient_accumulation_fusion came on 2022-02-13 (83b1e42f30), for "
-               "fp16 gradients only on 2022-09-27 (07916bf245); it is taken as off, since the "
-               "table of 2021 and Megatron-DeepSpeed use older code, and the table of 2022 "
-               "trains in fp16",
-    ),
-    SoftwareStack(
-        name="deepspeed", attention="flash2", elementwise="operators",
-        source="deepspeedai/DeepSpeed, runtime/zero/partitioned_param_coordinator.py: parameters "
-               "of the modules ahead are gathered together, during computation. "
-               "AllGatherCoalescedHandle.wait (partition_parameters.py) also copies them by "
-               "torch.cat under ZeRO-3; this is not counted: copies_units stands for FSDP2's "
-               "casts and copies under ZeRO-2, too, which DeepSpeed does not have, and no "
-               "measured step is of this version",
-    ),
-    SoftwareStack(
-        name="deepspeed-2021", attention="flash2", collectives="parameters", overlaps=False,
-        broadcasts=True,
-        source="DeepSpeed 0.3 and 0.4, runtime/zero/partition_parameters.py: _allgather_param of "
-        "each parameter, waited for before its module (all_gather's copies into a list of outputs "
-        "are not counted); stage3.py: gradients are reduced by parameters as they are partitioned",
-    ),
-    SoftwareStack(
-        name="accelerate", attention="fused", elementwise="operators", copies_units=True,
-        stops_early=True, ring="torch",
-        source="huggingface/accelerate, FSDP2 (fully_shard) over transformers' modules: RMS norms "
-        "and rotations of several operators, SDPA; utils/fsdp_utils.py, fsdp2_apply_ac: torch's "
-        "checkpoint_wrapper, which is not reentrant by default; torch's context_parallel, whose "
-        "keys are passed on (alltoall) as outpace writes it, and gathered by default",
-    ),
-    SoftwareStack(
-        name="nanotron", attention="flash2", elementwise="fused", collectives="parameters",
-        overlaps=False,
-        source="huggingface/nanotron 2411b022a7: flash-attn's attention, norms and rotations; "
-        "optim/zero.py and optim/gradient_accumulator.py: gradients and parameters are reduced and "
-        "gathered parameter by parameter, after the backward and after the step",
-    ),
-    SoftwareStack(
-        name="internevo", attention="flash2", elementwise="fused", overlaps=False, broadcasts=True,
-        source="InternLM/InternEvo c628a8c874, internlm/solver/optimizer/hybrid_zero_optim.py: "
-        "buckets of 512 Mi elements, so that a model of 7 billion has a few, the last of which are "
-        "reduced in step(); parameters are broadcast by each rank that owns some "
-        "(overlap_sync_param is off in configs/7B_sft.py); flash-attn's attention, apex's norms",
-    ),
-    SoftwareStack(
-        name="composer", attention="flash2", casts="delayed", stops_early=True,
-        source="mosaicml/llm-foundry 12a631913c: low-precision layer norms, FSDP by blocks; "
-        "scripts/train/benchmarking/submit_benchmarks.py: activation_checkpointing_reentrant is "
-        "False; amp_fp8 by Transformer Engine, with DelayedScaling (composer/core/precision.py)",
-    ),
-    SoftwareStack(
-        name="trainer", attention="fused", elementwise="operators", stops_early=True,
-        source="huggingface/transformers: models/llama/modeling_llama.py (norms and rotations of "
-        "several operators), SDPA; modeling_utils.py: use_reentrant is False unless it is set "
-        "(5.23; True in 4)",
-    ),
-)  # fmt: skip
+STACKS: Mapping[str, SoftwareStack] = MappingProxyType(
+    {name: _stack(name, **values) for name, values in read_table("stacks").items()}
+)
 OUTPACE = STACKS["outpace"]

@@ -345,7 +345,7 @@ def test_megatron_asserts_nothing_against_it(request_: ExportRequest) -> None:
     }
     for name, others in needs.items():
         assert name not in found or set(others) <= set(found)
-    # The traits of its stack (catalog/stacks.py) have parameters gathered during computation.
+    # The traits of its stack (catalog/stacks.json) have parameters gathered during computation.
     sharded = request_.stage > 0 and request_.plan.data_parallel * request_.plan.cp > 1
     assert STACKS["megatron"].overlaps and sharded == ("overlap-param-gather" in found)
     never = [

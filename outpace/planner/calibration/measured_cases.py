@@ -4,14 +4,13 @@ The table is generated from benchmarks/data and the recorded predictions
 (benchmarks/measured_steps.py).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from outpace.catalog.tables import read_rows, read_table
 from outpace.records.errors import join_and
 from outpace.records.estimate import MeasuredCase
 from outpace.records.plan import Plan
@@ -73,9 +72,7 @@ class Likeness:
 @lru_cache
 def measured_rows() -> tuple[Mapping[str, Any], ...]:
     """Return all rows of the table."""
-    text = files("outpace.catalog").joinpath("measured_steps.json").read_text(encoding="utf-8")
-    table = json.loads(text)
-    return tuple(dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    return tuple(read_rows(read_table("measured_steps")))
 
 
 def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:

@@ -1,15 +1,14 @@
 """Uncertainty of a predicted time."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from outpace.catalog.tables import read_table
 from outpace.planner.calibration.fit_rates import UNKNOWN
 
 LEVEL = 0.9
@@ -24,9 +23,7 @@ _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 @lru_cache
 def _residuals() -> Mapping[str, Any]:
-    text = files("outpace.catalog").joinpath("residuals.json").read_text(encoding="utf-8")
-    loaded: Mapping[str, Any] = json.loads(text)
-    return loaded
+    return read_table("residuals")
 
 
 class Interval(NamedTuple):

@@ -1,0 +1,17 @@
+"""Tables of the catalog, which are JSON files next to its modules."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Read a table, such as "nodes", from its file."""
+    text = files("outpace.catalog").joinpath(f"{name}.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def read_rows(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a table as values by column."""
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
