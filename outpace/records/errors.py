@@ -8,9 +8,9 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from outpace.records.aliases import translate_alias
+from outpace.records.aliases import format_setting, translate_alias
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
@@ -143,14 +143,17 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
     return ", ".join(first) + (f" and {more} more" if more else "")
 
 
-def suggest(word: str, choices: Iterable[str]) -> str:
+def suggest(
+    word: str, choices: Iterable[str], form: Callable[[str, str], str] = format_setting
+) -> str:
     """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
 
     Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
-    a name. Names that merely share some letters are not suggested.
+    a name. Names that merely share some letters are not suggested. `form` writes a setting that
+    another tool's word means together with a value.
     """
     known = list(dict.fromkeys(choices))
-    names, remark = translate_alias(word, known)
+    names, remark = translate_alias(word, known, form)
     names = names or _similar_names(word, known)
     if not names:
         return ""

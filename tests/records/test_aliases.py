@@ -95,14 +95,15 @@ def test_a_share_of_the_steps_is_no_count(name, capsys):
 
 def test_every_name_proposed_exists():
     settings = {name.replace("_", "-") for name in TrainSettings.model_fields} | _ELSEWHERE
-    for meaning in aliases._SETTINGS.values():
+    meanings, meanings_of_values = aliases.read_tables()
+    for meaning in meanings.values():
         assert {name.partition(" ")[0] for name in meaning.names} <= settings
     chips = {name.casefold().replace(" ", "-") for name in ACCELERATORS}
     values = {*map(str, (*get_args(Strategy), *get_args(OptimizerName), *get_args(Precision))),
               *get_args(LoraTarget),
               *FORMATS, *NODES, *chips, "nf4", "cosine", "constant", "wsd", "tensorboard", "wandb",
               "cuda", "mps"}  # fmt: skip
-    for meaning in aliases._VALUES.values():
+    for meaning in meanings_of_values.values():
         assert {*meaning.names} <= values
 
 

@@ -376,8 +376,7 @@ def _suggest_setting(name: str, value: str) -> str:
     begin = [known for known in begin if _accepts(known, value)] or begin
     if begin:
         return f" Did you mean {join_or(map(repr, begin))}?"
-    # Another tool's word may stand for a setting with its value, which --keep takes without quotes.
-    return re.sub(r' = "?([\w-]+)"?', r"=\1", suggest(name, KEPT))
+    return suggest(name, KEPT, "{}={}".format)
 
 
 def _accepts(name: str, value: str) -> bool:
