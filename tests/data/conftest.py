@@ -8,6 +8,7 @@ import pytest
 
 from outpace.data.corpus import prepare as full_prepare
 from outpace.data.tokenizer import load_tokenizer, train_tokenizer
+from tests.data.text_files import A, B, C
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,21 @@ def ids_of(tokenizer):
         return [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eos_id]]
 
     return ids
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "corpus"
+    for name, text in {
+        "b.txt": B,
+        "a.md": A,
+        "deep/er/c.py": C,
+        ".hidden": "no",
+        "b.txt~": "no",
+        "a.md.bak": "no",
+        ".git/x": "no",
+        "deep/__pycache__/c.cpython-312.pyc": "\0no",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
