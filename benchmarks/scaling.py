@@ -137,7 +137,7 @@ def write_corpus(path: Path, size: int) -> None:
 def shards(count: int, folder: Path) -> dict[str, float]:
     """Open data of `count` tokenized files."""
     from outpace.data.corpus import prepare
-    from outpace.data.tokenizer import train_tokenizer
+    from outpace.data.tokenizer_training import train_tokenizer
 
     where = folder / f"shards-{count}"
     tokenizer = train_tokenizer(iter(["some words to know"] * 100), 300)

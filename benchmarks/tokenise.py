@@ -35,7 +35,9 @@ from transformers import PreTrainedTokenizerFast
 from outpace.data.corpus import prepare
 from outpace.data.sources import open_source
 from outpace.data.text import pieces
-from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 
 BATCH_SIZES = (500, 2000, 8000)
 LINES = 60  # lines of a document: a function or a class or two

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from outpace.data.conversations import describe_form
 from outpace.data.padded import RaggedSamples, concatenate_samples
-from outpace.data.row_files import Row, checked_text, nested_rows
+from outpace.data.row import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, excerpt, quote_names, shorten

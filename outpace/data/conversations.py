@@ -4,15 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.data.row_files import (
-    AS_TEXT,
-    RepeatedKeyError,
-    Row,
-    checked_text,
-    nested_rows,
-    read_value,
-    rows_in_columns,
-)
+from outpace.data.json_rows import RepeatedKeyError, read_value
+from outpace.data.row import AS_TEXT, Row, checked_text, nested_rows, rows_in_columns
 from outpace.data.tool_calls import with_arguments
 from outpace.records.errors import BadInputError, quote_names
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from outpace.data.row_files import Row
+from outpace.data.row import Row
 
 NAME = "paraphrases"
 COLUMNS = ("sentence1", "sentence2", "label")

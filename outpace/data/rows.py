@@ -10,7 +10,8 @@ import numpy as np
 import xxhash
 
 from outpace.data.hf_datasets import open_dataset
-from outpace.data.row_files import Row, nested_rows, read_rows, without_fillers
+from outpace.data.row import Row, nested_rows, without_fillers
+from outpace.data.row_files import read_rows
 from outpace.data.sources import Source, is_held_out, open_source, row_files_below
 from outpace.records.errors import BadInputError
 

@@ -9,15 +9,10 @@ from pathlib import Path
 from outpace.data.conversations import conversation_of, describe_form
 from outpace.data.hf_datasets import open_dataset
 from outpace.data.reading import readable
-from outpace.data.row_files import (
-    Row,
-    checked_text,
-    nested_rows,
-    read_rows,
-    require_text,
-    require_whole,
-)
+from outpace.data.row import Row, checked_text, nested_rows
+from outpace.data.row_files import read_rows
 from outpace.data.sources import Source
+from outpace.data.text_checks import require_text, require_whole
 from outpace.records.errors import BadInputError, quote_names
 
 # Longer texts are passed on in pieces, to keep memory use constant.

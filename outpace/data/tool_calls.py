@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from outpace.data.row_files import RepeatedKeyError, read_value
+from outpace.data.json_rows import RepeatedKeyError, read_value
 from outpace.records.errors import BadInputError
 
 Messages = Sequence[Mapping[str, Any]]

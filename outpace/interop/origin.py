@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.records.base import read_object
 
 GENERATION_FILE = "generation_config.json"

@@ -21,7 +21,8 @@ from outpace.data.padded import PaddedDataset
 from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
 from outpace.data.template_omissions import unwritten_parts
-from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.classifier import known_labels, require_layer, unsupported_task
 from outpace.interop.config import read_config
 from outpace.interop.custom_model import CustomObjective, build_custom_model

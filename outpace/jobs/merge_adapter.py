@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.config import read_config, spec_from_hf
 from outpace.interop.huggingface import read_weights, write_model
 from outpace.interop.models import OpenedModel, open_model

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outpace.data.helpers import Encoders
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 
 LIMIT_S = 40
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 
 
 def generated(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from outpace.data.corpus import prepare as full_prepare
-from outpace.data.tokenizer import load_tokenizer, train_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from tests.data.text_files import A, B, C
 
 

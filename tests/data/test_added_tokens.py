@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.records.errors import BadInputError
 
 TEXT = "a river <tool> <image> <|stop|> end<|endoftext|> x <pad>"

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from outpace.data.chat import DEFAULT_TEMPLATE, ChatFormat, encode_all, messages_of
 from outpace.data.conversations import conversation_of
 from outpace.data.padded import IGNORED
-from outpace.data.row_files import Row
+from outpace.data.row import Row
 from outpace.data.rows import read_tables
-from outpace.data.tokenizer import load_tokenizer, train_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 CHATML = (

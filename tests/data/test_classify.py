@@ -10,9 +10,10 @@ from pyarrow import parquet
 
 from outpace.data import classify
 from outpace.data.paraphrases import paraphrases
-from outpace.data.row_files import Row, read_rows
+from outpace.data.row import Row
+from outpace.data.row_files import read_rows
 from outpace.data.rows import read_table, split_rows, splits_of
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 MRPC = (

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from outpace.data.samples import IGNORED, TokenDataset
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from outpace.data import words
-from outpace.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
+from outpace.data.tokenizer import END_OF_TEXT, Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 TEXTS = [

@@ -4,8 +4,8 @@ import pytest
 
 from outpace.data.chat import ChatFormat, encode_all
 from outpace.data.padded import IGNORED
-from outpace.data.row_files import Row
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.row import Row
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 TEMPLATE = (

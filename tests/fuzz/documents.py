@@ -183,7 +183,7 @@ def tables() -> Sequence[Tree]:
 @cache
 def tokenizer() -> Any:
     """A byte-level one."""
-    from outpace.data.tokenizer import train_tokenizer
+    from outpace.data.tokenizer_training import train_tokenizer
 
     library = Path(sysconfig.get_path("stdlib"))
     return train_tokenizer([(library / "heapq.py").read_text(encoding="utf-8")], 320)

@@ -186,7 +186,7 @@ def _adapter(folder: Path) -> None:
 
 
 def _tokenizer(folder: Path) -> None:
-    from outpace.data.tokenizer import load_tokenizer
+    from outpace.data.tokenizer_files import load_tokenizer
 
     files = list(folder.iterdir())
     found = load_tokenizer(str(files[0] if len(files) == 1 else folder))
@@ -284,11 +284,14 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("text", documents.tables, _text, {
             "outpace.data.text": ("pieces", "_plain", "_decode", "_border", "_all_in_pieces",
                                   "_in_pieces"),
-            "outpace.data.row_files": ("checked_text", "_json_lines", "_parquet")}),
+            "outpace.data.row": ("checked_text",), "outpace.data.json_rows": ("json_lines",),
+            "outpace.data.row_files": ("_parquet",)}),
         Reader("rows", documents.tables, _rows, {
             "outpace.data.rows": ("read_table", "_of_files", "fingerprint", "_content", "_plain"),
-            "outpace.data.row_files": ("_json_list", "_json_lines", "_parquet", "_table",
-                                       "_read_tabs", "_read_csv", "_is_cola"),
+            "outpace.data.row_files": ("_parquet",),
+            "outpace.data.json_rows": ("json_list", "json_lines"),
+            "outpace.data.delimited_rows": ("read_delimited", "_read_tabs", "_read_csv",
+                                            "_is_cola"),
             "outpace.data.chat": ("messages_of",),
             "outpace.data.conversations": ("conversation_of", "_require_list", "_message", "_text",
                                            "_show")}),
@@ -313,9 +316,10 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                      "_read_pairs", "_scale", "_check_alphas", "_directory"),
             "outpace.interop.config": ("read_config",)}),
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
-            "outpace.data.tokenizer": ("load_tokenizer", "_load", "_config_of", "_content",
-                                       "_byte_pairs", "_word_pieces", "Tokenizer.__init__",
+            "outpace.data.tokenizer": ("token_text", "Tokenizer.__init__",
                                        "Tokenizer._find_roles", "_templates"),
+            "outpace.data.tokenizer_files": ("load_tokenizer", "_load", "_config_of",
+                                             "_byte_pairs", "_word_pieces"),
             "outpace.data.words": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
             "outpace.cli.report": ("_read_subject", "_record", "_document")}),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError

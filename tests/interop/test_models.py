@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outpace.catalog.models import preset
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.custom_model import build_custom_model, write_custom_model
 from outpace.interop.folder import whole_folder
 from outpace.interop.huggingface import write_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outpace.data.padded import RaggedSamples, concatenate_samples
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
 from outpace.interop.peft import adapter_notes, endings, merge_into, write_adapter

@@ -7,7 +7,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 import outpace
-from outpace.data.tokenizer import load_tokenizer, train_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop import tokenizer_class
 from outpace.interop.tokenizer_class import cut_as_qwen2, export_difference, source_difference
 from outpace.records.model_families import FAMILIES

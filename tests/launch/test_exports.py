@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from outpace.data.chat import DEFAULT_TEMPLATE
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.jobs.inference import generate
 from outpace.jobs.merge_adapter import merge_adapter
 from outpace.jobs.train.context import RunContext

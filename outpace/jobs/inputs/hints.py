@@ -6,7 +6,8 @@ from pathlib import Path
 from outpace.data.corpus import Corpus
 from outpace.data.repeated_files import files_in_both, repeated_files
 from outpace.data.sources import open_source
-from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.config import read_config
 from outpace.interop.config_out import exported_type
 from outpace.interop.models import OpenedModel

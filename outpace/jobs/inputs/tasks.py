@@ -17,7 +17,7 @@ from outpace.data.encoded import load_or_encode
 from outpace.data.misread import unknown_hints
 from outpace.data.padded import MULTIPLE, PaddedDataset, RaggedSamples, round_up, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
-from outpace.data.row_files import Row
+from outpace.data.row import Row
 from outpace.data.rows import (
     Table,
     fingerprint,

@@ -10,7 +10,9 @@ import xxhash
 
 from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
 from outpace.data.entry_lock import entry_lock
-from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.config_out import exported_type
 from outpace.interop.models import OpenedModel
 from outpace.interop.tokenizer_class import cut_as_qwen2, has_class_by_family

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.custom_model import build_custom_model
 from outpace.interop.models import OpenedModel, open_model
 from outpace.jobs.defaults import resolve_seq_len

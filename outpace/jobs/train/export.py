@@ -9,7 +9,8 @@ from torch import nn
 from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
 from outpace.data.padded import PaddedDataset
-from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.classifier import write_classifier
 from outpace.interop.custom_model import write_custom_model
 from outpace.interop.huggingface import write_model

@@ -17,7 +17,8 @@ from outpace.data.samples import TokenDataset
 from outpace.data.sources import Source, open_source
 from outpace.data.stream import Array, MappedTokens, Stream, token_stream
 from outpace.data.text import Piece, pieces
-from outpace.data.tokenizer import Tokenizer, train_tokenizer
+from outpace.data.tokenizer import Tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
 # Maximum characters of text that a probe reads; training would read all text.

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from outpace.cli.main import main
 from outpace.data.paraphrases import paraphrases
-from outpace.data.tokenizer import load_tokenizer, train_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.jobs import inference
 from outpace.jobs.inputs import tasks
 from outpace.jobs.inputs.inputs import gather

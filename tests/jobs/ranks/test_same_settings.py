@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.huggingface import write_model
 from outpace.interop.peft import write_adapter
 from outpace.nn.lora import add_adapters

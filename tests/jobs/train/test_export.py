@@ -1,6 +1,6 @@
 """The words that a run's sample text continues."""
 
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.jobs.train.export import PROMPT_TOKENS, whole_words
 
 TEXT = "somebody said that whole words are easier to continue than pieces of them "

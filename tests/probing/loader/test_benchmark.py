@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from outpace.data.corpus import read_documents
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.probing.loader import benchmark as loader_room
 from outpace.probing.loader.advice import advise, cheapest
 from outpace.probing.loader.benchmark import _Bench, probe_loader

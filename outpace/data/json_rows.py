@@ -1,0 +1,228 @@
+"""Records from JSON files: an object per line, a list of objects, or one object."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outpace.data.reading import LINE_BYTES, numbered_lines, readable
+from outpace.data.row import Row, describe_repetition, suggest_unpacking
+from outpace.data.text_checks import describe_nuls, require_line_ends, require_text
+from outpace.records.errors import BadInputError, json_error
+
+READ_BYTES = 1 << 20
+_SPACES = " \t\r\n"
+_NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
+
+
+class RepeatedKeyError(ValueError):
+    """Raised if an object in a JSON text has a key more than once, so its value is ambiguous."""
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, or its subclass RepeatedKeyError."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RepeatedKeyError(
+            describe_repetition([key for key, _ in pairs], "an object has the key")
+        )
+    return found
+
+
+def first_sign(file: Path) -> str:
+    """Return a file's first character that is not white space; empty if there is none."""
+    with readable(file) as stream:
+        head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
+    return head[:1].decode("latin-1")
+
+
+def _format_json_error(error: Exception, column: int | None = None) -> str:
+    """Describe why JSON cannot be read, with the column (by default, that of the error)."""
+    if isinstance(error, json.JSONDecodeError):
+        message = error.msg.removesuffix(" at").removesuffix(" starting")
+        return f"{message} at column {error.colno if column is None else column}"
+    return json_error(error)
+
+
+def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
+    """Yield the objects of a file that has one in each line, or only one."""
+    alone = True
+    for number, line in numbered_lines(file):
+        where = f"{file}, line {number}"
+        if alone:
+            require_text(file, line)
+        try:
+            # Without the line end, after which truncation would go unnoticed.
+            values = read_value(line.decode("utf-8-sig").rstrip(_SPACES))
+        except UnicodeDecodeError as error:
+            raise BadInputError(
+                f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
+                f"{error.start}. Convert it, or leave it out."
+            ) from None
+        except RepeatedKeyError as error:
+            raise BadInputError(f"{where}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            if alone and (single := _single_object(file)) is not None:
+                yield single
+                return
+            if alone:
+                require_line_ends(file, line)
+            if b"\0" in line:
+                raise BadInputError(describe_nuls(where, line)) from None
+            raise BadInputError(
+                f"{where} is not JSON: {_format_json_error(error)}. Each line must be an object, "
+                f"as `jq -c .` writes them{_nested_name(file) if alone else '.'}"
+            ) from None
+        alone = False
+        if not isinstance(values, dict):
+            raise BadInputError(
+                f"{where} holds a {type(values).__name__}; each line must be an object"
+            )
+        yield Row(values, where, file), len(line)
+
+
+def _nested_name(file: Path) -> str:
+    """Describe nested rows of a file too large to read whole, like `nested_rows`; else '.'."""
+    if file.stat().st_size <= LINE_BYTES:
+        return "."
+    with readable(file) as stream:
+        head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8)
+    found = _NESTED.match(head)
+    return "." if found is None else suggest_unpacking(file, found[1].decode(), "a list of objects")
+
+
+def _single_object(file: Path) -> tuple[Row, int] | None:
+    """Return the only object of a file, written over several lines; None for other files."""
+    size = file.stat().st_size
+    if size > LINE_BYTES:
+        return None
+    with readable(file) as stream:
+        try:
+            values = read_value(stream.read().decode("utf-8-sig"))
+        except RepeatedKeyError as error:
+            raise BadInputError(f"{file}: {error}") from None
+        except (ValueError, RecursionError):
+            return None
+    return (Row(values, str(file), file), size) if isinstance(values, dict) else None
+
+
+def json_list(file: Path) -> Iterator[tuple[Row, int]]:
+    """Yield the objects of a file that is one list, without loading the whole file."""
+    with readable(file) as stream:
+        text = _Text(file, stream)
+        text.skip(_SPACES)
+        text.skip("[")
+        for number in range(1, 1 << 62):
+            text.skip(_SPACES)
+            if text.sign() == "]":
+                _require_end(file, text)
+                return
+            where = f"{file}, item {number}"
+            if number > 1:
+                if text.sign() != ",":
+                    raise BadInputError(
+                        f"{where} is not JSON: expected a comma or the list's end at "
+                        f"line {text.line()}, not {text.sign() or 'the end of the file'!r}"
+                    )
+                text.skip(",", 1)
+                text.skip(_SPACES)
+            values, took = text.value(where)
+            if not isinstance(values, dict):
+                raise BadInputError(
+                    f"{where}, line {text.line()}, is a {type(values).__name__}; each must be "
+                    "an object"
+                )
+            yield Row(values, where), took
+
+
+def _require_end(file: Path, text: "_Text") -> None:
+    """Refuse content after a file's list, such as a second list, which would not be read."""
+    text.skip("]", 1)
+    text.skip(_SPACES)
+    if text.sign():
+        raise BadInputError(
+            f"{file}, line {text.line()}: there is more text after the end of the list "
+            f"({text.sign()!r}), as in files that were joined. Join them with `jq -c '.[]'` into a "
+            ".jsonl, or keep one list."
+        )
+
+
+class _Text:
+    """The text of a file from an offset, read only as far as needed."""
+
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self._file, self._stream = file, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._scanner = json.JSONDecoder(object_pairs_hook=_object)
+        self._text, self._at, self._lines, self._read = "", 0, 1, 0
+        self._column = 1  # of the current first character
+        self._ended = False
+
+    def _more(self) -> None:
+        """Double the text in memory, which keeps the total time of repeated scans linear."""
+        self._lines, self._column = self._position(self._at)
+        self._text, self._at = self._text[self._at :], 0
+        block = self._stream.read(max(READ_BYTES, 2 * len(self._text)))
+        if not self._read:
+            require_text(self._file, block)
+        self._ended = not block
+        try:
+            self._text += self._decoder.decode(block, final=self._ended)
+        except UnicodeDecodeError as error:
+            offset = self._read - len(self._decoder.getstate()[0]) + error.start
+            raise BadInputError(
+                f"{self._file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
+                f"{offset}. Convert it, or leave it out."
+            ) from None
+        self._read += len(block)
+
+    def sign(self) -> str:
+        """Return the next character; empty at the end."""
+        while self._at == len(self._text) and not self._ended:
+            self._more()
+        return self._text[self._at : self._at + 1]
+
+    def skip(self, signs: str, most: int | None = None) -> None:
+        """Skip characters in `signs`."""
+        left = most
+        while (sign := self.sign()) and sign in signs and left != 0:
+            self._at += 1
+            left = None if left is None else left - 1
+
+    def line(self) -> int:
+        """Return the line's number, from 1."""
+        return self._position(self._at)[0]
+
+    def _position(self, at: int) -> tuple[int, int]:
+        """Return the line and column, each from 1, of the character at an index of the text."""
+        begin = self._text.rfind("\n", 0, at)
+        column = self._column + at if begin < 0 else at - begin
+        return self._lines + self._text.count("\n", 0, at), column
+
+    def value(self, where: str) -> tuple[Any, int]:
+        """Read the next value; return it and its source text. Raises BadInputError."""
+        while True:
+            try:
+                found, end = self._scanner.raw_decode(self._text, self._at)
+            except RepeatedKeyError as error:
+                raise BadInputError(f"{where}, line {self.line()}: {error}") from None
+            except (ValueError, RecursionError) as error:
+                far = len(self._text) - self._at > LINE_BYTES
+                if self._ended or far or isinstance(error, RecursionError):
+                    at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
+                    # Start the search after the last character that is not white space.
+                    line, column = self._position(min(at, len(self._text.rstrip(_SPACES))))
+                    raise BadInputError(
+                        f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
+                    ) from None
+                self._more()
+                continue
+            took = end - self._at
+            self._at = end
+            return found, took

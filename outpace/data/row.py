@@ -1,0 +1,145 @@
+"""A record with named columns, and messages about records whose form is not as expected."""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.records.errors import BadInputError
+
+# Python code for users that reads the list of rows under a key, and writes one row per line.
+_UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
+_CONTENTS = ("content", "value")  # of messages
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record.
+
+    `where` tells the user its place in the data; `file` is set for JSON that is not a list.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+    file: Path | None = None
+
+
+AS_TEXT = ". Write it as a text, or leave the row out."
+
+
+def checked_text(text: Any, where: str, field: str) -> str:
+    """Return the text of a record. Raises BadInputError if it is not text."""
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise BadInputError(f"{where}: {field!r} is {kind}, not text{AS_TEXT}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInputError(
+                f"{where}: {field!r} has half of a surrogate pair, "
+                f"{text[error.start]!r}, at character {error.start}, which is not valid text"
+            ) from None
+    return text
+
+
+def describe_repetition(names: Iterable[str], what: str) -> str:
+    """Append the repeated name to the words `what`."""
+    name, times = Counter(names).most_common(1)[0]
+    return (
+        f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
+        "one is meant. Keep one."
+    )
+
+
+def require_distinct(names: Sequence[str], where: str) -> None:
+    """Refuse a table with two columns of the same name; several columns may have no name."""
+    named = [name for name in names if name.strip()]
+    if len(set(named)) < len(named):
+        raise BadInputError(f"{where}: {describe_repetition(named, 'the header has the column')}")
+
+
+def nested_rows(row: Row) -> str:
+    """Return the end of a sentence about rows nested in this row, with a remedy; '' if none are.
+
+    Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
+    """
+    lists = {
+        name: len(value)
+        for name, value in row.values.items()
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    }
+    if lists:
+        name = max(lists, key=lambda name: lists[name])
+        return suggest_unpacking(row.file, name, f"a list of {lists[name]:,} objects")
+    return rows_in_columns(row)
+
+
+def rows_in_columns(row: Row) -> str:
+    """Describe rows stored by column, as lists or by row number, in the form of `nested_rows`."""
+    if (count := _count_whole_rows(row.values)) is not None:
+        return (
+            f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
+            "'split': write them with to_json(FILE, orient='records', lines=True)."
+        )
+    columns = [
+        [*value.values()] if isinstance(value, dict) else value for value in row.values.values()
+    ]
+    if not columns or not all(isinstance(column, list) for column in columns):
+        return ""
+    lengths = {len(column) for column in columns}
+    plain = not any(isinstance(one, (list, dict)) for column in columns for one in column)
+    if not plain or len(lengths) > 1 or min(lengths) < 2:
+        return ""
+    return (
+        f". Its values are columns of {lengths.pop():,} rows: write one object per line, as "
+        "pandas does with to_json(FILE, orient='records', lines=True)."
+    )
+
+
+def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of an object that has rows by number, or lists of cells and their
+    `columns`; None for other objects.
+    """
+    columns, data = values.get("columns"), values.get("data")
+    if isinstance(columns, list) and isinstance(data, list) and data:
+        whole = all(isinstance(row, list) and len(row) == len(columns) for row in data)
+        return len(data) if whole else None
+    rows = [*values.values()]
+    if len(rows) < 2 or not all(isinstance(row, dict) for row in rows):
+        return None
+    if list(values) != [str(number) for number in range(len(rows))]:
+        return None
+    return len(rows) if all(row.keys() == rows[0].keys() for row in rows) else None
+
+
+def suggest_unpacking(file: Path | None, name: str, what: str) -> str:
+    """Return the end of a sentence: how to read rows that are under a key of an object."""
+    source = "FILE" if file is None else str(file)
+    command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
+    return (
+        f". Its {name!r} is {what}: if these are the rows, write them with {command} > rows.jsonl"
+    )
+
+
+def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a columnar format without the nulls that the format adds within columns.
+
+    Arrow gives each object of a column the keys of all others, so a call's arguments, or a tool's
+    parameters, have the keys of all tools. A message's content, however, may legitimately be null.
+    """
+    return {name: _drop_nulls(value) for name, value in values.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_drop_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            key: _drop_nulls(one)
+            for key, one in value.items()
+            if one is not None or key in _CONTENTS
+        }
+    return value
