@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import tokenizers
+import xxhash
 
 from outpace.data.content_parts import takes_parts, with_parts
 from outpace.data.conversations import Conversation, Message, Tool, conversation_of
@@ -438,10 +440,12 @@ class Conversations:
     changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
     words that the tokenizer reads as special tokens; each of these has the place of the first one.
     `joined` have an answer that starts inside a token of the template. `unread` counts columns that
-    are not part of conversations, and keys of messages that the template omits.
+    are not part of conversations, and keys of messages that the template omits. `fingerprint` is a
+    hash of all ids and targets before truncation.
     """
 
     samples: RaggedSamples
+    fingerprint: str
     cut: int
     empty: int
     partial: int
@@ -465,6 +469,7 @@ def encode_all(
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
     unread: Counter[str] = Counter()
+    digest = xxhash.xxh3_128()
     for encoded in _encode_rows(chat, rows):
         unread.update(encoded.unread)
         toolless += [encoded.where] * encoded.toolless
@@ -474,6 +479,7 @@ def encode_all(
         wordless += [encoded.where] * encoded.wordless
         joined += [encoded.where] * encoded.joined
         ids, said = encoded.ids, encoded.said
+        digest.update(np.asarray([len(ids), *ids, *said], np.int64).tobytes())
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
         cut += len(ids) - 1 > seq_len
@@ -495,8 +501,9 @@ def encode_all(
     pad = chat.tokenizer.pad_id
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
-        concatenate_samples(found, fill), cut, empty, partial, tuple(altered), tuple(toolless),
-        tuple(unwritten), tuple(marked), tuple(wordless), tuple(joined), dict(unread),
+        concatenate_samples(found, fill), digest.hexdigest(), cut, empty, partial, tuple(altered),
+        tuple(toolless), tuple(unwritten), tuple(marked), tuple(wordless), tuple(joined),
+        dict(unread),
     )  # fmt: skip
 
 

@@ -292,12 +292,13 @@ def _by_number(name: str) -> tuple[int, int, str]:
 
 
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
-    """Return the tokenizer with a post-processor for pairs and a padding token.
+    """Return the tokenizer with a post-processor for pairs and a padding token, on the right.
 
-    An existing post-processor is kept. Otherwise, an encoder uses BERT's (Devlin et al., arXiv
-    1810.04805, §3: [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between the
-    texts. The post-processor is saved with the model, so transformers encodes pairs in the same
-    way.
+    Padding on the left, as for generation, shifts learned positions and an encoder's first token,
+    so a text's scores would depend on the texts next to it. An existing post-processor is kept.
+    Otherwise, an encoder uses BERT's (Devlin et al., arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]),
+    and a decoder puts the end-of-text token between the texts. Both are saved with the model, so
+    transformers encodes pairs in the same way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):
@@ -307,7 +308,7 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
         )
     if inner.num_special_tokens_to_add(True) == 0:
         inner.post_processor = _bert_pairs(tokenizer) if encoder else _gpt_pairs(tokenizer)
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {"padding_side": "right"}
     if tokenizer.pad_id is None:
         config["pad_token"] = tokenizer.eos_token
     if encoder:

@@ -80,7 +80,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     else:
         found, read = _of_pair(row, roles)
     for name in _SYSTEM:
-        if values.get(name):
+        if values.get(name) not in (None, ""):
             found, read = _with_system(found, name, row), [*read, name]
     tools: tuple[Tool, ...] = ()
     for name in _TOOLS:
@@ -88,7 +88,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
             tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
     messages, learned = zip(*found, strict=True)
     unread = [
-        name for name, value in values.items() if name not in read and value not in (None, "")
+        name
+        for name, value in values.items()
+        if name not in read and value not in (None, "", [], {})
     ]
     return Conversation(messages, learned, tools, tuple(unread))
 
@@ -160,8 +162,8 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
         return turns, read
     question = _text(values[ask], ask, row)
     for name in _ABOUT:
-        if values.get(name):
-            question = f"{question}\n\n{_text(values[name], name, row)}"
+        if values.get(name) not in (None, ""):
+            question = "\n\n".join(filter(None, (question, _text(values[name], name, row))))
             read.append(name)
     turns.append(({"role": "user", "content": question}, False))
     turns.append(({"role": "assistant", "content": _text(values[answer], answer, row)}, True))
@@ -172,6 +174,10 @@ def _refuse_form(row: Row) -> BadInputError:
     """Return the error for a row that is not a conversation. It says what to do."""
     values = row.values
     there = quote_names(values) or "no columns"
+    if (name := next((name for name in _LISTS if name in values), None)) is not None:
+        return BadInputError(
+            f"{row.where}: {name!r} is null, not a list of messages. Leave the row out."
+        )
     if (form := describe_form(values)) is not None:
         return BadInputError(f"{row.where} has {there}: {form}")
     if not _SPEAKERS.isdisjoint(values) and not _CONTENTS.isdisjoint(values):
@@ -248,10 +254,10 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     """Read a message, whose keys may have any usual name; also return whether to train on it."""
-    if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
+    told = _first(one, ("role", "from"), row) if isinstance(one, dict) else None
+    if not isinstance(told, str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
         raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
-    told = one["role"] if "role" in one else one["from"]
     role = _KNOWN.get(told.strip().lower(), told)
     names = set(roles) - {told}
     if role != "assistant" and told in roles and role not in names:
@@ -261,13 +267,18 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
             f"{row.where}: a message has the unknown role {told!r}. Known roles are "
             f"{', '.join(_KNOWN)}, and those that the chat template names."
         )
-    name = "content" if "content" in one else "value"
-    content = one.get(name)
+    content = _first(one, ("content", "value"), row)
+    name = "content" if "content" in one or "value" not in one else "value"
     calls = one.get("tool_calls")
     if not calls and (older := one.get("function_call")):  # OpenAI's older form
         calls = [{"type": "function", "function": older}]
     if calls:
         content = content or ""
+    elif name not in one:
+        raise BadInputError(
+            f"{row.where}: a message of {told!r} has {quote_names(one)}, and no content. Rename "
+            "the key of its text to 'content', or leave the row out."
+        )
     if isinstance(content, list):
         _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
@@ -279,6 +290,21 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         kept["tool_calls"] = calls
     kept |= {"role": role, "content": _text(content, name, row)}
     return kept, role == "assistant" and _is_learned(one, row)
+
+
+def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
+    """Return what a message has under the first of two names that is not empty.
+
+    Where data sets with other names were joined, one of them is null or empty. Raises BadInputError
+    if both have a value and these differ.
+    """
+    found = [one[name] for name in names if one.get(name) not in (None, "", [])]
+    if len(found) > 1 and found[0] != found[1]:
+        raise BadInputError(
+            f"{row.where}: a message has both {names[0]!r} ({_show(found[0])}) and {names[1]!r} "
+            f"({_show(found[1])}). Leave one of them out."
+        )
+    return found[0] if found else next((one[name] for name in names if name in one), None)
 
 
 def _is_learned(one: Message, row: Row) -> bool:

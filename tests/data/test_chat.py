@@ -147,6 +147,18 @@ def test_usual_forms_mean_the_same(values):
             "line 1: in the arguments of a call an object has the key 'a' twice",
         ),
         ({"messages": []}, "'messages' is empty"),
+        ({"messages": None}, "'messages' is null, not a list of messages"),
+        (
+            {"messages": [{"role": "user", "text": "a"}]},
+            "'user' has 'role', 'text', and no content. Rename the key of its text to 'content'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "value": "b"}]},
+            "has both 'content' .str 'a'. and 'value' .str 'b'.",
+        ),
+        ({"conversations": [{"role": "user", "from": "gpt", "value": "b"}]}, "both 'role' .str"),
+        ({"prompt": "a", "completion": "b", "input": 0}, "'input' is int '0', not text"),
+        ({"prompt": "a", "completion": "b", "system": 0}, "'system' is int '0', not text"),
         ({"messages": [{"content": "a"}]}, "has no role"),
         ({"prompt": "a", "completion": 3}, "'completion' is int '3', not text"),
         ({"prompt": "a", "completion": None}, "'completion' is null, not text. Write it as a text"),
@@ -219,6 +231,13 @@ SYSTEM = ("system", "s", False)
         ({"prompt": "a", "input": "c", "completion": "b"},
          [("user", "a\n\nc", False), LEARNT[1]]),
         ({"prompt": "a", "completion": None, "response": "b"}, LEARNT),
+        ({"prompt": "", "input": "a", "completion": "b"}, LEARNT),
+        # Files that were joined from two sources, with the keys of both.
+        *(
+            ({"messages": [{"role": empty, "from": "human", "content": empty, "value": "a"},
+                           {**TALK[1], "from": empty, "value": empty}]}, LEARNT)
+            for empty in (None, "")
+        ),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]], "system": "s"},
          [SYSTEM, ("user", "c", False), ("assistant", "d", True), *LEARNT]),
         ({"prompt": [*TALK, {"role": "user", "content": "a"}],

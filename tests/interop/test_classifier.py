@@ -5,13 +5,17 @@ import json
 import pytest
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 
+from outpace.data.classify import with_pairs
+from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import (
     known_labels,
     read_classifier,
     unsupported_task,
     write_classifier,
 )
+from outpace.interop.config import spec_from_config
 from outpace.interop.huggingface import spec_from_hf
 from outpace.nn.classifier import Classifier
 from outpace.nn.transformer import Transformer
@@ -69,6 +73,24 @@ def test_their_classifier_is_read_and_written_with_equal_scores(tmp_path, family
     other = read_classifier(tmp_path / "out", spec, ("a", "b"), seed=0)
     assert torch.equal(other.backbone.embed.tokens.weight, ours.backbone.embed.tokens.weight)
     assert other.classifier.weight.shape == (2, 16)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_scores_do_not_depend_on_the_texts_beside_one(tmp_path, family):
+    """The tokenizer of a chat model pads on the left, which moves the learned positions."""
+    inner, encoder = _words(), family == "bert"
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["[PAD]", "[CLS]", "[SEP]"])
+    plain = Tokenizer(inner, "[SEP]", {"pad_token": "[PAD]", "padding_side": "left"})
+    tokenizer = with_pairs(plain, encoder)
+    spec = spec_from_config(CONFIGS[family], "").model_copy(update={"vocab": 43})
+    model = Classifier(Transformer(spec), 2)
+    write_classifier(tmp_path, model, model.state_dict(), ("a", "b"), tokenizer.save)
+    model, tokenizer = theirs(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["1 2 3 4 5 6 7", "8 9"]
+    alone = torch.cat([model(**tokenizer(one, return_tensors="pt")).logits for one in texts])
+    together = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    torch.testing.assert_close(together, alone)
 
 
 @pytest.mark.parametrize(

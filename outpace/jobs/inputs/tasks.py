@@ -287,7 +287,8 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
         chat.tokenizer,
         request.dataset(train, None),
         request.dataset(validation, settings.global_batch),
-        *_fingerprints(source, chat.tokenizer, chat.tokenizer.chat_template or ""),
+        parts[0].fingerprint,
+        parts[1].fingerprint,
         seq_len,
         None,
         tuple(hints),
@@ -374,12 +375,12 @@ def _classify(request: TaskRequest) -> TaskData:
     tokenizer = classify.with_pairs(plain, encoder)
     request.model.check_vocab(tokenizer)
     notify(request.callbacks, "on_stage", "encoding the texts")
-    how = "|".join((*columns.texts, columns.label, *labels))
+    # Besides the rows, what samples depend on, such as how class names became labels.
+    how = json.dumps([columns.texts, columns.label, labels, list(classes), tokenizer.pad_id,
+                      tokenizer.truncation_side])  # fmt: skip
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1
-    # Besides the rows, everything that samples depend on, such as how class names became labels.
-    more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
-                       encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
+    more = json.dumps([2, seq_len, segments, encoder])
     encoded = [
         load_or_encode(
             request.cache_dir,

@@ -95,14 +95,15 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
 def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
     """Raise BadInputError if model, samples or tokenizer have changed since the start."""
     code = (earlier.model_code, now.model_code)
+    template = " (its rows, or their text by the chat template)" * (now.settings.task == "chat")
     changed = [
         what
         for what, was, is_now in (
             (_model_change(earlier.model, now.model), earlier.model, now.model),
             ("the code of your model", *(code if all(code) else (None, None))),
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
-            ("the training data", earlier.train_data, now.train_data),
-            ("the validation data", earlier.eval_data, now.eval_data),
+            (f"the training data{template}", earlier.train_data, now.train_data),
+            (f"the validation data{template}", earlier.eval_data, now.eval_data),
             ("the adapters' base model", earlier.base_weights, now.base_weights),
         )
         if was != is_now

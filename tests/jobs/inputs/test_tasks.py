@@ -520,6 +520,48 @@ def test_answers_without_an_end_are_said(home, tmp_path):
         assert ("does not learn where to stop" in " ".join(found.hints)) is told
 
 
+TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+BODY = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+
+
+@pytest.mark.parametrize("changed", ["nothing", "bos", "tool_use", "order of keys"])
+def test_all_that_writes_a_conversation_belongs_to_the_data(home, tmp_path, changed):
+    """A run that is resumed compares this fingerprint, so it learned other text unnoticed."""
+
+    def fingerprint(change):
+        change = change if change == changed else None
+        tool = dict.fromkeys("ba" if change == "order of keys" else "ab", 1)
+        rows = [{**json.loads(line), "tools": [tool]} for line in TALK.splitlines()]
+        (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        begin = "{{ bos_token }}" + TOOLS
+        templates = {"default": BODY + ASK, "tool_use": begin + BODY + ASK}
+        if change == "tool_use":
+            templates["tool_use"] = f"is{templates['tool_use']}"
+        plain = train_tokenizer(["user assistant is and"] * 9, 400, masked=True)
+        roles = {"bos_token": "[SEP]" if change == "bos" else "[CLS]"}
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        plain.replace(plain.inner, {**roles, "chat_template": named}).save(tmp_path / "tokenizer")
+        found = materials_of(home, tmp_path / "talk.jsonl", task="chat", family="llama",
+                             tokenizer=str(tmp_path / "tokenizer"))  # fmt: skip
+        return found.train_fingerprint, found.eval_fingerprint
+
+    first, second = fingerprint(None), fingerprint(changed)
+    assert (first == second) is (changed == "nothing")
+    assert changed == "nothing" or not set(first) & set(second)
+
+
+def test_the_side_on_which_texts_are_cut_belongs_to_the_data(home, tmp_path):
+    found = []
+    for side in ("right", "left"):
+        plain = train_tokenizer(["one two three four"] * 9, 400)
+        plain.replace(plain.inner, {"truncation_side": side}).save(tmp_path / "tokenizer")
+        inputs = materials_of(home, home / "glue", task="classify", family="llama", seq_len=8,
+                              tokenizer=str(tmp_path / "tokenizer"))  # fmt: skip
+        found.append(inputs.train_fingerprint)
+    assert found[0] != found[1]
+
+
 def test_files_that_a_folder_holds_beside_its_splits_are_said(home, tmp_path):
     for name in ("train", "dev", "test", "more"):
         (tmp_path / f"{name}.jsonl").write_text(TALK)
