@@ -46,8 +46,9 @@ from outpace.nn.transformer import Transformer
 from outpace.optim import build
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import LayoutRequest, apply
+from outpace.records.axes import fill_axes
 from outpace.records.model import ModelSpec
-from outpace.records.plan import Plan, fill_axes
+from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.accounting import Costs, Ledger

@@ -256,7 +256,7 @@ def _probe(world: int, sections: list[str], quick: bool, budget_s: float) -> Any
 def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     """Return the planner's prediction of a configuration."""
     from outpace.planner.model.outline import outline
-    from outpace.planner.plan import estimate_plan
+    from outpace.planner.plan_estimate import estimate_plan
     from outpace.planner.problem import PlanningProblem
     from outpace.planner.search.space import SearchRequest
     from outpace.records.plan import Plan

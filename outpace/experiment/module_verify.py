@@ -51,6 +51,7 @@ from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
+from outpace.records.axes import fill_axes
 from outpace.records.certificate import (
     WITHOUT_DROPOUT,
     Certificate,
@@ -58,7 +59,7 @@ from outpace.records.certificate import (
 )
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
-from outpace.records.plan import Plan, Strategy, fill_axes
+from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 
 Batches = Any  # a global batch, or a function of the step (from 1) that returns one

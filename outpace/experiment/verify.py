@@ -17,12 +17,13 @@ from outpace.parallel.rank_objects import gather_objects
 from outpace.planner.communication.volume import Tally, step_traffic
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
+from outpace.records.axes import count_servers, fill_axes, schedule_of
 from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.errors import BadInputError, join_or
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import EXACT
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import AXES, Plan, Strategy, count_servers, fill_axes, schedule_of
+from outpace.records.plan import AXES, Plan, Strategy
 from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.training.collective_counter import CollectiveCounter

@@ -10,23 +10,14 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
+from outpace.records.axes import ProductSchedule, count_servers, fill_axes, schedule_of
 from outpace.records.compiled import COMPILED, graph_obstacle
 from outpace.records.errors import BadInputError, join_or
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
 from outpace.records.optimizers import OPTIMIZER_TRAITS, default_optimizer
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import (
-    AXES,
-    POWERSGD_LEAST_START,
-    Axis,
-    Plan,
-    ProductSchedule,
-    Strategy,
-    count_servers,
-    fill_axes,
-    schedule_of,
-)
+from outpace.records.plan import AXES, POWERSGD_LEAST_START, Axis, Plan, Strategy
 from outpace.records.precisions import LEVELS, Precision
 from outpace.records.ranks import Ranks
 from outpace.records.settings import DEFAULT_SEQ_LEN, TrainSettings

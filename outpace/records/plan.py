@@ -1,7 +1,6 @@
 """Plan: the strategy, axes, precision and options with which a model is trained."""
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,22 +13,18 @@ from pydantic import (
     model_validator,
 )
 
+from outpace.records.axes import SPLITS, ProductSchedule, layout_words, schedule_of
 from outpace.records.base import Record, entry
 from outpace.records.errors import BadInputError, join_or
 from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName
 from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.precisions import COMPUTES_IN_FP16, MASTERS, PURE, SCALED, Precision
 from outpace.records.strategies import AXES as AXES
-from outpace.records.strategies import FULLY_SHARDED, TRAITS, strategies_that
+from outpace.records.strategies import FULLY_SHARDED, strategies_that
 from outpace.records.strategies import Axis as Axis
 from outpace.records.strategies import Compression as Compression
 from outpace.records.strategies import Strategy as Strategy
 
-# Schedules of a pipeline that is one of several axes. outpace plans schedules that split the
-# backward, but does not train with them here.
-ProductSchedule = Literal[
-    "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
-]  # fmt: skip
 # From the mode that keeps the most memory to the one that keeps the least.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
@@ -44,14 +39,10 @@ Offload = Literal["none", "cpu", "disk"]
 # The matrices of a block, by their names in `nn.block`.
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
-
-# The axes that a strategy splits; the last gets the remaining ranks, the others two each.
-SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {name: traits.axes for name, traits in TRAITS.items()}
 GATHERS = strategies_that(lambda traits: traits.gathers)
 IN_BACKWARD = strategies_that(lambda traits: traits.steps_in_backward)
 # DDP rebuilds its buckets after the first reduction, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
-
 _OFFLOAD_FROM_COMPILED = strategies_that(lambda traits: traits.offloads_compiled)
 
 
@@ -474,91 +465,6 @@ class Plan(Record):
     def identity(self, global_batch: int) -> str:
         """Return the batch equation with its numbers, as it is always shown."""
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
-
-
-def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
-    """Return a strategy with its number of processes, or with its axes if these are not obvious."""
-    if processes == 1:
-        return strategy
-    several = "," in mesh or len(TRAITS[strategy].axes) > 1
-    return f"{strategy} ({mesh})" if several else f"{strategy} {processes}"
-
-
-def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
-    """Return the name of the pipeline's schedule; without a pipeline, the strategy."""
-    return pp_schedule if strategy == "3d" and pp > 1 else strategy
-
-
-def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
-    """Return the number of parameter servers among `world_size` ranks: as requested, or one.
-
-    Raises BadInputError if the strategy has none, or if no rank would be left as a worker.
-    """
-    if strategy != "ps":
-        if asked is not None:
-            raise BadInputError(f"servers {asked}: strategy {strategy} has none. Use strategy ps.")
-        return 0
-    servers = asked or 1
-    if servers >= world_size:
-        fewer = f", or ask for {world_size - 1} or fewer" if world_size > 1 else ""
-        raise BadInputError(
-            f"parameter servers: {servers} of {world_size} processes leave no worker. Start "
-            f"{servers + 1} or more{fewer}."
-        )
-    return servers
-
-
-def fill_axes(
-    strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
-) -> dict[str, int]:
-    """Return the size of every axis on `world_size` ranks, without parameter servers.
-
-    `asked` has the user's values, with −1 for the remaining ranks. Other axes are 1, or the
-    strategy's default. Raises BadInputError if the product differs from the world size.
-    """
-    given = any(asked.get(axis) is not None for axis in AXES)
-    # Of 3d's axes, dp_shard takes the remaining ranks; if none is given, pp and tp are split as
-    # well.
-    product: tuple[Axis, ...] = ("pp", "tp", "dp_shard")
-    open_axes = [axis for axis in AXES if asked.get(axis) == -1]
-    if given:
-        product = () if open_axes else ("dp_shard",)
-    own = product if strategy == "3d" else SPLITS[strategy]
-    sizes: dict[str, int] = {axis: max(1, asked.get(axis) or 1) for axis in AXES}
-    unset = [axis for axis in own if asked.get(axis) is None]
-    if not open_axes and unset:
-        open_axes = [unset.pop()]
-    for axis in unset:
-        if world_size // math.prod(sizes.values()) % 2 == 0:
-            sizes[axis] = 2
-    if len(open_axes) > 1:
-        raise BadInputError(
-            f"{' and '.join(open_axes)} are both -1, but only one axis can have the remaining ranks"
-        )
-    fixed = math.prod(size for axis, size in sizes.items() if axis not in open_axes)
-    for axis in open_axes:
-        sizes[axis] = max(1, world_size // fixed)
-    if math.prod(sizes.values()) != world_size:
-        split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-        needed = math.prod(sizes.values())
-        if not own and split:
-            flags = " and ".join(f"--{axis.replace('_', '-')}" for axis in AXES if sizes[axis] > 1)
-            raise BadInputError(
-                f"{' × '.join(split)} needs {needed} processes, but there "
-                f"{'is 1' if world_size == 1 else f'are {world_size}'}. Start {needed} (--nproc "
-                f"{needed}), or leave {flags} out."
-            )
-        if not own:
-            raise BadInputError(
-                f"strategy {strategy} is for one process, but there are {world_size}. Start one, "
-                "or use ddp."
-            )
-        times = f" = {math.prod(sizes.values())}" if len(split) > 1 else ""
-        raise BadInputError(
-            f"{' × '.join(split) or 'all axes are 1'}{times}, but there are {world_size} "
-            "processes. Use that many processes, or other axes."
-        )
-    return sizes
 
 
 class PlanFile(Plan):

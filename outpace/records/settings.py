@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from outpace.records.axes import ProductSchedule
 from outpace.records.base import Record
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import (
@@ -33,7 +34,6 @@ from outpace.records.plan import (
     Compression,
     LoraTarget,
     Offload,
-    ProductSchedule,
     Strategy,
 )
 from outpace.records.precisions import AskedPrecision

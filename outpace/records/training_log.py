@@ -12,11 +12,12 @@ from pydantic import (
     model_validator,
 )
 
+from outpace.records.axes import ProductSchedule
 from outpace.records.base import Record, entry, read_object
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.outline import Outline
-from outpace.records.plan import Checkpointing, Offload, Plan, ProductSchedule
+from outpace.records.plan import Checkpointing, Offload, Plan
 from outpace.records.precisions import Precision
 
 TrainerName = Literal["outpace", "torchtitan", "megatron", "deepspeed", "trainer", "nanotron"]

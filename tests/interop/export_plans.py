@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outpace.interop.export import ExportRequest
+from outpace.records.axes import SPLITS
 from outpace.records.model import ModelSpec
-from outpace.records.plan import SPLITS, Plan
+from outpace.records.plan import Plan
 
 SEQ_LEN = 64
 LLAMA = ModelSpec(

@@ -28,9 +28,10 @@ from outpace.cli.train import _parser
 from outpace.interop.export import FORMATS, ExportedPlan, ExportRequest, export_plan, torchtitan
 from outpace.interop.export.request import fold_pipeline, hosts
 from outpace.planner.pipeline.stages import layers_per_stage
+from outpace.records.axes import SPLITS
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.plan import SPLITS, Plan, PlanFile
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.precisions import SHARD_DTYPES
 
 DATA = Path(__file__).parent / "data"

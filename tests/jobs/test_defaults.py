@@ -6,8 +6,9 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.jobs.defaults import note_passes, resolve_plan, with_axes_that_fit
 from outpace.probing.hardware.machine import identify
+from outpace.records.axes import fill_axes
 from outpace.records.errors import BadInputError
-from outpace.records.plan import AXES, fill_axes
+from outpace.records.plan import AXES
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 

@@ -23,8 +23,8 @@ import outpace
 from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.parallel.batches import cut
 from outpace.parallel.tensors import whole
+from outpace.records.axes import SPLITS
 from outpace.records.errors import BadInputError
-from outpace.records.plan import SPLITS
 
 SAMPLES, STEPS, CLIP, MICRO_BATCHES = 8, 3, 0.5, 4
 

@@ -19,8 +19,8 @@ from zoo.data_parallel import MODULES, REFUSED, RUNNING
 
 import outpace
 from outpace.parallel.tensors import whole
+from outpace.records.axes import SPLITS
 from outpace.records.errors import BadInputError
-from outpace.records.plan import SPLITS
 
 SAMPLES, STEPS, CLIP = 8, 3, 0.5
 OPTIONS = {"checkpointing": {"checkpointing": "full"}}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import outpace
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.tensors import whole
-from outpace.records.plan import SPLITS
+from outpace.records.axes import SPLITS
 
 SAMPLES, STEPS, MICRO_BATCHES, CLIP = 8, 2, 2, 0.1
 

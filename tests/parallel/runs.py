@@ -19,9 +19,10 @@ from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.deferred_init import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
+from outpace.records.axes import fill_axes
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import Plan, fill_axes
+from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.training.guards import seed_step
 from outpace.training.step import RawStep, Stepper

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace.records.axes import fill_axes
 from outpace.records.errors import BadInputError
-from outpace.records.plan import AXES, Plan, fill_axes
+from outpace.records.plan import AXES, Plan
 
 MICRO = {"micro_batch": 1, "precision": "fp64"}
 

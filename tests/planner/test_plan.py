@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from outpace.catalog.node_names import find_node
 from outpace.jobs.memory.query import question as memory_question
 from outpace.jobs.planning.request import PlanQuestion, job
-from outpace.planner import plan as planner
+from outpace.planner import plan_search
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.explain.reasons import explain_plan
 from outpace.planner.model.adapters import AdapterSettings
 from outpace.planner.model.outline_flops import forward_flops, step_flops
-from outpace.planner.plan import estimate_plan, plans, throughput
+from outpace.planner.plan import plans, throughput
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.search.alternatives import CROWDED, LEAN, ROOMY
 from outpace.planner.search.branch_and_bound import add_plans
 from outpace.records.errors import BadInputError
@@ -331,7 +332,7 @@ def test_a_leaner_plan_is_beside_one_that_fills_memory():
 def test_a_recommended_plan_leaves_memory_free_and_may_be_the_leanest(monkeypatch):
     """No plan with headroom is beside it, nor a leanest one that needs more."""
     job = asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
-    real = planner._find_simulated_alternatives
+    real = plan_search._find_simulated_alternatives
     first, fast = plans(job).plans
     assert first.roles == ("recommended",) and fast.roles == ("fastest",)
     assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
@@ -340,7 +341,7 @@ def test_a_recommended_plan_leaves_memory_free_and_may_be_the_leanest(monkeypatc
     def none_leaner(job, found):
         return replace(real(job, found), leanest=found.fastest, roomier=False)
 
-    monkeypatch.setattr(planner, "_find_simulated_alternatives", none_leaner)
+    monkeypatch.setattr(plan_search, "_find_simulated_alternatives", none_leaner)
     first, fast = plans(job).plans
     assert first.roles == ("recommended", "leanest") and fast.roles == ("fastest",)
 
@@ -348,7 +349,7 @@ def test_a_recommended_plan_leaves_memory_free_and_may_be_the_leanest(monkeypatc
 def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():
     wanted = {"keep": "lora_rank=16", "seq_len": 2048, "global_batch": 4}
     job = asked("llama-3.1-8b", "rtx-4090", **wanted)
-    _, found = planner._fastest(job)
+    _, found = plan_search.search_nodes(job)
     twin = found.columns.select([found.fastest])
     found = add_plans(job.question, found, twin, job.checked_bytes)
     for role in ("leanest", "with headroom"):
@@ -359,7 +360,7 @@ def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():
 
 def test_a_leaner_pipeline_that_simulates_faster_becomes_the_fastest(monkeypatch):
     """Only the simulation of alternatives shows it; none is then faster than the fastest."""
-    real, names = planner._find_simulated_alternatives, []
+    real, names = plan_search._find_simulated_alternatives, []
 
     def find(job, found):
         found = real(job, found)
@@ -369,7 +370,7 @@ def test_a_leaner_pipeline_that_simulates_faster_becomes_the_fastest(monkeypatch
             found.times.products_s[found.leanest] -= step_s + 1e-3
         return found
 
-    monkeypatch.setattr(planner, "_find_simulated_alternatives", find)
+    monkeypatch.setattr(plan_search, "_find_simulated_alternatives", find)
     question = asked("gpt2-xl", "4xrtx-3090", global_batch=16, keep="compile=false")
     answer = plans(question)
     fast = answer.plan_for("fastest")
@@ -416,7 +417,7 @@ def test_what_does_not_fit_is_told_what_to_change_first():
 
 @pytest.mark.slow
 def test_alternatives_that_simulation_shows_to_be_slow_give_way_to_the_next(monkeypatch):
-    question, real = asked("gpt2-xl", "8xrtx-3090", global_batch=64), planner.simulate_pipelines
+    question, real = asked("gpt2-xl", "8xrtx-3090", global_batch=64), plan_search.simulate_pipelines
     assert plans(question).plan_for("leanest").plan.pp > 1
 
     def slower(model, columns, times, places):
@@ -424,7 +425,7 @@ def test_alternatives_that_simulation_shows_to_be_slow_give_way_to_the_next(monk
         bubbles = found.bubble_s + (columns.pp > 1) * found.step_s
         return replace(found, bubble_s=bubbles)
 
-    monkeypatch.setattr(planner, "simulate_pipelines", slower)
+    monkeypatch.setattr(plan_search, "simulate_pipelines", slower)
     fast, lean = (plans(question).plan_for(role) for role in ("fastest", "leanest"))
     assert fast.plan.pp == lean.plan.pp == 1
     assert lean.estimate.peak_memory_bytes < fast.estimate.peak_memory_bytes

@@ -5,9 +5,10 @@ from typing import Any
 from outpace.catalog.models import PRESETS
 from outpace.interop.export.request import HOST, ExportedPlan, ExportRequest, Note
 from outpace.interop.export.texts import quote, torchrun
+from outpace.records.axes import SPLITS
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
-from outpace.records.plan import AXES, SPLITS, Plan, PlanFile
+from outpace.records.plan import AXES, Plan, PlanFile
 from outpace.records.settings import TrainSettings
 
 _FILE = "plan.json"

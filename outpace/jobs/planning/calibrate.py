@@ -19,8 +19,8 @@ from outpace.jobs.planning.check_logged_runs import (
 from outpace.jobs.planning.request import PlanQuestion, check_network, job, split_settings
 from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.memory.peak import library_bytes
-from outpace.planner.plan import estimate_plan
 from outpace.planner.plan_columns import of_plans
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate

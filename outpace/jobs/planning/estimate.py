@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from outpace.jobs.planning.request import PlanQuestion, job
-from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import RankedPlan

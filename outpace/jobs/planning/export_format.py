@@ -15,7 +15,7 @@ from outpace.planner.memory.framework_traits import (
     FrameworkTraits,
 )
 from outpace.planner.model.adapters import AdapterSettings
-from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.acceptance import Acceptance
 from outpace.records.errors import BadInputError, join_and

@@ -21,8 +21,8 @@ from outpace.planner.calibration.fit_rates import (
 )
 from outpace.planner.calibration.strategy_residuals import Deviations
 from outpace.planner.explain.titles import title
-from outpace.planner.plan import fastest_plans
 from outpace.planner.plan_columns import MODES, Floats, of_plans
+from outpace.planner.plan_search import fastest_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify

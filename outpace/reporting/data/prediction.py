@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.outline import outline
-from outpace.planner.plan import estimate_plan
 from outpace.planner.plan_columns import of_plans
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.estimate import stages_of

@@ -17,7 +17,7 @@ from outpace.planner.calibration.measured_cases import (
     nearest_cases,
     spread_beyond,
 )
-from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.records.plan import Plan
 
 SHARDED = Plan(strategy="zero3", dp_shard=8)

@@ -20,7 +20,7 @@ from outpace.planner.model.outline import outline
 from outpace.planner.network.default_plans import NetworkEntry, candidate_plans
 from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, network_needs
 from outpace.planner.network.site import NetworkQuestion, Site
-from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import SearchRequest
 from outpace.records.errors import BadInputError

@@ -1,0 +1,165 @@
+"""Notes below the planner's answer: assumptions, and settings that would change it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from outpace.planner.calibration.measured_cases import (
+    faster_case,
+    spread_beyond,
+)
+from outpace.planner.explain.hints import hint
+from outpace.planner.model.adapters import ADAPTER_STRATEGIES, can_plan_adapters
+from outpace.planner.model.outline import parameters
+from outpace.planner.plan_estimate import likeness
+from outpace.planner.plan_search import least_seconds, search_plans
+from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.branch_and_bound import (
+    SearchResult,
+    fits,
+)
+from outpace.planner.search.space import to_plan
+from outpace.records.estimate import RankedPlan
+from outpace.records.optimizers import LOW, OptimizerName
+from outpace.records.precisions import PRECISION_TRAITS
+from outpace.records.units import show_bytes, show_count, show_seconds
+
+
+def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
+    """Return notes on assumptions about plans that the interval does not cover."""
+    told = []
+    if any(one.plan.precision == "fp8" for one in planned):
+        told.append(
+            "fp8: the time to compute scales is not counted; MFU is relative to the fp8 peak."
+        )
+    if any(one.plan.compile for one in planned):
+        told.append(
+            "compile: its gain is counted in bytes and launches (docs/concepts/planner.md)."
+        )
+    return told
+
+
+def extrapolated_note(planned: RankedPlan) -> list[str]:
+    """Return a note on the features of the first plan that no measured case has."""
+    if not planned.extrapolated:
+        return []
+    wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
+    return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
+
+
+def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
+    """Return a note on a listed published step that is faster because it uses fewer bits."""
+    plan, least_s = to_plan(found.columns, found.fastest), least_seconds(found)
+    batch = job.wanted.global_batch
+    case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
+    if case is None:
+        return []
+    return [
+        f"The published step of {case.stack} ({show_seconds(case.measured_s)}) is faster than the "
+        f"fastest plan ({show_seconds(least_s)}) because its matmuls are in "
+        f"{case.precision}, the plan's in {PRECISION_TRAITS[plan.precision].matmuls}."
+    ]
+
+
+def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
+    """Return a note on the assumed host memory, if it is unknown and plans may offload to it."""
+    if len(job.by_assumption()) == 1:
+        return []
+    unknown = f"The host memory of {job.cluster.name} is not known"
+    state = "Give a node's host memory, as in --host-memory 512GiB"
+    if not used.wanted.offloads:
+        return [f"{unknown}, so no plan offloads. {state}: plans that offload may be faster."]
+    return [
+        f"{unknown}, and with these options nothing fits without offloading, so the host is "
+        f"assumed to have enough. {state}."
+    ]
+
+
+def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
+    """Return a note on what adapters train, or on what they would save if weights are offloaded."""
+    adapters = job.wanted.adapters
+    if adapters is not None:
+        trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
+        strategies = ", ".join(ADAPTER_STRATEGIES)
+        return [
+            f"{adapters.title}: {show_count(trained)} parameters are trained, with "
+            f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
+            "offloading. outpace also trains adapters with other strategies: trace their memory "
+            "with outpace memory."
+        ]
+    values = {"precision": job.wanted.precision, **job.wanted.keep}
+    known = can_plan_adapters(job.outline, values) and not job.question.other_program
+    if planned[0].plan.offload_parameters in (None, "none") or not known:
+        return []
+    return [
+        "Every step fetches the weights from the host. Adapters need far less memory: plan them "
+        "with "
+        "--lora-rank 16 (and --base nf4)."
+    ]
+
+
+# Options with the smallest states, sorted by how close training is to AdamW in fp32.
+_SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
+    (name, in_backward) for in_backward in (False, True) for name in LOW
+)
+
+
+def small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
+    """Return a note on a plan with weights and states in fewer bits, if plan 1 offloads them."""
+    wanted, plan = job.wanted, planned.plan
+    decided = {*wanted.keep, *wanted.vary} & {
+        "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
+        "offload_optimizer",
+    }  # fmt: skip
+    offloads = {plan.offload_parameters, plan.offload_optimizer} != {"none"}
+    bf16 = "bf16" in job.cluster.device.peak_flops_per_s
+    if not offloads or decided or not bf16 or job.question.other_program:
+        return []
+    for optimizer, in_backward in _SMALL_STATES:
+        options: dict[str, Any] = {"precision": "bf16-pure", "optimizer": optimizer}
+        if in_backward:
+            options["optimizer_in_backward"] = True
+        kept = replace(wanted, keep={**wanted.keep, **options}, offloads=False)
+        small = replace(job, wanted=kept, count=1)
+        if not fits(kept, small.checked_bytes, small.least_bytes, small.limit):
+            continue
+        found = search_plans(small)
+        words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
+        return [
+            f"Without offloading, --keep {words} fits: "
+            f"{show_bytes(round(float(found.needs[found.fastest])))} and "
+            f"{show_seconds(least_seconds(found))} a step, against plan 1's "
+            f"{show_seconds(planned.estimate.step_time_s)}. Weights and states in fewer bits "
+            "change the results of training (docs/concepts/optimizers.md)."
+        ]
+    return []
+
+
+_MUCH_OF_STEP = 0.25  # of the step time
+
+
+def batch_note(planned: RankedPlan) -> list[str]:
+    """Return a note on the offloading time that is the same for any batch size, if it is large."""
+    one = planned.estimate
+    fixed_s = sum(
+        part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
+    )
+    if fixed_s < _MUCH_OF_STEP * one.step_time_s:
+        return []
+    return [
+        f"Of plan 1's offloading, the optimizer takes {show_seconds(fixed_s)} with any batch: its "
+        "step outside of the device, and copies of gradients and new weights. A "
+        "larger --global-batch (more accumulation) spreads them over more tokens."
+    ]
+
+
+def list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
+    """Suggest settings that are not searched but would help, if hints are requested."""
+    if not job.hints or job.wanted.on_host:
+        return []
+    best = to_plan(found.columns, found.fastest)
+    told = hint(
+        job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, best,
+        least_seconds(found),
+    )  # fmt: skip
+    return [] if told is None else [told]

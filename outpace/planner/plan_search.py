@@ -1,0 +1,197 @@
+"""The search for a problem's fastest plans and their alternatives, with simulated pipelines."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from outpace.planner.hardware.device import dtype_of
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.plan_columns import Ints
+from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.alternatives import ROOMY
+from outpace.planner.search.branch_and_bound import (
+    SearchResult,
+    fastest,
+    find_alternatives,
+    kinds,
+    search,
+)
+from outpace.planner.search.simulate_finalists import order, simulate_pipelines
+from outpace.planner.search.space import to_plan
+from outpace.planner.step_time.estimate import estimate
+from outpace.records.estimate import Role
+from outpace.records.plan import Plan
+
+_FINALISTS = 2  # times the number of shown plans
+
+
+def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Simulate the finalists' pipelines, and rank them by the result.
+
+    At least two are simulated, because the fastest is compared with another.
+    """
+    times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
+    ranked = order(times, found.ranked)[: max(2, job.count)]
+    return replace(found, times=times, ranked=ranked)
+
+
+def search_plans(job: PlanningProblem) -> SearchResult:
+    """Search on all nodes of the problem's cluster."""
+    count = _FINALISTS * max(2, job.count)
+    return _simulate_finalists(
+        job, search(job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, count)
+    )
+
+
+def add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
+
+    If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it. If
+    one is faster than the fastest, it becomes the fastest, and alternatives are searched again.
+    """
+    found = _find_simulated_alternatives(job, found)
+    faster = _faster_alternatives(found)
+    if len(faster):
+        ranked = order(found.times, np.concatenate([found.ranked, faster]))
+        return add_alternatives(job, replace(found, ranked=ranked))
+    slow = _slow_alternatives(found)
+    if not any(slow) or found.layouts is None:
+        return found
+    whole = np.flatnonzero(found.layouts.pp == 1)
+    fewer = replace(found, layouts=found.layouts.select(whole), bound=found.bound[whole])
+    again = _find_simulated_alternatives(job, fewer)
+    return replace(
+        again,
+        simplest=again.simplest if slow[0] else found.simplest,
+        leanest=again.leanest if slow[1] else found.leanest,
+        roomier=again.roomier if slow[1] else found.roomier,
+        layouts=found.layouts,
+        bound=found.bound,
+    )
+
+
+def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    found = find_alternatives(
+        job.question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
+    )
+    places = np.array([found.simplest, found.leanest])
+    times = simulate_pipelines(job.question, found.columns, found.times, places)
+    return replace(found, times=times)
+
+
+_ROUNDING = 1e-9  # simulated among others, the same plan's time differs in its last digits
+
+
+def _faster_alternatives(found: SearchResult) -> Ints:
+    """Return the simplest and the leanest plans that are faster than the fastest, if any."""
+    places = np.array([found.simplest, found.leanest])
+    least_s = found.times.step_s[found.fastest] * (1 - _ROUNDING)
+    return np.unique(places[found.times.step_s[places] < least_s])
+
+
+def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Drop a plan with headroom that is not needed, and correct which plan is the leanest.
+
+    A plan with headroom is not needed if the recommended one leaves enough memory free. The leanest
+    may have been replaced by a plan that needs more memory than the recommended one. Since the
+    latter is fast enough to be the leanest, it then has both roles.
+    """
+    least, simple = found.needs[found.leanest], found.needs[found.simplest]
+    if found.roomier:
+        needless = simple <= ROOMY * job.limit
+        return replace(found, leanest=-1, roomier=False) if needless else found
+    fine = found.times.step_s[found.simplest] <= found.lean_s
+    return replace(found, leanest=found.simplest) if fine and simple < least else found
+
+
+def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
+    """Return whether the simplest and the leanest plans are slower than allowed if simulated."""
+    took = found.times.step_s[[found.simplest, found.leanest]]
+    slow = took > np.array([found.simple_s, found.lean_s])
+    return bool(slow[0]), bool(slow[1])
+
+
+def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
+    """Return the plans to list: first those with a role, then plans of other kinds."""
+    roles: list[tuple[int, Role]] = [
+        (found.simplest, "recommended"), (found.fastest, "fastest"),
+        (found.leanest, "with headroom" if found.roomier else "leanest"),
+    ]  # fmt: skip
+    fastest = to_plan(found.columns, found.fastest)
+    listed: dict[str, tuple[int, tuple[Role, ...]]] = {}
+    for place, role in roles:
+        if place < 0:
+            continue
+        plan = to_plan(found.columns, place)
+        key = plan.model_dump_json()
+        first, own = listed.get(key, (found.fastest if plan == fastest else place, ()))
+        listed[key] = first, (*own, role)
+    shown = kinds(found.columns)[[place for place, _ in listed.values()]]
+    others = [int(place) for place in found.ranked if kinds(found.columns)[place] not in shown]
+    return [*listed.values(), *((place, ()) for place in others)]
+
+
+def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
+    """Search; return the result, and the version of the problem with plans (`by_assumption`)."""
+    *first, last = job.by_assumption()
+    for one in first:
+        used, found = _fastest_on_nodes(one)
+        if len(found.ranked):
+            return used, found
+    return _fastest_on_nodes(last)
+
+
+def _fastest_on_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
+    """Search on all nodes or, if nodes may stay idle, on the number of nodes that is fastest."""
+    best = job, search_plans(job)
+    for nodes in _smaller_clusters(job) if job.idle else ():
+        seconds = least_seconds(best[1])
+        if _least_s(job, nodes) >= seconds:
+            break
+        less = job.with_nodes(nodes)
+        found = search_plans(less)
+        if least_seconds(found) < seconds:
+            best = less, found
+    return best
+
+
+def least_seconds(found: SearchResult) -> float:
+    """Return the step time of the fastest plan, s; infinity if none fits."""
+    return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
+
+
+def _smaller_clusters(job: PlanningProblem) -> list[int]:
+    """Yield smaller numbers of nodes that are worth considering, largest first.
+
+    They are repeated halves, powers of two, and numbers whose devices divide the global batch. All
+    numbers considered for a machine are also considered for one twice as large.
+    """
+    nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
+    batch = job.wanted.global_batch
+    halves = {nodes >> shift for shift in range(nodes.bit_length())}
+    powers = {1 << shift for shift in range(nodes.bit_length())}
+    even = {n for n in range(1, min(nodes, batch // each) + 1) if batch % (n * each) == 0}
+    return sorted((n for n in halves | powers | even if 0 < n < nodes), reverse=True)
+
+
+def _least_s(job: PlanningProblem, nodes: int) -> float:
+    """Return a lower bound of the step time on `nodes` nodes: all matmuls at the best rate."""
+    wanted = job.wanted
+    passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
+    flops = passes * forward_flops(
+        job.outline, wanted.seq_len, wanted.global_batch, attention=False
+    )
+    own = (wanted.keep.get("precision", wanted.precision),)
+    names = wanted.vary.get("precision", own)
+    rate = max(job.cluster.device.rate(dtype_of(name)) for name in names)
+    return flops / (rate * nodes * job.cluster.fabric.per_node)
+
+
+def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
+    """Return the `count` fastest plans of any kind, their step times, and the number considered."""
+    columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
+    places = np.arange(len(columns))
+    times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
+    ranked = sorted(places, key=lambda place: times.step_s[place])
+    return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
