@@ -258,7 +258,7 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     from outpace.planner.model.outline import outline
     from outpace.planner.plan_estimate import estimate_plan
     from outpace.planner.problem import PlanningProblem
-    from outpace.planner.search.space import SearchRequest
+    from outpace.planner.search.search_request import SearchRequest
     from outpace.records.plan import Plan
 
     number, world = _course(row), row["world"]

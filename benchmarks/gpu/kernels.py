@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from gpu.check import Check, measured
 from gpu.hardware import device_seconds, seconds
 from outpace.nn.block import suited_attention
-from outpace.nn.head_loss import EAGER, compiled_passes
 from outpace.nn.kernels import choose_kernel, takes_blocks
+from outpace.nn.logits_functions import EAGER, compiled_passes
 from outpace.nn.loss import LossKind, linear_loss_sum
 from outpace.nn.masks import Visibility, visibility
 

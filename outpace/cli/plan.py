@@ -136,7 +136,7 @@ def _defaults(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
     """Return the options that affect time or memory but were not given."""
-    from outpace.jobs.planning.request import split_settings
+    from outpace.jobs.planning.given_settings import split_settings
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
     found = {}

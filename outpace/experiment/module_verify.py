@@ -44,19 +44,13 @@ from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, SINGLE, ComparisonLimits
 from outpace.parallel.parity.first_batch_messages import explain_new_parameters
 from outpace.parallel.parity.loss_scale import explain_backwards
-from outpace.parallel.parity.state_messages import (
-    explain_reshaped,
-)
+from outpace.parallel.parity.state_messages import explain_reshaped
 from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
 from outpace.records.axes import fill_axes
-from outpace.records.certificate import (
-    WITHOUT_DROPOUT,
-    Certificate,
-    ParityVerdict,
-)
+from outpace.records.certificate import WITHOUT_DROPOUT, Certificate, ParityVerdict
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy

@@ -11,13 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.interop.log_lines import (
-    NUMBER,
-    find_numbers,
-    is_possible,
-    last_number,
-    parse_number,
-)
+from outpace.interop.log_lines import NUMBER, find_numbers, is_possible, last_number, parse_number
 from outpace.interop.rounded_numbers import Range, batch_of_epochs, rate_range, runtime_range
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError, shorten

@@ -7,12 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outpace.interop.config import (
-    CONFIG_FILE,
-    OWN_TYPE,
-    load_config,
-    read_config,
-)
+from outpace.interop.config import CONFIG_FILE, OWN_TYPE, load_config, read_config
 from outpace.interop.config_check import ReadValues, quiet_transformers, reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 

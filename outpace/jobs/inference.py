@@ -71,11 +71,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        run: Path,
-        sampling: Sampling,
-        device: str,
-        on_hint: Callable[[str], None],
+        self, run: Path, sampling: Sampling, device: str, on_hint: Callable[[str], None]
     ) -> None:
         self._model, self._tokenizer, self._stop_ids = _open(run, device, on_hint)
         self._sampling = sampling

@@ -22,8 +22,7 @@ or eager. Either way, cuBLAS computes the matmuls.
 Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from outpace.nn.bf16_loss import IGNORED
-from outpace.nn.compilation import copy_with_code
-from outpace.nn.torch_versions import add_wide_matmul, compiler_reads_before_it_writes
-from outpace.records.errors import error_summary
+from outpace.nn.logits_functions import EAGER, LogitsFunctions
+from outpace.nn.torch_versions import add_wide_matmul
 
 PADDED_TO = 64  # elements: 128 bytes in 16 bits, one cache line
 # Logits up to this size are computed in one piece: 2³¹ values of 16 bits, the most that kernels
@@ -46,212 +44,8 @@ CHUNK_BYTES = 2 * 2**30
 # Rows of a chunk if chunks are requested, and the minimum otherwise: with fewer, the head's
 # gradient is read and written too often (4 times 4·V·D bytes at 16,384 tokens).
 CHUNK_ROWS = 4096
-# Bytes of fp32 logits that the eager functions hold in addition to the logits.
-BLOCK_BYTES = 256 * 2**20
-
 # Combines local log-sum-exps and targets' logits (N) over all ranks.
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class LogitsFunctions:
-    """Functions that read and write logits (N, P); only the first `vocab` columns are real.
-
-    `columns_N`: the targets' columns, −1 if these logits do not contain the target. `counts_N`:
-    whether a token has a target at all.
-
-    - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 for no target),
-      both (N), in at least fp32.
-    - `gradient(logits_NP, lse_N, columns_N, scales_N, vocab)`: overwrites the logits with
-      (softmax − one-hot) · scale. Call it after `scores`.
-    - `loss_and_gradient(logits_NP, columns_N, counts_N, vocab)`: returns the sum of losses, and
-      overwrites the logits with its gradient.
-    """
-
-    scores: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
-    loss_and_gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-
-
-def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Compute the scores; compiled, this is one kernel over the logits and one for the targets."""
-    return _log_sum_exp(logits_NP, vocab), _targets_logits(logits_NP, columns_N)
-
-
-def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
-    wide_NP = _only(_wide(logits_NP), vocab, -torch.inf)
-    largest_N1 = wide_NP.amax(1, keepdim=True)
-    sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern that Inductor fuses
-    return (largest_N1 + sums_N1.log()).squeeze(1)
-
-
-def _gradient(
-    logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
-) -> None:
-    """Compute the gradient; compiled, one kernel reads the logits and writes over them.
-
-    Padded columns are set to 0, since exp(0 − lse) of a padded logit may be infinite.
-    """
-    p_NP = _only((_wide(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
-    at_NP = torch.arange(logits_NP.shape[1], device=p_NP.device) == columns_N.unsqueeze(1)
-    logits_NP.copy_((p_NP - at_NP.to(p_NP.dtype)) * scales_N.unsqueeze(1))
-
-
-def _loss_and_gradient(
-    logits_NP: Tensor,
-    columns_N: Tensor,
-    counts_N: Tensor,
-    vocab: int,
-    targets_logits_N: Tensor | None = None,
-) -> Tensor:
-    """Compute loss and gradient when compiled; `targets_logits_N`: the targets' logits if known."""
-    own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
-    lse_N = _log_sum_exp(logits_NP, vocab)
-    loss = ((lse_N - own_N) * counts_N).sum()
-    _gradient(logits_NP, lse_N, columns_N, counts_N.to(lse_N.dtype), vocab)
-    return loss
-
-
-def _only(values_NP: Tensor, vocab: int, other: float) -> Tensor:
-    if values_NP.shape[1] == vocab:
-        return values_NP
-    real_P = torch.arange(values_NP.shape[1], device=values_NP.device) < vocab
-    return torch.where(real_P, values_NP, other)
-
-
-def _targets_logits(logits_NP: Tensor, columns_N: Tensor) -> Tensor:
-    own_N = _wide(logits_NP.gather(1, columns_N.clamp(min=0).unsqueeze(1)).squeeze(1))
-    return torch.where(columns_N >= 0, own_N, 0.0)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    logits_NP[:, vocab:] = -torch.inf
-    own_N = _targets_logits(logits_NP, columns_N)
-    parts = []
-    for rows in _blocks(logits_NP):
-        largest_R1 = logits_NP[rows].amax(1, keepdim=True)
-        exps_RP = logits_NP[rows].to(own_N.dtype, copy=True).sub_(largest_R1).exp_()
-        parts.append(exps_RP.sum(1).log_().add_(largest_R1.squeeze(1)))
-        del exps_RP  # before the next block is computed
-    return torch.cat(parts), own_N
-
-
-def _eager_gradient(
-    logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
-) -> None:
-    for rows in _blocks(logits_NP):
-        p_RP = _wide(logits_NP[rows]).sub_(lse_N[rows].unsqueeze(1)).exp_()
-        _subtract_ones(p_RP, columns_N[rows])
-        torch.mul(p_RP, scales_N[rows].unsqueeze(1), out=logits_NP[rows])
-        del p_RP  # before the next block is computed
-
-
-def _eager_loss_and_gradient(
-    logits_NP: Tensor,
-    columns_N: Tensor,
-    counts_N: Tensor,
-    vocab: int,
-    targets_logits_N: Tensor | None = None,
-) -> Tensor:
-    """Compute loss and gradient with one softmax, from log Σ exp = max logit − its log softmax."""
-    logits_NP[:, vocab:] = -torch.inf
-    own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
-    loss = own_N.new_zeros(())
-    for rows in _blocks(logits_NP):
-        largest_R, at_R = logits_NP[rows].max(1)
-        p_RP = logits_NP[rows].softmax(1, dtype=own_N.dtype)
-        lse_R = _wide(largest_R) - p_RP.gather(1, at_R.unsqueeze(1)).squeeze(1).log()
-        loss += ((lse_R - own_N[rows]) * counts_N[rows]).sum()
-        _subtract_ones(p_RP, columns_N[rows])
-        torch.mul(p_RP, counts_N[rows].unsqueeze(1), out=logits_NP[rows])
-        del p_RP  # before the next block is computed
-    return loss
-
-
-def _subtract_ones(p_RP: Tensor, columns_R: Tensor) -> None:
-    ones_R = (columns_R >= 0).to(p_RP.dtype)
-    p_RP.scatter_add_(1, columns_R.clamp(min=0).unsqueeze(1), -ones_R.unsqueeze(1))
-
-
-def _blocks(logits_NP: Tensor) -> Iterator[slice]:
-    """Yield slices of rows whose logits take `BLOCK_BYTES` in fp32."""
-    rows = max(1, BLOCK_BYTES // (4 * logits_NP.shape[1]))
-    for start in range(0, len(logits_NP), rows):
-        yield slice(start, start + rows)
-
-
-EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient)
-
-
-class CompiledPass:
-    """A function compiled for each shape, with an eager fallback if the compiler fails.
-
-    Beyond torch's recompile limit (8 shapes by default), further shapes run eagerly too.
-    """
-
-    def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
-        self._compiled = torch.compile(copy_with_code(function), fullgraph=True, dynamic=False)
-        self._eager = eager
-        self._failed = False
-        self._too_many: set[torch.Size] = set()
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the compiled function, or the eager one if it cannot be compiled."""
-        if self._failed or args[0].shape in self._too_many:
-            return self._eager(*args)
-        try:
-            return self._compiled(*args)
-        except _compiler_errors() as error:  # before anything is computed
-            if _is_limit(error):
-                self._too_many.add(args[0].shape)
-                return self._eager(*args)
-            self._failed = True
-            warnings.warn(
-                f"torch.compile fails on the loss ({error_summary(error)}), so the loss runs "
-                "uncompiled. Avoid the attempt with --no-compile.",
-                stacklevel=2,
-            )
-            return self._eager(*args)
-
-
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the compiler's error types. Call only after an error: this loads the compiler."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    return (TorchDynamoException, FailOnRecompileLimitHit)
-
-
-def _is_limit(error: Exception) -> bool:
-    """Return whether an error is torch's (2.13) for a function compiled for too many shapes."""
-    text = f"{type(error).__name__} {error}".lower()
-    return "recompilelimit" in text or "recompile limit" in text
-
-
-def compiled_passes() -> LogitsFunctions:
-    """Return functions that torch.compile compiles at their first call; this loads the compiler."""
-    both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
-    return LogitsFunctions(
-        CompiledPass(_scores, EAGER.scores),
-        CompiledPass(_gradient, EAGER.gradient),
-        both if compiler_reads_before_it_writes() else _with_targets_logits_first(both),
-    )
-
-
-def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Read the targets' logits in a separate kernel, before compiled code overwrites them."""
-
-    def loss_and_gradient(
-        logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
-    ) -> Tensor:
-        targets_logits_N = _targets_logits(logits_NP, columns_N)
-        loss: Tensor = compiled(logits_NP, columns_N, counts_N, vocab, targets_logits_N)
-        return loss
-
-    return loss_and_gradient
 
 
 def padded_width(vocab: int) -> int:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from outpace.nn.bf16_loss import IGNORED as IGNORED
 from outpace.nn.bf16_loss import gradient_in_place, low_loss
 from outpace.nn.block import to_fp32
-from outpace.nn.head_loss import EAGER, LogitsFunctions, compiled_passes, head_loss_sum
+from outpace.nn.head_loss import head_loss_sum
+from outpace.nn.logits_functions import EAGER, LogitsFunctions, compiled_passes
 from outpace.nn.transformer import Transformer
 
 LossKind = Literal["auto", "plain", "chunked"]

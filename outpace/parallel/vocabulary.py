@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.nn.block import to_fp32
-from outpace.nn.head_loss import EAGER, Combine, LogitsFunctions, whole_loss_sum
+from outpace.nn.head_loss import Combine, whole_loss_sum
+from outpace.nn.logits_functions import EAGER, LogitsFunctions
 from outpace.nn.loss import IGNORED
 
 

@@ -28,7 +28,7 @@ from outpace.planner.plan_search import (
 )
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.remedies import explain_misfit
-from outpace.planner.search.space import SearchRequest
+from outpace.planner.search.search_request import SearchRequest
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import KeptOption, Plans, RankedPlan
 

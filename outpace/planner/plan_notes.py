@@ -4,20 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from outpace.planner.calibration.measured_cases import (
-    faster_case,
-    spread_beyond,
-)
+from outpace.planner.calibration.measured_cases import faster_case, spread_beyond
 from outpace.planner.explain.hints import hint
 from outpace.planner.model.adapters import ADAPTER_STRATEGIES, can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan_estimate import likeness
 from outpace.planner.plan_search import least_seconds, search_plans
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.branch_and_bound import (
-    SearchResult,
-    fits,
-)
+from outpace.planner.search.branch_and_bound import SearchResult, fits
 from outpace.planner.search.space import to_plan
 from outpace.records.estimate import RankedPlan
 from outpace.records.optimizers import LOW, OptimizerName

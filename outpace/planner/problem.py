@@ -12,7 +12,7 @@ from outpace.planner.memory import peak
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, PlanBatch
-from outpace.planner.search.space import SearchRequest
+from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 

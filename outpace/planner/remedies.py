@@ -14,7 +14,8 @@ from outpace.planner.model.adapters import can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.branch_and_bound import SearchResult, fits
-from outpace.planner.search.space import SearchRequest, to_plan
+from outpace.planner.search.search_request import SearchRequest
+from outpace.planner.search.space import to_plan
 from outpace.records.errors import BadInputError, join_or
 from outpace.records.optimizers import PLAIN_ADAMW, default_optimizer
 from outpace.records.precisions import PRECISION_TRAITS, Precision

@@ -40,8 +40,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from outpace.nn.block import Attention, Mixing, fused_attention, suited_attention
-from outpace.nn.head_loss import LogitsFunctions
 from outpace.nn.kernels import choose_kernel, operands_for, suits_flash
+from outpace.nn.logits_functions import LogitsFunctions
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.records.hardware import Accelerator

@@ -284,7 +284,7 @@ def configs_of_models() -> Sequence[Tree]:
     """config.json of every architecture that can be planned for, as transformers has it."""
     from transformers import AutoConfig
 
-    from outpace.interop.outline import READERS
+    from outpace.interop.outline_readers import READERS
 
     found = []
     for family in READERS:

@@ -307,7 +307,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                         "_open_tensors", "has_weights", "weight_files", "_shards",
                                         "_open_safetensors", "_entry", "_open_bin")}),
         Reader("outline", documents.configs_of_models, _outline, {
-            "outpace.interop.outline": (),
+            "outpace.interop.outline": (), "outpace.interop.outline_readers": (),
             "outpace.interop.config": ("spec_from_config", "_refuse", "_activation", "_read_gpt2",
                                        "_read_bert", "_read_llama_like", "_read_biases",
                                        "_read_windows", "_read_rope")}),

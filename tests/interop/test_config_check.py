@@ -11,7 +11,8 @@ import transformers
 
 from outpace.interop.config import read_spec_with_notes
 from outpace.interop.models import open_model
-from outpace.interop.outline import READERS, read_outline_and_spec
+from outpace.interop.outline import read_outline_and_spec
+from outpace.interop.outline_readers import READERS
 from outpace.planner.model.outline import parameters
 from outpace.records.errors import BadInputError
 

@@ -10,11 +10,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.catalog.outlines import OUTLINES
-from outpace.interop.outline import (
-    READERS,
-    outline_from_config,
-    read_outline_and_spec,
-)
+from outpace.interop.outline import outline_from_config, read_outline_and_spec
+from outpace.interop.outline_readers import READERS
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.records.errors import BadInputError

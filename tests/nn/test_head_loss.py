@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn import head_loss, torch_versions
-from outpace.nn.head_loss import EAGER, CompiledPass, chunk_rows, compiled_passes, padded_width
+from outpace.nn import head_loss, logits_functions, torch_versions
+from outpace.nn.head_loss import chunk_rows, padded_width
+from outpace.nn.logits_functions import EAGER, CompiledPass, compiled_passes
 from outpace.nn.loss import LanguageModelObjective, linear_loss_sum
 from outpace.nn.transformer import Transformer
 
@@ -29,7 +30,7 @@ def compiled():
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(head_loss, "CHUNK_ROWS", 512)
-    monkeypatch.setattr(head_loss, "BLOCK_BYTES", 4 * 128 * 200)  # blocks of 200 rows
+    monkeypatch.setattr(logits_functions, "BLOCK_BYTES", 4 * 128 * 200)  # blocks of 200 rows
 
 
 def operands_of(rows=1300, bias=False, dtype=torch.float32, width=24):

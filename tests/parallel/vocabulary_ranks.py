@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.nn.head_loss import EAGER
+from outpace.nn.logits_functions import EAGER
 from outpace.nn.loss import linear_loss_sum
 from outpace.parallel.vocabulary import split_linear_loss_sum
 

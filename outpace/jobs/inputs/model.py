@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from outpace.interop.classifier import read_classifier
-from outpace.interop.custom_model import (
-    CustomObjective,
-)
+from outpace.interop.custom_model import CustomObjective
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel
 from outpace.interop.peft import merge_into

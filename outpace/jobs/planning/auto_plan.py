@@ -18,13 +18,14 @@ from outpace.jobs.inputs.tasks import NOT_CLASSIFY
 from outpace.jobs.machine_file import find_probe, has_probe_file, used_machine
 from outpace.jobs.memory.traced_plan import fullest
 from outpace.jobs.planning.find_outline import find_outline
-from outpace.jobs.planning.request import KEPT, check_adapters, default_vary
+from outpace.jobs.planning.given_settings import KEPT
+from outpace.jobs.planning.request import check_adapters, default_vary
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.model.outline import classifier_outline
 from outpace.planner.plan import plans
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import SearchRequest
+from outpace.planner.search.search_request import SearchRequest
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.process_memory import anonymous_bytes
 from outpace.records.errors import BadInputError

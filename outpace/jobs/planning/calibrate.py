@@ -16,7 +16,8 @@ from outpace.jobs.planning.check_logged_runs import (
     check_possible,
     list_assumed,
 )
-from outpace.jobs.planning.request import PlanQuestion, check_network, job, split_settings
+from outpace.jobs.planning.given_settings import split_settings
+from outpace.jobs.planning.request import PlanQuestion, check_network, job
 from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.memory.peak import library_bytes
 from outpace.planner.plan_columns import of_plans

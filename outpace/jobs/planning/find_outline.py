@@ -93,7 +93,8 @@ def _by_config(module: Any) -> Outline | None:
 
     It has more detail than a trace.
     """
-    from outpace.interop.outline import READERS, outline_from_config
+    from outpace.interop.outline import outline_from_config
+    from outpace.interop.outline_readers import READERS
 
     config = getattr(module, "config", None)
     if getattr(config, "model_type", None) not in READERS:

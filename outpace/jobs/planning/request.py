@@ -1,12 +1,10 @@
 """Planning problems from a user's question: model, machine, batch and fixed settings."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.links import LINKS
@@ -15,6 +13,7 @@ from outpace.catalog.nodes import NODES
 from outpace.jobs.machine_file import PROBE_FILE, find_probe
 from outpace.jobs.planning.export_format import assign_trainer, restrict_search
 from outpace.jobs.planning.find_outline import find_outline
+from outpace.jobs.planning.given_settings import parse_value, read_keep
 from outpace.planner.calibration.cluster import (
     Cluster,
     network_share,
@@ -35,10 +34,10 @@ from outpace.planner.model.adapters import (
 )
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import VARIED, SearchRequest
+from outpace.planner.search.search_request import VARIED, SearchRequest
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
-from outpace.records.errors import BadInputError, join_or, suggest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.hardware import Node
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW
@@ -53,15 +52,6 @@ CALIBRATED_HINT = (
     f"{PROBE_FILE} in this directory was written by outpace calibrate for another machine, so it "
     f"is ignored. To plan for that machine, use --machine {PROBE_FILE}."
 )
-# Names for `--keep`: settings that the search decides, and those shared by all its plans.
-KEPT = (
-    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
-    "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
-    "pp_microbatches",
-    "checkpointing", "checkpoint_every", "offload_activations", "offload_parameters",
-    "offload_optimizer", "precision", "optimizer", "optimizer_in_backward", "loss", "compile",
-    "bucket_mib", *ADAPTER_NAMES,
-)  # fmt: skip
 _WHAT_IF = ("link", "inside", "memory", "nodes")
 
 
@@ -298,32 +288,6 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
     return "bf16-master" if "bf16" in rates else "fp32"
 
 
-def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None without a value."""
-    for part in (text or "").split(","):
-        if part.strip():
-            name, equals, value = (word.strip() for word in part.partition("="))
-            yield part.strip(), name.replace("-", "_"), value if equals else None
-
-
-def read_keep(text: str | None) -> dict[str, Any]:
-    """Parse "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
-    found: dict[str, Any] = {}
-    for part, name, value in split_settings(text):
-        if value is None:
-            raise BadInputError(
-                f"--keep {part}: write setting=value, such as precision=bf16. Settings: "
-                f"{', '.join(KEPT)}."
-            )
-        if name not in KEPT:
-            raise BadInputError(
-                f"--keep {part}: the planner has no setting {name!r}."
-                f"{_suggest_setting(name, value)} Settings: {', '.join(KEPT)}."
-            )
-        found[name] = _parse_value(name, value)
-    return found
-
-
 def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
     """Return the required settings, with adapters' own options. Raises BadInputError."""
     keep = read_keep(asked.keep)
@@ -332,7 +296,7 @@ def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
         typed = f"--{name.replace('_', '-')} {text}"
         if name in keep:
             raise BadInputError(f"{typed} and --keep {asked.keep}: give it once.")
-        found[name] = _parse_value(name, "+".join(re.split(r"[\s,+]+", text.strip())), typed)
+        found[name] = parse_value(name, "+".join(re.split(r"[\s,+]+", text.strip())), typed)
     return found
 
 
@@ -360,32 +324,6 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
             f"adapters that outpace trains with strategy {', '.join(ADAPTER_STRATEGIES)}, without "
             "offloading. Leave out one of the two; outpace memory traces any plan."
         )
-
-
-_FEW_LETTERS = 4  # shorter words are prefixes of too many names
-
-
-def _suggest_setting(name: str, value: str) -> str:
-    """Return ' Did you mean …?' with settings that begin with the name, then similar ones.
-
-    If several begin with it, return only those that accept the value (checkpoint=full rules out
-    checkpoint_every).
-    """
-    start = name if len(name) >= _FEW_LETTERS else f"{name}_"
-    begin = [known for known in KEPT if known.startswith(start)]
-    begin = [known for known in begin if _accepts(known, value)] or begin
-    if begin:
-        return f" Did you mean {join_or(map(repr, begin))}?"
-    return suggest(name, KEPT, "{}={}".format)
-
-
-def _accepts(name: str, value: str) -> bool:
-    """Return whether a setting accepts a value."""
-    try:
-        _parse_value(name, value)
-    except BadInputError:
-        return False
-    return True
 
 
 def _read_vary(
@@ -426,52 +364,6 @@ def _read_vary(
     if "optimizer" in found and keep.get("precision", precision) in PURE:
         found["optimizer"] = LOW
     return found
-
-
-def _parse_value(name: str, value: str, typed: str | None = None) -> Any:
-    """Parse the value of a plan's field, validated by the plan's record.
-
-    `typed`: the option that sets it; None means --keep.
-    """
-    typed = typed or f"--keep {name}={value}"
-    known = Plan.model_fields[name]
-    annotation: Any = known.annotation
-    for bound in known.metadata:
-        annotation = Annotated[annotation, bound]
-    choices = get_args(known.annotation)
-    whole = bool(choices) and all(isinstance(choice, int) for choice in choices)
-    parts = value.split("+") if name == "lora_targets" else value
-    try:
-        given = int(value) if whole else parts
-        found = TypeAdapter(annotation).validate_python(given, strict=False)
-    except ValidationError as error:
-        remedy = _format_allowed(error.errors()[0])
-        raise BadInputError(f"{typed}: {remedy}.") from None
-    except ValueError:
-        allowed = f"one of {', '.join(map(str, choices))}"
-        raise BadInputError(f"{typed}: use {allowed}.") from None
-    if (name, found) == ("loss", "plain"):
-        raise BadInputError(
-            "--keep loss=plain: the planner supports loss=auto (chunked when logits are "
-            "large) and loss=chunked. Use one of these."
-        )
-    return found
-
-
-def _format_allowed(problem: Any) -> str:
-    """Describe a setting's allowed values, from its record's error."""
-    kind, bounds = problem["type"], problem.get("ctx", {})
-    if kind == "literal_error":
-        return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
-    if kind in ("int_parsing", "int_type", "int_from_float"):
-        return "use a whole number"
-    if kind == "greater_than":
-        return f"use a whole number from {bounds['gt'] + 1}"
-    if kind == "greater_than_equal":
-        return f"use a whole number from {bounds['ge']}"
-    if kind in ("bool_parsing", "bool_type"):
-        return "use true or false"
-    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:

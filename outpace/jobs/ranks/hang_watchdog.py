@@ -36,11 +36,7 @@ from outpace.jobs.ranks.process_groups import Groups
 from outpace.jobs.ranks.rank_snapshot import Position, find_position, snapshot_rank
 from outpace.jobs.ranks.session import format_mixed
 from outpace.launch.exit_deadline import ExitDeadline
-from outpace.records.errors import (
-    EXIT_INTERRUPTED,
-    BadInputError,
-    InterruptedRunError,
-)
+from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, InterruptedRunError
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 

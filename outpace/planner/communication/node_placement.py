@@ -55,10 +55,7 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
         return plan.dp_replicate, plan.dp_shard * sequences
     if part == "ring":
         return plan.cp, plan.tp
-    return (
-        plan.dp_shard * plan.cp,
-        plan.tp,
-    )  # for gradients, cp ranks are shards too
+    return plan.dp_shard * plan.cp, plan.tp  # for gradients, cp ranks are shards too
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:

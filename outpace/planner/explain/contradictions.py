@@ -7,7 +7,8 @@ from typing import Any
 
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS
-from outpace.planner.search.space import SearchRequest, has_plans
+from outpace.planner.search.search_request import SearchRequest
+from outpace.planner.search.space import has_plans
 from outpace.records.errors import join_and, join_or
 
 _MOST_OPTIONS = 3  # options in a set that contradicts itself although no two of them do

@@ -134,11 +134,7 @@ def items(precision: Ints) -> Floats:
 
 # For chips without a fused kernel, whose attention consists of matmuls.
 _UNFUSED = efficiency.AttentionRate(
-    forward=1.0,
-    backward=1.0,
-    narrow=1.0,
-    half_length=0.0,
-    source="no fused attention",
+    forward=1.0, backward=1.0, narrow=1.0, half_length=0.0, source="no fused attention"
 )
 
 

@@ -15,11 +15,7 @@ from outpace.planner.memory.permanent_tensors import WORKSPACES
 from outpace.planner.memory.saved_activations import FP32, share_of
 from outpace.planner.memory.states import by_plans
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.model.adapters import (
-    Matrix,
-    nf4_bytes,
-    nf4_scale_bytes,
-)
+from outpace.planner.model.adapters import Matrix, nf4_bytes, nf4_scale_bytes
 from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, Bools, Floats, Ints
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, WEIGHTS

@@ -3,12 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from outpace.planner.model.flops import keys_reached
-from outpace.planner.model.outline import (
-    Weight,
-    reads_last_matmul,
-    second_matmuls,
-    weights,
-)
+from outpace.planner.model.outline import Weight, reads_last_matmul, second_matmuls, weights
 from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 
 

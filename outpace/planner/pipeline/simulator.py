@@ -209,9 +209,7 @@ class _Wirer:
 
 
 def simulate(
-    orders: Sequence[Order],
-    seconds: Callable[[Action], float],
-    transfer_s: float = 0.0,
+    orders: Sequence[Order], seconds: Callable[[Action], float], transfer_s: float = 0.0
 ) -> Timeline:
     """Simulate each rank's actions in its order.
 

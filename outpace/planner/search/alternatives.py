@@ -16,13 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
-from outpace.planner.search.space import (
-    OFFLOADED,
-    Options,
-    PlanFilter,
-    expand_timed,
-    untrained_mask,
-)
+from outpace.planner.search.plan_masks import untrained_mask
+from outpace.planner.search.search_request import OFFLOADED, PlanFilter
+from outpace.planner.search.space import Options, expand_timed
 
 EQUAL = 1.02  # times the fastest step: up to this, the fastest plan is not preferred
 LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan

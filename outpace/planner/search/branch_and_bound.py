@@ -36,15 +36,8 @@ from outpace.planner.search.alternatives import (
     with_offloads,
 )
 from outpace.planner.search.known_bytes import Needs, remember
-from outpace.planner.search.space import (
-    OFFLOADED,
-    PlanFilter,
-    SearchRequest,
-    expand,
-    expand_timed,
-    layouts,
-    memory_options,
-)
+from outpace.planner.search.search_request import OFFLOADED, PlanFilter, SearchRequest
+from outpace.planner.search.space import expand, expand_timed, layouts, memory_options
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.strategies import TRAITS, StrategyFamily

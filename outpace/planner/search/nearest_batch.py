@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from outpace.planner.search.space import SearchRequest, layouts, memory_options
+from outpace.planner.search.search_request import SearchRequest
+from outpace.planner.search.space import layouts, memory_options
 
 _TRIED = 12  # number of candidates on either side; each requires listing all layouts
 

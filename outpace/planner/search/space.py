@@ -1,16 +1,13 @@
 """Space of plans: every possible layout of the ranks combined with every option, as columns."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise, product
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from outpace.planner.model.adapters import AdapterSettings
-from outpace.planner.model.outline import weights
 from outpace.planner.plan_columns import (
     MODES,
     OFFLOADS,
@@ -23,99 +20,33 @@ from outpace.planner.plan_columns import (
     Ints,
     PlanBatch,
 )
-from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName, default_optimizer
-from outpace.records.outline import Outline
+from outpace.planner.search.axis_sizes import divisors, expert_axes, meshes
+from outpace.planner.search.plan_masks import (
+    SPLIT_BACKWARDS,
+    adapters_match,
+    options_match,
+    possible_mask,
+)
+from outpace.planner.search.search_request import (
+    OFFLOAD_PLACES,
+    OFFLOADED,
+    PlanFilter,
+    SearchRequest,
+    offload_places,
+)
+from outpace.records.optimizers import OptimizerName, default_optimizer
 from outpace.records.pipelines import SCHEDULES
-from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
-from outpace.records.precisions import MASTERS, PURE, SCALED, Precision
+from outpace.records.plan import Offload, Plan, Strategy
 
 # A mode of recomputation, and the interval of its layers: every layer, or every second one.
 _MODES: tuple[tuple[str, int], ...] = (
     ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
 )  # fmt: skip
-# Fields for offloading of activations, parameters and optimizer state.
-OFFLOADED = ("offload_activations", "offload_parameters", "offload_optimizer")
-_OFFLOADS: tuple[tuple[Offload, Offload, Offload], ...] = (
-    ("none", "none", "none"), ("none", "none", "cpu"), ("none", "cpu", "cpu"),
-    ("cpu", "none", "none"), ("cpu", "cpu", "cpu"), ("none", "none", "disk"),
-    ("none", "disk", "disk"),
-)  # fmt: skip
-_GATHERS = (2, 3)  # ZeRO levels that gather parameters before they are used
-_SHORTEST_PART = 1024  # tokens of a sequence per context-parallel rank
 _MOST_MICRO_BATCH = 64
 _MOST_VIRTUAL = 8
 _LOOPS = tuple(
     name for name, one in SCHEDULES.items() if one.stages_per_rank > 1 and one.placement != "v"
 )
-_SPLITS = tuple(name for name, one in SCHEDULES.items() if one.splits_backward)
-
-# Settings that may be varied, the simplest value first. Precision and optimizer change training's
-# results, the others only how they are computed. Optimizers are AdamW and its smaller variants.
-VARIED: Mapping[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "bf16-master", "fp16", "fp32", "fp8"),
-    "optimizer": ("adamw-fused", "adamw-bf16", "adamw-8bit", "adamw-4bit"),
-    "compile": (False, True),
-    "stage_split": ("cost", "even"),
-    "sequence_parallel": (True, False),
-    "async_tp": (False, True),
-    "optimizer_in_backward": (False, True),
-}
-
-
-class PlanFilter(Protocol):
-    """Restriction of a search (`planner.search.acceptance.Acceptance`)."""
-
-    @property
-    def name(self) -> str: ...
-    def accepts_layouts(self, columns: PlanBatch) -> Bools: ...
-    def accepts_options(self, columns: PlanBatch) -> Bools: ...
-    def describe_obstacle(self, columns: PlanBatch, place: int) -> str: ...
-
-
-@dataclass(frozen=True)
-class SearchRequest:
-    """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
-
-    `precision`: the one to use if none is required or varied. Plans that offload weights or
-    optimizer state use `offloaded_precision`, if it is given. `vary` has additional values of
-    settings (in VARIED) to search, the fastest optimizer first. `trained`: only plans that outpace
-    can train. `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`:
-    plans may offload, unless `keep` says otherwise. `accepts`: the plans that the trainer can
-    express; None if all.
-    """
-
-    outline: Outline
-    seq_len: int
-    global_batch: int
-    world: int
-    per_node: int
-    precision: Precision
-    offloaded_precision: Precision | None = None
-    optimizer: OptimizerName | None = None
-    most_tp: int | None = None
-    keep: Mapping[str, Any] = field(default_factory=dict)
-    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    trained: bool = False
-    naive: bool = True
-    without: Collection[Strategy] = ()
-    on_host: bool = False  # the devices are CPUs, so there is no other host memory
-    alike: bool = True  # all layers are equal, so every pipeline is possible
-    offloads: bool = True
-    accepts: PlanFilter | None = None
-
-    @property
-    def adapters(self) -> AdapterSettings | None:
-        """Return the adapters that all plans train; None if they train all weights."""
-        return AdapterSettings.from_values(self.keep)
-
-    @property
-    def may_offload_to_host(self) -> bool:
-        """Return whether plans both with and without offloading to host memory are considered."""
-        places = _offload_places(self)
-        return _OFFLOADS[0] in places and any("cpu" in one for one in places)
-
-
-_MOST_EP = 64
 # Columns of a layout: ranks by axis, schedule and micro-batch.
 _COLUMNS = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
@@ -136,7 +67,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
     optimizer, in_backward = _optimizers(wanted)[0]
-    plain = _option(wanted, ("none", 1), _OFFLOADS[0], False, optimizer, in_backward)
+    plain = _option(wanted, ("none", 1), OFFLOAD_PLACES[0], False, optimizer, in_backward)
     count = len(rows)
     keep = wanted.keep
     among = values["dp_shard"] * values["cp"]
@@ -155,7 +86,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
         adapters=np.full(count, wanted.adapters, dtype=object),
     )
     found = _vary(found, wanted.vary)
-    fine = _keep_mask(found, keep) & _options_match(found) & _adapters_match(found)
+    fine = _keep_mask(found, keep) & options_match(found) & adapters_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     found = found.select(fine)
@@ -242,7 +173,7 @@ def _allowed_options(
     columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None
 ) -> Any:
     """Return which options each layout allows, one row per layout. Layouts that are equal in
-    everything that `_possible` and `accepts` read allow the same, so one of each kind is tried.
+    everything that `possible_mask` and `accepts` read allow the same, so one of each kind is tried.
     """
     c = columns
     read = [c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
@@ -260,7 +191,7 @@ def _allowed_options(
         array = np.array([options[name] for options in chosen])
         values[name] = np.tile(array, (count, *[1] * (array.ndim - 1)))
     combined = replace(some, **values)
-    found = _possible(combined)
+    found = possible_mask(combined)
     if accepts is not None:
         able = np.flatnonzero(found)
         found[able] = accepts.accepts_options(combined.select(able))
@@ -292,23 +223,9 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
         modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
     losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
     for (name, now), three, mode, chunked in product(
-        _optimizers(wanted), _offload_places(wanted), modes, losses
+        _optimizers(wanted), offload_places(wanted), modes, losses
     ):
         yield _option(wanted, mode, three, chunked, name, now)
-
-
-def _offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
-    """Return places for activations, parameters and optimizer state; first, all on the device."""
-    offloads = wanted.offloads and wanted.adapters is None
-    return [
-        three
-        for three in (_OFFLOADS if offloads else _OFFLOADS[:1])
-        if all(
-            wanted.keep.get(name, place) == place
-            for name, place in zip(OFFLOADED, three, strict=True)
-        )
-        and not (wanted.on_host and "cpu" in three)
-    ]
 
 
 def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
@@ -351,56 +268,9 @@ def _option(
     }
 
 
-def untrained_mask(c: PlanBatch) -> Any:
-    """Return which plans outpace cannot train (`records.plan.Plan.training_obstacle`)."""
-    product, piped = c.strategy_in("3d"), c.pp > 1
-    found = (c.async_tp & (c.tp > 1)) | (c.ep > 1)
-    found |= product & (c.dp_shard > 1) & (c.zero != 3)
-    usual = np.array([
-        SCHEDULES[name].stages_per_rank if name in SCHEDULES else 1 for name in SCHEDULE_NAMES
-    ])  # fmt: skip
-    found |= piped & (c.even_stages | (product & c.schedule_in(*_SPLITS)))
-    return found | (piped & ~c.schedule_in("mp") & (c.stages_per_rank != usual[c.schedule]))
-
-
-def _options_match(c: PlanBatch) -> Any:
-    """Return which layouts support the options that all plans have."""
-    fine = ~(c.precision_in("fp8") & (c.tp > 1))
-    low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
-    fine &= low | ~c.precision_in(*PURE)
-    fine &= ~c.in_backward | (c.strategy_in(*IN_BACKWARD) & ~c.precision_in(*SCALED))
-    return fine & ~(c.schedule_in(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
-
-
-def _adapters_match(c: PlanBatch) -> Any:
-    """Return which plans train all weights, or adapters in a way that the planner can estimate."""
-    if c.common_adapters is None:
-        return np.ones(len(c), bool)
-    fine = np.ones(len(c), bool)
-    for _, unknown in c.unknown_with_adapters():
-        fine &= ~unknown
-    return fine
-
-
-def _possible(c: PlanBatch) -> Any:
-    """Return which combinations are valid plans, by the rules of `records.plan`."""
-    fine = _options_match(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
-    gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
-    fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
-    adamw = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in PLAIN_ADAMW])
-    elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
-    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precision_in(*MASTERS)))
-    fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
-    fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
-    fine &= ~(elsewhere & (c.pp > 1))
-    naive = c.strategy_in("dp", "ps", "ring", "mp")
-    fine &= ~(naive & (elsewhere | (c.offload_activations > 0)))
-    return fine & _adapters_match(c)
-
-
 def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
     """Yield every distribution of ranks over axes, with every schedule and micro-batch."""
-    for tp, cp, pp in _meshes(wanted):
+    for tp, cp, pp in meshes(wanted):
         replicas = wanted.world // (tp * cp * pp)
         if wanted.global_batch % replicas:
             continue
@@ -410,7 +280,7 @@ def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
             strategy = _name(rep, shard, zero, tp, cp, pp)
             if wanted.trained and strategy == "3d" and zero in (1, 2):
                 continue
-            for ep, micro in product(_expert_axes(shard * cp * tp, wanted), sizes):
+            for ep, micro in product(expert_axes(shard * cp * tp, wanted), sizes):
                 axes = (rep, shard, zero, tp, cp, pp, ep)
                 name = "3d" if ep > 1 else strategy
                 if name in wanted.without:
@@ -418,98 +288,6 @@ def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
                 yield from _schedule_rows(name, axes, micro, share // micro, wanted)
     if wanted.naive:
         yield from _naive(wanted)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """Yield tp × cp × pp: tp divides heads and stays in a node, and cp's parts are long enough."""
-    world = wanted.world
-    for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
-        if world % (tp * cp * pp) == 0:
-            yield tp, cp, pp
-
-
-def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
-    return [n for n in _divisors(wanted.world) if refused_size(wanted, axis, n) is None]
-
-
-def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
-    """Return the sizes that an axis may have: tp, cp, pp or ep."""
-    return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
-
-
-def refused_size(wanted: SearchRequest, axis: str, size: int) -> str | None:
-    """Explain why an axis cannot have a size for this model and machine; None if it can."""
-    name, world = wanted.outline.name, wanted.world
-    if size == 1:
-        return None
-    if world % size:
-        return f"{axis} {size} does not divide the {world} devices"
-    return _REFUSALS[axis](wanted, size, name)
-
-
-def _refused_tp(wanted: SearchRequest, size: int, name: str) -> str | None:
-    most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
-    if size > most:
-        where = "--max-tp" if wanted.most_tp == most else "the devices of a node"
-        return f"tp {size} is more than {where}, {most}"
-    for stack in wanted.outline.stacks:
-        for attention in (stack.attention, stack.cross_attention):
-            if attention is None:
-                continue
-            for heads, what in (
-                (attention.heads, "heads"), (attention.kv_heads, "key and value heads")
-            ):  # fmt: skip
-                if heads % size:
-                    return f"tp {size} does not divide the {heads} {what} of {name}"
-        for weight in weights(stack, wanted.outline.hidden):
-            width = weight.outputs if weight.cut == "outputs" else weight.inputs
-            if weight.cut != "none" and not weight.experts and width % size:
-                return f"tp {size} does not divide {width}, the width of {weight.name} of {name}"
-    return None
-
-
-def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
-    if all(stack.attention is None for stack in wanted.outline.stacks):
-        return f"{name} has no attention to split by cp"
-    if wanted.seq_len % (2 * size):
-        return (
-            f"cp {size} cuts sequences into {2 * size} parts, which does not divide "
-            f"{wanted.seq_len}"
-        )
-    if size > max(1, wanted.seq_len // _SHORTEST_PART):
-        return (
-            f"cp {size} leaves fewer than {_SHORTEST_PART} of {wanted.seq_len} tokens to a device"
-        )
-    return None
-
-
-def _refused_pp(wanted: SearchRequest, size: int, name: str) -> str | None:
-    if not wanted.alike:
-        return f"pp {size}: the layers of {name} differ, so they cannot be divided evenly"
-    if size > wanted.outline.layers:
-        return f"pp {size} is more than the {wanted.outline.layers} layers of {name}"
-    return None
-
-
-def _refused_ep(wanted: SearchRequest, size: int, name: str) -> str | None:
-    experts = wanted.outline.experts
-    if not experts:
-        return f"ep {size}: {name} has no experts"
-    if wanted.trained:
-        return f"ep {size}: outpace cannot train with it, but --trained requires that"
-    if experts % size:
-        return f"ep {size} does not divide the {experts} experts of {name}"
-    return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None
-
-
-_REFUSALS = MappingProxyType(
-    {"tp": _refused_tp, "cp": _refused_cp, "pp": _refused_pp, "ep": _refused_ep}
-)
 
 
 def _data_axes(
@@ -521,7 +299,7 @@ def _data_axes(
         return
     for zero in (1, 2, 3):
         yield 1, replicas, zero
-    between = _divisors(replicas)[1:-1]
+    between = divisors(replicas)[1:-1]
     inside = wanted.per_node // (tp * cp)
     sizes = {inside, inside * 2, inside * 4, inside * 8}.intersection(between)
     if not sizes and wanted.keep.get("strategy") == "hsdp":  # on a single node
@@ -530,13 +308,6 @@ def _data_axes(
     for size in between:
         if size in sizes or size in asked:
             yield replicas // size, size, 3
-
-
-def _expert_axes(ranks: int, wanted: SearchRequest) -> list[int]:
-    experts = wanted.outline.experts
-    if not experts or wanted.trained:
-        return [1]
-    return [n for n in _divisors(math.gcd(ranks, experts)) if n <= _MOST_EP]
 
 
 def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
@@ -559,8 +330,8 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
     if "micro_batch" in keep:
         return [keep["micro_batch"]] if share % keep["micro_batch"] == 0 else []
     if "pp_microbatches" in keep:
-        return _divisors(share)
-    found = [n for n in _divisors(share) if n <= _MOST_MICRO_BATCH]
+        return divisors(share)
+    found = [n for n in divisors(share) if n <= _MOST_MICRO_BATCH]
     powers = [n for n in found if n & (n - 1) == 0]
     return found if len(found) <= 6 else sorted({*powers, found[-1]})
 
@@ -574,7 +345,7 @@ def _schedule_rows(
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
         return
     for schedule in SCHEDULE_NAMES[2:]:
-        if wanted.trained and strategy == "3d" and schedule in _SPLITS:
+        if wanted.trained and strategy == "3d" and schedule in SPLIT_BACKWARDS:
             continue
         own = SCHEDULES[schedule].stages_per_rank
         many = range(own, own + 1)

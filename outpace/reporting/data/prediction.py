@@ -7,7 +7,7 @@ from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
 from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import SearchRequest
+from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.step_time.estimate import stages_of
 from outpace.planner.step_time.pipeline import Stages
 from outpace.records.errors import BadInputError

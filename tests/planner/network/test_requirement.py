@@ -22,7 +22,7 @@ from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, ne
 from outpace.planner.network.site import NetworkQuestion, Site
 from outpace.planner.plan_estimate import estimate_plan
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import SearchRequest
+from outpace.planner.search.search_request import SearchRequest
 from outpace.records.errors import BadInputError
 from outpace.records.network import Network
 from outpace.records.plan import Plan

@@ -27,14 +27,9 @@ from outpace.planner.search.alternatives import (
 )
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.known_bytes import remember
-from outpace.planner.search.space import (
-    SearchRequest,
-    expand,
-    layouts,
-    memory_options,
-    to_plan,
-    untrained_mask,
-)
+from outpace.planner.search.plan_masks import untrained_mask
+from outpace.planner.search.search_request import SearchRequest
+from outpace.planner.search.space import expand, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 

@@ -18,14 +18,8 @@ from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.search.acceptance import Acceptance
 from outpace.planner.search.branch_and_bound import FAMILIES, family, find_alternatives, search
-from outpace.planner.search.space import (
-    VARIED,
-    SearchRequest,
-    expand,
-    layouts,
-    memory_options,
-    to_plan,
-)
+from outpace.planner.search.search_request import VARIED, SearchRequest
+from outpace.planner.search.space import expand, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 

@@ -15,15 +15,8 @@ from outpace.planner.memory import peak
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import STRATEGIES, PlanBatch, join_batches, of_plans
-from outpace.planner.search.space import (
-    VARIED,
-    SearchRequest,
-    expand,
-    expand_timed,
-    layouts,
-    memory_options,
-    to_plan,
-)
+from outpace.planner.search.search_request import VARIED, SearchRequest
+from outpace.planner.search.space import expand, expand_timed, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan

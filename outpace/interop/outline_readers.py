@@ -1,0 +1,475 @@
+"""Readers of a config's values as an outline, one for each architecture."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from outpace.interop.config_check import ReadValues
+from outpace.records.errors import BadInputError, excerpt
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Stack
+
+# Larger numbers are typing errors.
+_MOST_LAYERS, _MOST = 100_000, 2**32
+_KINDS = ("full_attention", "sliding_attention")
+# Keys that models read although their config classes lack them, and values that classes derive.
+_BESIDE_FIELDS = frozenset(
+    {"head_dim", "seq_length", "n_positions", "tie_word_embeddings", "is_gated_act"}
+)
+# Families that divide the hidden width among the heads, even if a file has a head_dim.
+_SPLIT_WIDTH = frozenset({"gpt2", "bert", "gpt_neox", "bloom", "mpt", "opt"})
+
+
+class ConfigValues:
+    """Reader that validates a config's values."""
+
+    def __init__(self, config: Any, where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value that the config's class has, since transformers reads no others."""
+        config = self.config.config if isinstance(self.config, ReadValues) else self.config
+        known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
+        found = getattr(self.config, name, None) if name in known else None
+        return default if found is None else found
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+        found = self.get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            self.refuse(name, found, "it must be a whole number, at least 1")
+        most = _MOST_LAYERS if name.endswith("layers") else _MOST
+        if found > most:
+            self.refuse(name, found, f"it must be a whole number, at most {most}")
+        return int(found)
+
+    def refuse(self, name: str, found: Any, allowed: str) -> None:
+        said = (
+            f"{self.where} has no {name}"
+            if found is None
+            else f"{self.where}: {name} = {excerpt(found)}"
+        )
+        raise BadInputError(f"{said}; {allowed}")
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """Return a head's width: as given, else the hidden width divided by the number of heads."""
+        if self.config.model_type not in _SPLIT_WIDTH and self.get("head_dim") is not None:
+            return self.positive_int("head_dim")
+        if hidden % heads:
+            raise BadInputError(
+                f"{self.where}: the hidden width {hidden} is not a multiple of the {heads} heads; "
+                "change one of them or give head_dim"
+            )
+        return hidden // heads
+
+    def drops(self, *names: str) -> bool:
+        return any(self.get(name, 0) > 0 for name in names)
+
+
+Reader = Callable[[ConfigValues], dict[str, Any]]
+
+
+def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
+    """Count equal layers; their kinds are in order of first occurrence."""
+    counts: dict[Stack, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + layer.layers
+    return tuple(layer.model_copy(update={"layers": n}) for layer, n in counts.items())
+
+
+def _windows(values: ConfigValues, layers: int) -> list[int | None]:
+    """Return each layer's attention window; None if it sees all positions."""
+    window = values.get("sliding_window") or None
+    kinds: Sequence[str] | None = values.get("layer_types")
+    if kinds is None:
+        return [window] * layers
+    strange = sorted(set(kinds) - set(_KINDS))
+    if strange:
+        values.refuse("layer_types", strange[0], f"known are {' and '.join(_KINDS)}")
+    if len(kinds) != layers:
+        values.refuse("layer_types", f"{len(kinds)} kinds", f"there are {layers} layers")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _attention(values: ConfigValues, hidden: int, **more: Any) -> AttentionShape:
+    heads = values.positive_int("num_attention_heads")
+    dim = values.head_dim(hidden, heads)
+    return AttentionShape(
+        heads=heads,
+        kv_heads=values.positive_int("num_key_value_heads", heads),
+        head_dim=dim,
+        value_dim=dim,
+        **more,
+    )
+
+
+def _rows(values: ConfigValues, positions: int | None = None) -> dict[str, Any]:
+    """Return the sizes outside of layers: of the embedding, and of a head over the vocabulary."""
+    vocab = values.positive_int("vocab_size")
+    return {
+        "vocab": vocab,
+        "outputs": vocab,
+        "tied": bool(values.get("tie_word_embeddings", False)),
+        "max_positions": positions or values.positive_int("max_position_embeddings"),
+    }
+
+
+def _llama_like(
+    values: ConfigValues,
+    mlp: Callable[[int], Mlp] | None = None,
+    norms: int = 2,
+    windowed: bool = True,
+    **attention: Any,
+) -> dict[str, Any]:
+    """Return layers with RMS norms, rotary positions and gated MLPs, which `mlp` creates."""
+    hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
+    bias = bool(values.get("attention_bias", False))
+    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    dense = _dense(values)
+    windows = _windows(values, layers) if windowed else [None] * layers
+    stacks = (
+        Stack(
+            name=_kind(window, chosen),
+            layers=1,
+            attention=made.model_copy(update={"window": window}),
+            mlp=chosen,
+            norms=norms,
+            norm_last=norms > 2,
+            dropout=values.drops("attention_dropout", "resid_pdrop"),
+        )
+        for layer, window in enumerate(windows)
+        for chosen in (dense if mlp is None else mlp(layer),)
+    )
+    return {
+        "hidden": hidden,
+        "stacks": _count_equal_layers(stacks),
+        "outside_parameters": hidden,
+        **_rows(values),
+    }
+
+
+def _kind(window: int | None, mlp: Mlp) -> str:
+    name = "layers of experts" if mlp.experts else "layers"
+    return name if window is None else f"{name} with a window"
+
+
+def _dense(values: ConfigValues) -> Mlp:
+    bias = bool(values.get("mlp_bias", False))
+    return Mlp(width=values.positive_int("intermediate_size"), gated=True, bias=bias)
+
+
+def _mixtral(values: ConfigValues) -> dict[str, Any]:
+    experts = _experts(values, "num_local_experts", "intermediate_size")
+    return _llama_like(values, lambda layer: experts, qkv_bias=False, out_bias=False)
+
+
+def _experts(values: ConfigValues, number: str, width: str, **more: Any) -> Mlp:
+    return Mlp(
+        width=values.positive_int(width),
+        gated=True,
+        experts=values.positive_int(number),
+        active=values.positive_int("num_experts_per_tok"),
+        **more,
+    )
+
+
+def _sparse(values: ConfigValues, experts: Mlp) -> Callable[[int], Mlp]:
+    """Return a function that creates the MLP of a Qwen layer, dense or with experts."""
+    only, step = values.get("mlp_only_layers", []), values.positive_int("decoder_sparse_step", 1)
+    dense = _dense(values)
+    return lambda layer: dense if layer in only or (layer + 1) % step else experts
+
+
+def _qwen2_moe(values: ConfigValues) -> dict[str, Any]:
+    shared = values.positive_int("shared_expert_intermediate_size")
+    experts = _experts(
+        values, "num_experts", "moe_intermediate_size", shared=shared, shared_gate=True
+    )
+    return _llama_like(
+        values, _sparse(values, experts), qkv_bias=values.get("qkv_bias", True), out_bias=False
+    )
+
+
+def _qwen3_moe(values: ConfigValues) -> dict[str, Any]:
+    experts = _experts(values, "num_experts", "moe_intermediate_size")
+    return _llama_like(values, _sparse(values, experts), qk_norm=True)
+
+
+def _deepseek(values: ConfigValues) -> dict[str, Any]:
+    """Read a DeepSeek model, without its multi-token prediction layers."""
+    hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
+    heads, bias = (
+        values.positive_int("num_attention_heads"),
+        bool(values.get("attention_bias", False)),
+    )
+    rope = values.positive_int("qk_rope_head_dim")
+    attention = AttentionShape(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=values.positive_int("qk_nope_head_dim") + rope,
+        value_dim=values.positive_int("v_head_dim"),
+        qkv_bias=bias,
+        out_bias=bias,
+        query_rank=None
+        if values.get("q_lora_rank") is None
+        else values.positive_int("q_lora_rank"),
+        kv_rank=values.positive_int("kv_lora_rank"),
+        rope_dim=rope,
+    )
+    each = values.positive_int("moe_intermediate_size")
+    shared = each * values.positive_int("n_shared_experts")
+    dense = _dense(values)
+    # Experts have no biases, but the shared MLP does.
+    beside = 2 * shared + hidden if dense.bias else 0
+    experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
+    first = values.get("first_k_dense_replace", 0)
+    stacks = (
+        Stack(
+            name=_kind(None, mlp),
+            layers=1,
+            attention=attention,
+            mlp=mlp,
+            other_parameters=beside if mlp.experts else 0,
+            dropout=values.drops("attention_dropout"),
+        )
+        for layer in range(layers)
+        for mlp in (dense if layer < first else experts,)
+    )
+    return {
+        "hidden": hidden,
+        "stacks": _count_equal_layers(stacks),
+        "outside_parameters": hidden,
+        **_rows(values),
+    }
+
+
+def _gemma3_text(values: ConfigValues) -> dict[str, Any]:
+    """Read the text part of a multimodal model, without its vision tower."""
+    text = ConfigValues(values.config.text_config, f"{values.where}: text_config")
+    return _llama_like(text, norms=4, qk_norm=True)
+
+
+def _gpt_like(
+    values: ConfigValues,
+    width: int,
+    *,
+    bias: bool = True,
+    norm_bias: bool = True,
+    outside: int = 0,
+    positions: int | None = None,
+    dropouts: Sequence[str] = (),
+    stack: Mapping[str, Any] = MappingProxyType({}),
+    **attention: Any,
+) -> dict[str, Any]:
+    """Return layers with layer norms and an MLP of two matmuls.
+
+    `outside`: the number of parameters outside of layers, without the final norm.
+    """
+    hidden = values.positive_int("hidden_size")
+    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    layers = Stack(
+        layers=values.positive_int("num_hidden_layers"),
+        attention=made,
+        mlp=Mlp(width=width, bias=bias),
+        dropout=values.drops(*dropouts),
+        **{"norm_bias": norm_bias, **stack},
+    )
+    return {
+        "hidden": hidden,
+        "stacks": (layers,),
+        "outside_parameters": (2 if norm_bias else 1) * hidden + outside,
+        **_rows(values, positions),
+    }
+
+
+def _gpt2(values: ConfigValues) -> dict[str, Any]:
+    if values.get("add_cross_attention", False):
+        values.refuse("add_cross_attention", True, "a decoder without an encoder has none")
+    width = values.positive_int("n_inner", 4 * values.positive_int("n_embd"))
+    positions = values.positive_int("n_positions")
+    read = _gpt_like(values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop"))
+    return {**read, "learned_positions": positions}
+
+
+def _bert(values: ConfigValues) -> dict[str, Any]:
+    for name in ("is_decoder", "add_cross_attention"):
+        if values.get(name, False):
+            values.refuse(name, True, "outpace supports BERT only as an encoder")
+    hidden, vocab = values.positive_int("hidden_size"), values.positive_int("vocab_size")
+    positions = values.positive_int("max_position_embeddings")
+    outside = values.positive_int("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
+    read = _gpt_like(
+        values, values.positive_int("intermediate_size"), outside=outside, causal=False,
+        dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        stack={"norm_last": True},
+    )  # fmt: skip
+    transform = MatmulShape(name="head transform", inputs=hidden, outputs=hidden)
+    return {**read, "learned_positions": positions, "head_matmuls": (transform,)}
+
+
+def _gpt_neox(values: ConfigValues) -> dict[str, Any]:
+    projected = bool(values.get("attention_bias", True))
+    parallel = bool(values.get("use_parallel_residual", True))
+    return _gpt_like(
+        values, values.positive_int("intermediate_size"),
+        dropouts=("hidden_dropout", "attention_dropout"),
+        stack={"parallel": parallel}, qkv_bias=projected, out_bias=projected,
+    )  # fmt: skip
+
+
+def _phi(values: ConfigValues) -> dict[str, Any]:
+    """Read a Phi model: one norm per layer, and a head with a bias."""
+    normed = bool(values.get("qk_layernorm", False))
+    hidden = values.positive_int("hidden_size")
+    dim = values.head_dim(hidden, values.positive_int("num_attention_heads"))
+    return _gpt_like(
+        values, values.positive_int("intermediate_size"), outside=values.positive_int("vocab_size"),
+        dropouts=("resid_pdrop", "attention_dropout"), qk_norm=normed,
+        stack={"parallel": True, "norms": 1, "other_parameters": 2 * dim if normed else 0},
+    )  # fmt: skip
+
+
+def _bloom(values: ConfigValues) -> dict[str, Any]:
+    """Read BLOOM: a norm after the embedding, and position biases (ALiBi) without parameters."""
+    hidden = values.positive_int("hidden_size")
+    return _gpt_like(
+        values, 4 * hidden, outside=2 * hidden, positions=values.positive_int("seq_length", 2048),
+        dropouts=("hidden_dropout", "attention_dropout"),
+    )  # fmt: skip
+
+
+def _mpt(values: ConfigValues) -> dict[str, Any]:
+    """Read an MPT model: no biases, and ALiBi position biases, which have no parameters."""
+    width = values.positive_int("expansion_ratio", 4) * values.positive_int("hidden_size")
+    return _gpt_like(
+        values, width, bias=False, norm_bias=False, positions=values.positive_int("max_seq_len"),
+        dropouts=("resid_pdrop",),
+    )  # fmt: skip
+
+
+def _opt(values: ConfigValues) -> dict[str, Any]:
+    """Read OPT: two rows of its positions are never used, and the 350M has a narrower embedding."""
+    hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
+    final = values.get("do_layer_norm_before", True)
+    final = final and not values.get("_remove_final_layer_norm", False)
+    affine = bool(values.get("layer_norm_elementwise_affine", True))
+    read = _gpt_like(
+        values, values.positive_int("ffn_dim"), bias=bool(values.get("enable_bias", True)),
+        norm_bias=affine, dropouts=("dropout", "attention_dropout"),
+        stack={"norms": 2 if affine else 0},
+    )  # fmt: skip
+    if not (final and affine):
+        read["outside_parameters"] = 0
+    read["learned_positions"] = values.positive_int("max_position_embeddings") + 2
+    if narrow != hidden:
+        read["embedding_width"] = narrow
+        read["embed_matmuls"] = (MatmulShape(name="project in", inputs=narrow, outputs=hidden),)
+        read["head_matmuls"] = (MatmulShape(name="project out", inputs=hidden, outputs=narrow),)
+    return read
+
+
+def _vit(values: ConfigValues) -> dict[str, Any]:
+    """Read a ViT: patches and a class token, the only position that the classifier reads."""
+    hidden = values.positive_int("hidden_size")
+    image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
+    patches = (image[0] // patch[0]) * (image[1] // patch[1])
+    if patches < 1:
+        values.refuse("patch_size", patch, f"the image has {image}")
+    classes = len(values.get("id2label", {})) or values.positive_int("num_labels", 2)
+    bias = bool(values.get("qkv_bias", True))
+    stack = Stack(
+        layers=values.positive_int("num_hidden_layers"),
+        attention=_attention(values, hidden, causal=False, qkv_bias=bias, out_bias=True),
+        mlp=Mlp(width=values.positive_int("intermediate_size"), bias=True),
+        norm_bias=True,
+        seq_len=patches + 1,
+        dropout=values.drops("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    )
+    inputs = values.positive_int("num_channels", 3) * patch[0] * patch[1]
+    cut = MatmulShape(name="patches", inputs=inputs, outputs=hidden, positions=patches)
+    return {
+        "hidden": hidden,
+        "stacks": (stack,),
+        "vocab": 0,
+        "outputs": classes,
+        "learned_positions": patches + 1,
+        # The bias for patches, the class token, the final norm, and the classifier's bias.
+        "outside_parameters": 4 * hidden + classes,
+        "embed_matmuls": (cut,),
+        "predicted": 1,
+        "max_positions": patches + 1,
+    }
+
+
+def _pair(values: ConfigValues, name: str) -> tuple[int, int]:
+    found = values.get(name)
+    pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
+    if len(pair) != 2 or not all(isinstance(one, int) and one > 0 for one in pair):
+        values.refuse(name, found, "it must be a whole number or two of them, at least 1")
+    return pair
+
+
+def _t5(values: ConfigValues) -> dict[str, Any]:
+    """Read a T5: an encoder, and a decoder that also attends to the encoder's output."""
+    hidden, heads = values.positive_int("d_model"), values.positive_int("num_heads")
+    dim = values.positive_int("d_kv")
+    attention = AttentionShape(
+        heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, causal=False
+    )
+    common = {
+        "mlp": Mlp(
+            width=values.positive_int("d_ff"), gated=bool(values.get("is_gated_act", False))
+        ),
+        "dropout": values.drops("dropout_rate"),
+    }
+    encoder = Stack(
+        name="encoder", layers=values.positive_int("num_layers"), attention=attention, **common
+    )
+    decoder = Stack(
+        name="decoder",
+        layers=values.positive_int("num_decoder_layers"),
+        attention=attention.model_copy(update={"causal": True}),
+        cross_attention=attention,
+        norms=3,
+        **common,
+    )
+    # For each of the two: a final norm, and position biases per head, which belong to the first
+    # layer.
+    biases = values.positive_int("relative_attention_num_buckets") * heads
+    return {
+        "hidden": hidden,
+        "stacks": (encoder, decoder),
+        "outside_parameters": 2 * (hidden + biases),
+        **_rows(values, values.positive_int("n_positions", 512)),
+    }
+
+
+# By model_type: the name in messages, and the reader.
+READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
+    {
+        "gpt2": ("GPT-2", _gpt2),
+        "llama": ("Llama", partial(_llama_like, windowed=False)),
+        "mistral": ("Mistral", _llama_like),
+        "qwen2": ("Qwen 2", partial(_llama_like, qkv_bias=True, out_bias=False)),
+        "qwen3": ("Qwen 3", partial(_llama_like, qk_norm=True)),
+        "bert": ("BERT", _bert),
+        "gpt_neox": ("GPT-NeoX", _gpt_neox),
+        "bloom": ("BLOOM", _bloom),
+        "mpt": ("MPT", _mpt),
+        "opt": ("OPT", _opt),
+        "mixtral": ("Mixtral", _mixtral),
+        "qwen2_moe": ("Qwen2-MoE", _qwen2_moe),
+        "qwen3_moe": ("Qwen3-MoE", _qwen3_moe),
+        "deepseek_v2": ("DeepSeek-V2", _deepseek),
+        "deepseek_v3": ("DeepSeek-V3", _deepseek),
+        "gemma": ("Gemma", partial(_llama_like, windowed=False)),
+        "gemma2": ("Gemma 2", partial(_llama_like, norms=4)),
+        "gemma3_text": ("Gemma 3", partial(_llama_like, norms=4, qk_norm=True)),
+        "gemma3": ("Gemma 3, whose vision tower is not included", _gemma3_text),
+        "phi": ("Phi", _phi),
+        "phi3": ("Phi-3", partial(_llama_like, qkv_bias=False, out_bias=False)),
+        "vit": ("ViT", _vit),
+        "t5": ("T5", _t5),
+    }
+)
