@@ -168,7 +168,7 @@ def of_every_job(plan: Plan) -> Tally:
 
 
 def _replicas(work: StepOnRank, tally: Tally) -> None:
-    """Add ddp: one all-reduce of Ψ numbers per step, in buckets (Li et al., VLDB 2020, §3.2).
+    """Count ddp: one all-reduce of Ψ numbers per step, in buckets (Li et al., VLDB 2020, §3.2).
 
     Buckets depend on the order in which gradients are ready; the reverse order of parameters is
     assumed.
@@ -183,7 +183,7 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """Add zero1: like ddp, but each rank also broadcasts the parameters that it has updated.
+    """Count zero1: like ddp, but each rank also broadcasts the parameters that it has updated.
 
     Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Whole
     parameters are assigned to the rank that has the fewest elements: matrices before vectors,
@@ -201,7 +201,7 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
 
 
 def _ring(work: StepOnRank, tally: Tally) -> None:
-    """Add ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
+    """Count ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
 
     A buffer has one additional number for each parameter. If N does not divide its length, the
     lengths of pieces differ by one, and a rank sends up to two numbers more or fewer per buffer.
@@ -225,7 +225,7 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
-    """Add zero2, zero3 and hsdp: gathers of parameters and sums of gradients.
+    """Count zero2, zero3 and hsdp: gathers of parameters and sums of gradients.
 
     zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
     hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
@@ -257,7 +257,7 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 
 
 def _data_parallel(work: StepOnRank, tally: Tally) -> None:
-    """Add dp: five collectives per batch, as in `nn.DataParallel` (Li et al., VLDB 2020, §2.2).
+    """Count dp: five collectives per batch, as in `nn.DataParallel` (Li et al., VLDB 2020, §2.2).
 
     These are weights, samples, outputs, their gradients, and gradients of weights (with one
     additional number for each).
@@ -277,7 +277,7 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
 
 
 def _servers(work: StepOnRank, tally: Tally) -> None:
-    """Add ps: workers send all gradients, and servers return their share of sums or weights.
+    """Count ps: workers send all gradients, and servers return their share of sums or weights.
 
     Li et al., OSDI 2014, §2.2. Gradients include one additional number for each parameter. A
     worker's other devices send it their gradients, and receive its results.
@@ -317,7 +317,7 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 
 
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
-    """Add pipelines: ranks send hidden states forward and gradients backward.
+    """Count pipelines: ranks send hidden states forward and gradients backward.
 
     These are b · S · D numbers per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
     §3.2). If the embedding is tied, the ranks of the first and last stage all-reduce its gradient.
@@ -338,7 +338,7 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
 
 
 def _tensor(work: StepOnRank, tally: Tally) -> None:
-    """Add tp: 8(N−1)/N · b · S · D numbers per layer and pass, sequence parallel or not.
+    """Count tp: 8(N−1)/N · b · S · D numbers per layer and pass, sequence parallel or not.
 
     Without it: all-reduces of the outputs of attention and MLP, and of the gradients of their
     inputs (Shoeybi et al., arXiv 1909.08053, §3). With it: a reduce-scatter and an all-gather for
@@ -383,7 +383,7 @@ def _shared_numbers(work: StepOnRank) -> int:
 
 
 def _context(work: StepOnRank, tally: Tally) -> None:
-    """Add cp: keys and values pass around the ring, N−1 messages per layer, forward and backward.
+    """Count cp: keys and values pass around the ring, N−1 messages per layer, forward and backward.
 
     Their gradients return to their owners, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
     of parameters are reduced as in ddp.
@@ -397,7 +397,7 @@ def _context(work: StepOnRank, tally: Tally) -> None:
 
 
 def _no_traffic(work: StepOnRank, tally: Tally) -> None:
-    """Add nothing: a single process sends nothing."""
+    """Count nothing: a single process sends nothing."""
 
 
 _FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {

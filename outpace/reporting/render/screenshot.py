@@ -27,7 +27,10 @@ def find_browser(asked: str | None) -> str:
         if found is not None:
             return found
     if asked is not None:
-        raise BadInputError(f"--browser {asked}: there is no such program.")
+        raise BadInputError(
+            f"--browser {asked}: there is no such program. Give the path of Chromium or Chrome, or "
+            "leave the option out."
+        )
     raise BadInputError(
         f"--format png needs Chromium or Chrome, but none is on PATH ({', '.join(BROWSERS)}). "
         "Install one (Debian: chromium), name it with --browser, or use --format html, which "
