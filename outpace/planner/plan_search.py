@@ -10,13 +10,8 @@ from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import Ints
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import ROOMY
-from outpace.planner.search.branch_and_bound import (
-    SearchResult,
-    fastest,
-    find_alternatives,
-    kinds,
-    search,
-)
+from outpace.planner.search.branch_and_bound import SearchResult, fastest, kinds, search
+from outpace.planner.search.find_alternatives import find_alternatives
 from outpace.planner.search.simulate_finalists import order, simulate_pipelines
 from outpace.planner.search.space import to_plan
 from outpace.planner.step_time.estimate import estimate

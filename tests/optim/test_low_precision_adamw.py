@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.optim.build import begin_step
-from outpace.optim.low_precision_adamw import CodeTable, LowPrecisionAdamW
+from outpace.optim.low_precision_adamw import LowPrecisionAdamW
+from outpace.optim.low_precision_moments import CodeTable
 from outpace.optim.rounding import Noise, field_of, make_streams, random_words, round_to_bf16
 from outpace.planner.memory.optimizer_bytes import LONGEST_BLOCK, block
 

@@ -6,8 +6,8 @@ a few at a time with all their options, and the search ends when the next layout
 result: branch and bound, with the same answer as an exhaustive search.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
@@ -21,22 +21,8 @@ from outpace.planner.plan_columns import (
     PlanBatch,
     join_batches,
 )
-from outpace.planner.search.alternatives import (
-    CROWDED,
-    EQUAL,
-    LEAN,
-    ROOMIER,
-    ROOMY,
-    WIDE,
-    PlanChoice,
-    is_worth_room,
-    leanest,
-    quickest,
-    simplest,
-    with_offloads,
-)
 from outpace.planner.search.known_bytes import Needs, remember
-from outpace.planner.search.search_request import OFFLOADED, PlanFilter, SearchRequest
+from outpace.planner.search.search_request import PlanFilter, SearchRequest
 from outpace.planner.search.space import expand, expand_timed, layouts, memory_options
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
@@ -133,118 +119,6 @@ def search(
     return replace(found, layouts=plain, bound=bound, known=known)
 
 
-def find_alternatives(
-    question: StepTimeQuestion,
-    wanted: SearchRequest,
-    found: SearchResult,
-    needs: Needs,
-    floors: Needs,
-    memory_bytes: float,
-) -> SearchResult:
-    """Return `found` with rows for the simplest and the leanest plans that are about as fast.
-
-    The simplest is chosen from the first group with a plan that takes at most `LEAN` times as long
-    as the fastest of all: plans that offload nothing and leave memory free; those that offload
-    nothing and do not crowd memory; all that offload nothing (then, plans that leave memory free
-    and take at most `WIDE` times as long are preferred); the same with one thing offloaded, then
-    with two. It is about as fast as the fastest of its group, and within the same limit. The
-    fastest of all replaces it if the fastest offloads no more, does not crowd memory, and is simple
-    enough to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the
-    leanest offloads nothing. If all plans that are about as fast fill a device's memory, the
-    leanest is the fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors`
-    are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are
-    those of the search.
-    """
-    if found.layouts is None or not len(found.ranked):
-        return found
-
-    seconds, needs = _seconds_of(question), remember(needs, found.known)
-    least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
-    own = found.columns.select([found.fastest])
-    roomy, offloads = ROOMY * memory_bytes, _offloads(own)
-    every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes, wanted.accepts)
-    by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
-    allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
-    simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
-    near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
-    simple_choice = replace(simple_choice, plain=near)
-    simple = simplest(simple_choice, simple_s, memory_bytes, question.other_program)
-    if (
-        simple is not None
-        and found.needs[found.fastest] <= CROWDED * memory_bytes
-        and offloads <= _offloads(simple)
-        and is_worth_room(own, simple, options[0], question.other_program)
-    ):
-        simple = None
-    small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
-    if small is not None and needs(small)[0] > roomy:
-        slow_s = ROOMIER * least_s
-        roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
-        small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
-    both = join_batches([one for one in (simple, small) if one is not None] or [near.select([])])
-    count = len(found.columns)
-    return replace(
-        add_plans(question, found, both, needs),
-        simplest=count if simple is not None else found.fastest,
-        leanest=count + len(both) - 1 if small is not None else found.fastest,
-        simple_s=simple_s,
-        lean_s=lean_s,
-        roomier=roomier is not None,
-    )
-
-
-def add_plans(
-    question: StepTimeQuestion, found: SearchResult, more: PlanBatch, needs: Needs
-) -> SearchResult:
-    """Return `found` with further plans as its last rows."""
-    theirs = estimate(question, more)
-    times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(theirs, f.name)])
-             for f in fields(StepTimes)}  # fmt: skip
-    return replace(
-        found,
-        columns=join_batches([found.columns, more]),
-        times=StepTimes(**times),
-        needs=np.concatenate([found.needs, needs(more)]),
-    )
-
-
-def _simple_choice(
-    by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
-) -> tuple[PlanChoice, float]:
-    """Return the plans from which to choose the simplest, and the limit on its seconds.
-
-    `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
-    """
-    need = float(found.needs[found.fastest])
-    for choice in by_offloads:
-        has_fastest = len(choice.chosen) == len(by_offloads[-1].chosen)
-        for share in (ROOMY, CROWDED, 1.0):
-            part, most_s = replace(choice, memory_bytes=share * choice.memory_bytes), LEAN * least_s
-            if has_fastest and need <= part.memory_bytes:
-                equal_s = least_s
-            else:
-                equal_s = _quickest_s(part, found, most_s)
-            if share == 1 and equal_s < np.inf:
-                roomy = replace(choice, memory_bytes=ROOMY * choice.memory_bytes)
-                roomy_s = _quickest_s(roomy, found, WIDE * least_s)
-                if roomy_s < np.inf:
-                    part, equal_s, most_s = roomy, roomy_s, WIDE * least_s
-            if equal_s < np.inf:
-                return part, min(EQUAL * equal_s, most_s)
-    raise AssertionError("the fastest plan fits")
-
-
-def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:
-    """Return the seconds of the fastest plan that fits; infinity if it takes more than `most_s`."""
-    plan = quickest(choice, found.bound, most_s)
-    return np.inf if plan is None else float(choice.seconds(plan)[0])
-
-
-def _offloads(columns: PlanBatch) -> int:
-    """Return the largest number of things that any of the plans offloads."""
-    return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)
-
-
 def fastest(
     question: StepTimeQuestion, wanted: SearchRequest, needs: Needs, memory_bytes: float, count: int
 ) -> tuple[PlanBatch, int]:
@@ -283,7 +157,8 @@ def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch)
     return found
 
 
-def _seconds_of(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
+def step_seconds(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
+    """Return a function from plans to their step times, s."""
     return lambda columns: estimate(question, columns).step_s
 
 
@@ -309,7 +184,7 @@ def _family(
     fastest: dict[int, float] = {}
     least: _Least | None = None
     beyond: list[tuple[PlanBatch, Floats]] = []
-    began, size, seconds_of = False, _FIRST, _seconds_of(question)
+    began, size, seconds_of = False, _FIRST, step_seconds(question)
     while True:
         order = order[bound[order] <= _time_limits(fastest, count, kind[order])]
         if not len(order):

@@ -25,7 +25,8 @@ from outpace.planner.search.alternatives import (
     simplest,
     with_offloads,
 )
-from outpace.planner.search.branch_and_bound import find_alternatives, search
+from outpace.planner.search.branch_and_bound import search
+from outpace.planner.search.find_alternatives import find_alternatives
 from outpace.planner.search.known_bytes import remember
 from outpace.planner.search.plan_masks import untrained_mask
 from outpace.planner.search.search_request import SearchRequest
