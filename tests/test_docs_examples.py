@@ -72,7 +72,7 @@ def home(tmp_path_factory):
     from outpace.records.settings import TrainSettings
 
     folder = tmp_path_factory.mktemp("docs")
-    text = (ROOT / "outpace" / "data" / "row_files.py").read_text()
+    text = (ROOT / "outpace" / "data" / "stream.py").read_text()
     for name in ("corpus", "code", "prose"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(text)

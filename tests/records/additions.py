@@ -132,7 +132,7 @@ FAMILY: Edits = {
             "    ),",
         ),
     ],
-    "interop/outline.py": [
+    "interop/outline_readers.py": [
         (
             '        "mistral": ("Mistral", _llama_like),',
             '        "mistral": ("Mistral", _llama_like),\n'
