@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except OutpaceError as error:
         same = _same_on_all_ranks(error)
-        return _fail(str(error), error.exit_code, arguments, environ, same)
+        return _fail(str(error), error.exit_code, arguments, environ, same, error.answered)
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
@@ -241,9 +241,11 @@ def _fail(
     arguments: list[str],
     environ: Mapping[str, str],
     on_all_ranks: bool = False,
+    answered: bool = False,
 ) -> int:
-    """Report the error to the user, and to a reader of `--json`. Returns the exit code. Only rank 0
-    reports a failure that is the same `on_all_ranks`.
+    """Report the error to the user, and to a reader of `--json` unless the command has `answered`.
+
+    Returns the exit code. Only rank 0 reports a failure that is the same `on_all_ranks`.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ)
@@ -262,7 +264,7 @@ def _fail(
         plain = message.startswith("Traceback ") and not who
         said = escape_controls(message)
         print(said if plain else f"outpace: {who}{said}", file=sys.stderr)
-    if "--json" in arguments and rank == "0":
+    if "--json" in arguments and rank == "0" and not answered:
         print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code
 

@@ -33,6 +33,7 @@ _EPILOG = (
     "Exits with code 1 if a strategy fails. Without options, it checks all strategies on two "
     "processes."
 )
+_DIFFER = "the numbers differ from a single process's"
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -50,7 +51,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.launch import local
 
         nproc = arguments.nproc if proved is None else proved.plan.world_size
-        local.start(nproc, [*PYTHON, "-m", "outpace", "verify", *argv])
+        try:
+            local.start(nproc, [*PYTHON, "-m", "outpace", "verify", *argv])
+        except local.WorkerError as error:
+            error.answered = _DIFFER in str(error)
+            raise
         return 0
     import torch
 
@@ -172,7 +177,9 @@ def _require_passed(certificate: Certificate) -> None:
         if not verdict.passed and not verdict.refused
     ]
     if failed:
-        raise OutpaceError(f"{', '.join(failed)}: the numbers differ from a single process's")
+        error = OutpaceError(f"{', '.join(failed)}: {_DIFFER}")
+        error.answered = True
+        raise error
 
 
 def _read_options(text: str) -> dict[str, str]:

@@ -7,9 +7,9 @@ from outpace.experiment.module_parity import (
     ReferenceCourse,
     ReferenceFacts,
 )
-from outpace.parallel.parity.comparison import MISSING, ComparisonLimits
+from outpace.parallel.parity.comparison import LOST_IN_SPLIT, MISSING, ComparisonLimits
 from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS
-from outpace.parallel.parity.cut_cause import batchnorm_cure, explain_cause
+from outpace.parallel.parity.cut_cause import PLACED, batchnorm_cure, explain_cause
 from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.state_messages import (
     explain_state_after_resume,
@@ -21,6 +21,7 @@ from outpace.records.certificate import (
     TensorDifference,
 )
 from outpace.records.errors import first_names
+from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
 # in the order in which a step computes them
@@ -54,6 +55,8 @@ def verdict_of(
     worst = max(numbers, default=0.0)
     if not wrong:
         return make_verdict(plan, allowed, worst=worst, worst_key=worst_key)
+    if not faults and course.facts.cut_cause == "places":
+        return make_verdict(plan, allowed, reason=f"{PLACED}.", refused=True)
     only_buffers = not faults and all(kind.startswith("buffer") for kind, _, _ in wrong)
     counted = {*course.facts.counted} if only_buffers and plan.data_parallel > 1 else set()
     counts = {key: off for key, off in wrong.items() if key[1] in counted}
@@ -202,7 +205,9 @@ def _likely_cause(
         apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
-            return f"No rank has a gradient of {first_names(lost)}, but one process has one"
+            schedule = SCHEDULES.get(plan.schedule)
+            why = f". {LOST_IN_SPLIT.removesuffix('.')}" if schedule and schedule.splits_backward else ""
+            return f"No rank has a gradient of {first_names(lost)}, but one process has one{why}"
         if apart:
             return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:

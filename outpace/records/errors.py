@@ -31,11 +31,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tabs and l
 class OutpaceError(Exception):
     """A failure whose message is meant for the user. `exit_code` is the command's exit status.
 
-    `on_all_ranks`: rank 0 raises the same error and will report it.
+    `on_all_ranks`: rank 0 raises the same error and will report it. `answered`: the command has
+    printed its answer, so that `--json` adds no second document.
     """
 
     exit_code = 1
     on_all_ranks = False
+    answered = False
 
 
 class BadInputError(OutpaceError):

@@ -188,6 +188,45 @@ def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     assert verdict.refused and "those with 16 stay whole in each part" in verdict.reason
 
 
+def test_targets_that_name_their_images_by_places_are_refused():
+    """The module never fails on a part: other images' targets are taken there."""
+
+    def loss(module, batch):
+        made, of = module(batch["images"]).mean(1), batch["of"]
+        sums = [(one - batch["wanted"][of == n]).square().sum() for n, one in enumerate(made)]
+        return torch.stack(sums).mean()
+
+    of = torch.arange(8).repeat_interleave(torch.arange(8) % 3 + 1)
+    given = {"images": batch(1)[0], "of": of, "wanted": torch.randn(len(of), 3)}
+    verdict = verdict_of(Stack(), "ddp", loss, given)
+    assert verdict.refused and "refer to samples by their places" in verdict.reason
+
+
+class Predicting(Block):
+    """Its predictor learns from a detached input, and keeps its loss on the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.predict = nn.Linear(6, 1)
+
+    def forward(self, x):
+        self.aux = (self.predict(x.detach()) - x.detach().norm(dim=-1, keepdim=True)).square().mean()
+        return super().forward(x)
+
+
+def test_weights_that_a_split_backward_misses_are_explained():
+    """Their loss needs no gradient of the input of their stage."""
+
+    def loss(module, batch):
+        return squares(module, batch) + module.blocks[1].aux
+
+    module = Stack()
+    module.blocks[1] = Predicting()
+    verdict = verdict_of(module, "zb", loss)
+    assert "has a gradient of blocks.1.predict" in verdict.cause
+    assert verdict.cause.endswith("Use 1f1b, which does not split it")
+
+
 def test_a_buffer_that_nothing_reads_is_compared_too():
     def move(layout):
         layout.model.blocks[2].unused.add_(1)
@@ -609,7 +648,7 @@ def test_sparse_gradients_are_refused_by_both_commands(tmp_path, capfd):
     assert said.count("0.weight has sparse gradients") == said.count("Use sparse=False.") == 2
 
 
-def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
+def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd, monkeypatch):
     file, kept = tmp_path / "mine.py", tmp_path / "certificate.json"
     file.write_text(FILE)
 
@@ -634,6 +673,12 @@ def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
     assert "(sum, count)" in " ".join(out.split())
     code, _, err = verify("nothing", "--strategy", "ddp")
     assert code == 2 and "no function 'nothing'" in err
+    failed = verdicts["zero2"].model_copy(update={"passed": False, "reason": "it is off"})
+    given = certificate.model_copy(update={"verdicts": (failed,)})
+    monkeypatch.setattr("outpace.experiment.module_verify.verify_custom", lambda *a, **k: given)
+    code, out, err = verify("build", "--strategy", "zero2", "--json")
+    assert code == 1 and "zero2: the numbers differ" in err
+    assert json.loads(out)["verdicts"][0]["reason"] == "it is off"  # and nothing else
 
 
 def test_a_run_is_proved_whatever_its_micro_batch_is(tmp_path, capfd):

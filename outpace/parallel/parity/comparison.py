@@ -180,7 +180,7 @@ class FoundDifference:
 
 
 _LOST = "Ranks that do not use a parameter leave it out, or the result of its use is not passed on."
-_LOST_IN_SPLIT = (
+LOST_IN_SPLIT = (
     "The backward pass is split into gradients of inputs and of weights, and misses weights that "
     "the loss does not reach through a gradient of the stage's input (because the input is "
     "frozen or detached, or a block keeps a loss). Use 1f1b, which does not split it."
@@ -206,7 +206,7 @@ class LayoutComparison:
         schedule: Schedule | None = None,
     ) -> None:
         self._in_stages = schedule is not None
-        self._lost = _LOST_IN_SPLIT if schedule and schedule.splits_backward else _LOST
+        self._lost = LOST_IN_SPLIT if schedule and schedule.splits_backward else _LOST
         sums = torch.cat([plain, layout, gradients.flatten()])
         dist.all_reduce(sums)
         first, second = len(plain), len(plain) + len(layout)

@@ -4,13 +4,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from itertools import combinations
 from typing import Literal
 
 import torch
 from torch import nn
 
-from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in, take_first
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
@@ -19,9 +20,10 @@ from outpace.parallel.parity.piece_losses import mean_loss, total_of
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.records.plan import Plan
 
-# A mean over samples whose parts are weighted by something else, a sum over samples, a mean over
-# something else, BatchNorm, something that all samples affect together, or unknown.
-CutCause = Literal["samples", "sum", "counts", "batchnorm", "batch", ""]
+# Tensors that refer to samples by their places, a mean over samples whose parts are weighted by
+# something else, a sum over samples, a mean over something else, BatchNorm, something that all
+# samples affect together, or unknown.
+CutCause = Literal["places", "samples", "sum", "counts", "batchnorm", "batch", ""]
 _MOST = 4  # samples
 _HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
 _ROUNDINGS = 16
@@ -43,11 +45,12 @@ def find_cut_cause(
         return mean_loss(total_of(plain, hooks, drops, [piece], alike=False))
 
     ways: tuple[Callable[[], CutCause], ...] = (
+        lambda: _find_places(mean_of, some, tolerance),
         lambda: _find_over_samples(plain, hooks, drops, some, tolerance),
         lambda: _find_batchnorm(plain, hooks, drops, some, tolerance),
         lambda: _find_by_weights(mean_of, some, _rounding(plain)),
     )
-    for find in ways if not batch_norms(model_of(plain)) else ways[:2]:
+    for find in ways if not batch_norms(model_of(plain)) else ways[:3]:
         # torch warns of quantities that a single sample lacks, such as a standard deviation.
         quiet = warnings.catch_warnings(action="ignore")
         with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
@@ -55,6 +58,22 @@ def find_cut_cause(
             if cause:
                 return cause
     return ""
+
+
+def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
+    """Find tensors without a row per sample that refer to samples by their places in the batch.
+
+    The loss then depends on the order of the samples, since these tensors keep their order.
+    """
+    if not explain_lengths(some):
+        return ""
+    backwards = reduce(_join, reversed(cut(some, samples_in(some))))
+    apart = 0.0 if backwards is None else difference(mean_of(some), mean_of(backwards))
+    return "places" if apart > tolerance else ""
+
+
+def _join(one: Batch | None, other: Batch) -> Batch | None:
+    return None if one is None else concatenate(one, other)
 
 
 def _find_over_samples(
@@ -146,6 +165,13 @@ WEIGHTED = (
     "same, return (loss * samples, samples) from the loss, where samples is the number of "
     "samples it was given"
 )
+PLACED = (
+    "the batch has tensors that do not have a row per sample, so they stay whole in each part, and "
+    "they seem to refer to samples by their places in the batch (the image of each target, the "
+    "graph of each node). In a part, these places are other samples. Pass a list with one tensor "
+    "per sample, or pad the samples into one tensor and add masks; or use one process with one "
+    "micro-batch per step"
+)
 _SUMMED = (
     "it seems to be a sum over samples, and outpace takes a scalar for their mean. To train the "
     "same, return the mean (reduction='mean'), or (sum, count)"
@@ -180,7 +206,7 @@ def explain_cause(cause: CutCause, norm_cure: str = "") -> str:
     """
     if cause == "batchnorm":
         return f"BatchNorm normalises each part by itself. To train the same, use {norm_cure}"
-    known = {"samples": WEIGHTED, "sum": _SUMMED, "counts": _COUNTED}
+    known = {"places": PLACED, "samples": WEIGHTED, "sum": _SUMMED, "counts": _COUNTED}
     if cause in known:
         return known[cause]
     if cause == "batch":

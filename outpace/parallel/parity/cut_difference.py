@@ -121,8 +121,12 @@ def compare_cut(
     if apart > tolerance:
         if synchronised:
             return CutDifference(apart)
-        cause = find_cut_cause(plain, hooks, first.drops, first.piece, tolerance)
-        return CutDifference(apart, cause=cause)
+        some = first.piece
+        if samples_in(some) == 1 and len(first.two) > 1:
+            some = concatenate(*(piece for piece, _ in first.two)) or some
+        return CutDifference(
+            apart, cause=find_cut_cause(plain, hooks, first.drops, some, tolerance)
+        )
     asked = plain, hooks, first.drops, first.buffers, first.piece
     read = find_read_buffers(*asked, later=not synchronised)
     if not read:

@@ -38,7 +38,13 @@ from outpace.parallel.parity.counted_buffers import (
     compare_ranks_buffers,
     explain_counted_buffers,
 )
-from outpace.parallel.parity.cut_cause import CutCause, batchnorm_cure, common_cause, explain_cut
+from outpace.parallel.parity.cut_cause import (
+    PLACED,
+    CutCause,
+    batchnorm_cure,
+    common_cause,
+    explain_cut,
+)
 from outpace.parallel.parity.cut_difference import explain_counts
 from outpace.parallel.parity.first_batch_messages import (
     BY_THEMSELVES,
@@ -335,10 +341,13 @@ class FirstBatch:
     def _require_one_loss(self, found: PlainSums) -> None:
         """Refuse a loss that differs between ranks, or gradients that do not scale with it.
 
-        The latter include gradients of a backward that the loss itself runs.
+        The latter include gradients of a backward that the loss itself runs. A loss is also refused
+        if each rank would take targets of other ranks' samples.
 
         Raises BadInputError on all ranks.
         """
+        if any(one.cut.cause == "places" for one in found.reports):
+            raise _on_all_ranks(f"{PLACED}. {WAYS_OUT[self._by_command]}")
         by_rank = max(report.by_rank for report in found.reports)
         if by_rank > SINGLE.loss:
             raise _on_all_ranks(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")

@@ -65,9 +65,11 @@ def run_first_step(
     spoil=None,
     change=None,
     samples=SAMPLES,
+    batch=None,
     **options,
 ):
     """What each of two ranks said in a first step: warnings, the loss or the refusal, and more."""
+    batch = global_batch(samples) if batch is None else batch
 
     def act(rank):
         plan = plan_for_module(strategy, 2, samples)
@@ -97,7 +99,7 @@ def run_first_step(
 
             model.layout.gradients = gradients
             try:
-                said["loss"] = float(model.forward_backward(model.share(global_batch(samples))))
+                said["loss"] = float(model.forward_backward(model.share(batch)))
                 held = model.named_parameters()
                 said["gradients"] = {
                     n: local(p.grad).double().sum().item() for n, p in held if p.grad is not None

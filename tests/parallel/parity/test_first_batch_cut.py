@@ -326,6 +326,45 @@ def test_a_batch_of_tensors_of_unequal_lengths_is_refused_if_the_module_fails(tm
     assert all(end.fine for end in ends), [end.said for end in ends]
 
 
+def of_their_images(module, batch):
+    """Targets are sorted into images by their numbers, as YOLOv8 does, which never fails."""
+    made, of = module(batch["images"]).mean(1), batch["of"]
+    sums = [(one - batch["targets"][of == place]).square().sum() for place, one in enumerate(made)]
+    return torch.stack(sums).mean()
+
+
+def on_the_boundary(module, batch):
+    """Some points are whole in each part, and belong to no sample."""
+    return squares(module, (batch["images"], 0.0)) + module(batch["points"]).square().mean()
+
+
+def targets_in_one(images=SAMPLES):
+    drawn = torch.Generator().manual_seed(2)
+    of = torch.arange(images).repeat_interleave(torch.arange(images) % 3 + 1)
+    return {
+        "images": torch.randn(images, 4, 5, generator=drawn), "of": of,
+        "targets": torch.randn(len(of), 3, generator=drawn),
+        "points": torch.randn(5, 4, 5, generator=drawn),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change"),
+    [("zero3", {}), ("ddp", {"micro_batch": 4}), ("1f1b", {}), ("ddp", {"micro_batch": 1})],
+)
+def test_tensors_that_name_samples_by_their_places_are_refused(tmp_path, strategy, change):
+    """Else each rank's images would have the targets of rank 0's."""
+    asked = tmp_path, strategy, Quiet, of_their_images
+    for said in run_first_step(*asked, batch=targets_in_one(), change=change):
+        assert "refer to samples by their places" in said["refused"] and said["warnings"] == []
+        assert "a list with one tensor per sample" in said["refused"]
+
+
+def test_tensors_that_belong_to_no_sample_are_whole_in_each_part(tmp_path):
+    said, _ = run_first_step(tmp_path, "ddp", Quiet, on_the_boundary, batch=targets_in_one())
+    assert said["warnings"] == [] and "refused" not in said
+
+
 def missing_as_nan(module, batch):
     """The mean over targets that are there: as many in each half, and not in each quarter."""
     missing = torch.zeros(SAMPLES, 4, 3, dtype=torch.bool)
