@@ -41,6 +41,7 @@ from outpace.parallel.parity.moved_parameters import (
     is_lost_value,
     keep_values,
 )
+from outpace.parallel.parity.read_buffers import find_moved_buffers
 from outpace.parallel.plain import (
     NarrowResults,
     floating_dtypes,
@@ -112,6 +113,7 @@ class ReferenceFacts:
     cut_cause: CutCause = ""  # why a batch that is split has another loss, if it has
     has_batchnorm: bool = False
     counted: tuple[str, ...] = ()  # buffers whose changes depend on samples
+    moved: tuple[str, ...] = ()  # buffers that forwards change and that training depends on
 
 
 @dataclass
@@ -153,6 +155,7 @@ def reference(
     facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
     facts.has_batchnorm = bool(batch_norms(module))
     facts.counted = tuple(find_counted_buffers(objective, StepHooks(), True, trial.batch(1)) or ())
+    facts.moved = find_moved_buffers(objective, StepHooks(), True, trial.batch(1))
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:
             stack.enter_context(without_dropout(module))

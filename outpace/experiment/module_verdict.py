@@ -115,6 +115,8 @@ def _explain_cut(facts: ReferenceFacts, plan: Plan) -> str:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
         what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
+    elif facts.moved and not facts.cut_cause:
+        what = f"moves {first_names(facts.moved)}, on which the loss or its gradient depends,"
     else:
         cure = batchnorm_cure(plan, 2) if facts.has_batchnorm else ""
         return f"For a batch that is split, {CUT_ALIKE}: {explain_cause(facts.cut_cause, cure)}"
@@ -206,8 +208,9 @@ def _likely_cause(
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
             schedule = SCHEDULES.get(plan.schedule)
-            why = f". {LOST_IN_SPLIT.removesuffix('.')}" if schedule and schedule.splits_backward else ""
-            return f"No rank has a gradient of {first_names(lost)}, but one process has one{why}"
+            said = f"No rank has a gradient of {first_names(lost)}, but one process has one"
+            splits = schedule is not None and schedule.splits_backward
+            return f"{said}. {LOST_IN_SPLIT.removesuffix('.')}" if splits else said
         if apart:
             return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:

@@ -202,6 +202,15 @@ def test_targets_that_name_their_images_by_places_are_refused():
     assert verdict.refused and "refer to samples by their places" in verdict.reason
 
 
+def test_a_difference_by_buffers_that_move_is_explained_by_them():
+    """It is no loss that counts something other than samples."""
+    module = Stack()
+    module.stem = nn.utils.parametrizations.spectral_norm(module.stem)
+    verdict = verdict_of(module, "ddp")
+    assert CUT_ALIKE in verdict.cause and "(sum, count)" not in verdict.cause
+    assert verdict.cause.startswith("The forward moves stem.parametrizations.weight.0._")
+
+
 class Predicting(Block):
     """Its predictor learns from a detached input, and keeps its loss on the block."""
 
@@ -210,7 +219,8 @@ class Predicting(Block):
         self.predict = nn.Linear(6, 1)
 
     def forward(self, x):
-        self.aux = (self.predict(x.detach()) - x.detach().norm(dim=-1, keepdim=True)).square().mean()
+        wanted = x.detach().norm(dim=-1, keepdim=True)
+        self.aux = (self.predict(x.detach()) - wanted).square().mean()
         return super().forward(x)
 
 

@@ -118,16 +118,15 @@ def compare_cut(
         apart = _run_first((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
     if apart <= tolerance and first.affected and not synchronised:
         apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
+    asked = plain, hooks, first.drops, first.buffers, first.piece
     if apart > tolerance:
         if synchronised:
             return CutDifference(apart)
         some = first.piece
         if samples_in(some) == 1 and len(first.two) > 1:
             some = concatenate(*(piece for piece, _ in first.two)) or some
-        return CutDifference(
-            apart, cause=find_cut_cause(plain, hooks, first.drops, some, tolerance)
-        )
-    asked = plain, hooks, first.drops, first.buffers, first.piece
+        cause = find_cut_cause(plain, hooks, first.drops, some, tolerance)
+        return CutDifference(apart, read=() if cause else find_read_buffers(*asked), cause=cause)
     read = find_read_buffers(*asked, later=not synchronised)
     if not read:
         return CutDifference(apart)
@@ -205,7 +204,7 @@ def _compare_buffers(
         return {name for name, one in off.items() if one is None or one > tolerance}
 
     kept = keep_values(model_of(plain).named_parameters())
-    with kept, torch.no_grad(), suppress(Exception), hooks.cast():
+    with kept, torch.enable_grad(), suppress(Exception), hooks.cast():
         halves = cut(first.piece, 2)
         apart = differ_after(halves)
         by_samples = {n for half in halves if apart for n in differ_after([half])}

@@ -253,7 +253,11 @@ class FirstBatch:
             self._say(explain_counts(counts[0]))
         elif apart > least:
             cause = common_cause([r.cut.cause for r in found.reports if r.cut.loss > least])
-            self._say(self._about_cut(apart, "the batch is split in two", count, cause))
+            read = sorted({name for report in found.reports for name in report.cut.read})
+            if read and not cause:
+                self._say(explain_moved_buffers(read))
+            else:
+                self._say(self._about_cut(apart, "the batch is split in two", count, cause))
         elif mixed.loss:
             self._say(self._about_cut(mixed.loss, BY_THEMSELVES, count, mixed.cause))
         elif mixed.gradient:

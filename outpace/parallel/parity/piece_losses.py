@@ -1,4 +1,4 @@
-"""Losses of several pieces of a batch, without gradients or lasting effects."""
+"""Losses of several pieces of a batch, without a backward or lasting effects."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ def total_of(
 ) -> Totals:
     """Return the loss sum and the count over several pieces.
 
-    Dropout is disabled, and all state is restored.
+    Dropout is disabled, and all state is restored. Gradients are enabled, since the forward may
+    compute some (forces, penalties) or register hooks.
 
     Raises DrawsError if random numbers are drawn, since different pieces draw different numbers,
     unless the pieces are `alike`.
@@ -30,12 +31,12 @@ def total_of(
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     dropping = without_dropout(plain) if drops else nullcontext()
-    with torch.no_grad(), dropping, preserve_state(plain, device):
+    with torch.enable_grad(), dropping, preserve_state(plain, device):
         begin = random_state(device)
         for piece in pieces:
             with hooks.cast():
                 loss_sum, count, *_ = plain(piece)
-            totals += torch.stack((loss_sum.double(), count.double()))
+            totals += torch.stack((loss_sum.detach().double(), count.double()))
         if drops and not alike and not same_random_state(begin, random_state(device)):
             raise DrawsError
     return float(totals[0]), float(totals[1])

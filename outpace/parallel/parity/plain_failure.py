@@ -31,23 +31,28 @@ class PlainFailure:
 
 
 def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
-    """Return whether a forward over a batch completes; None if there is not enough memory."""
+    """Return whether a forward over a batch completes; None if there is not enough memory.
+
+    It computes gradients only if it fails without them: some forwards need them.
+    """
     model = model_of(plain)
     device = next(model.parameters()).device
     batch = move_batch(batch, device)
-    try:
-        with (
-            preserve_state(plain, device),
-            keep_values(model.named_parameters()),
-            torch.no_grad(),
-            hooks.cast(),
-        ):
-            plain(batch)
-    except torch.OutOfMemoryError:
-        return None
-    except Exception:
-        return False
-    return True
+    for gradients in (False, True):
+        try:
+            with (
+                preserve_state(plain, device),
+                keep_values(model.named_parameters()),
+                torch.set_grad_enabled(gradients),
+                hooks.cast(),
+            ):
+                plain(batch)
+        except torch.OutOfMemoryError:
+            return None
+        except Exception:
+            continue
+        return True
+    return False
 
 
 def describe_failure(error: Exception) -> str:

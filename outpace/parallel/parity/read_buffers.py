@@ -55,6 +55,21 @@ def find_read_buffers(
         return ()
 
 
+def find_moved_buffers(plain: nn.Module, hooks: StepHooks, drops: bool, piece: Batch) -> Names:
+    """Return the saved buffers that a forward changes and that training depends on."""
+    model, device = model_of(plain), next(plain.parameters()).device
+    saved, some = model.state_dict(keep_vars=True), take_first(piece, _FEW)
+    begin = {n: b.detach().clone() for n, b in model.named_buffers() if n in saved}
+    dropping = without_dropout(plain) if drops else nullcontext()
+    with suppress(Exception), keep_values(model.named_parameters()):
+        with preserve_state(plain, device), dropping, torch.enable_grad(), hooks.cast():
+            plain(copy_batch(some))
+            now = {n: b.detach().clone() for n, b in model.named_buffers() if n in begin}
+        moved = {n: b for n, b in now.items() if not torch.equal(b, begin[n])}
+        return find_read_buffers(plain, hooks, drops, moved, some)
+    return ()
+
+
 class _Search:
     def __init__(
         self,
@@ -128,7 +143,7 @@ class _Search:
                 for name, value in values.items():
                     self._held[name].copy_(value)
             bounds = require_bounds(self._device)
-            with torch.set_grad_enabled(gradient), self._hooks.cast(), bounds:
+            with torch.enable_grad(), self._hooks.cast(), bounds:
                 loss_sum, count, *_ = self._plain(copy_batch(self._few))
             mean = float(loss_sum.detach().double() / count.double())
             return mean, self._measure.take(loss_sum) if gradient else 0.0
@@ -136,7 +151,7 @@ class _Search:
     def _values_after(self) -> dict[str, Tensor]:
         """Return the values that several forwards give to saved buffers."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
-        with preserve_state(self._plain, self._device), dropping, torch.no_grad():
+        with preserve_state(self._plain, self._device), dropping, torch.enable_grad():
             begin = {name: buffer.detach().clone() for name, buffer in self._held.items()}
             drawn = random_state(self._device)
             for _ in range(_FORWARDS):

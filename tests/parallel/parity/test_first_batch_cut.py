@@ -89,6 +89,34 @@ def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
     assert not any(words in said for words in others)
 
 
+def slopes(module, batch):
+    x = batch[0].detach().requires_grad_()
+    [slope] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+class Following(Quiet):
+    """It subtracts a mean that follows its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        x = x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("loss", [squares, slopes])
+def test_buffers_that_move_are_the_cause_that_is_told(tmp_path, loss):
+    """Slopes need a graph: forwards without one would only fail."""
+    first, second = run_first_step(tmp_path, "ddp", Following, loss)
+    assert "refused" not in first and second["warnings"] == []
+    assert first["warnings"][0].startswith("the forward moves mean")
+
+
 class Chosen(Stack):
     """A tenth of the gradient goes on where the first sample of a batch is of one kind."""
 
@@ -207,12 +235,17 @@ def root(module, batch):
     return squares(module, batch).sqrt()
 
 
+def contrast_with_slopes(module, batch):
+    return contrast(module, batch) + slopes(module, batch)
+
+
 @pytest.mark.parametrize(
     ("make", "loss", "cause"),
     [
         (Quiet, mean_of_positives, "counts"), (Quiet, weighted_mean, "counts"),
         (Quiet, summed, "sum"), (Quiet, contrast, "batch"), (Quiet, root, "batch"),
-        (Quiet, deviations, "batch"), (NormalisedStack, squares, "batchnorm"),
+        (Quiet, deviations, "batch"), (Quiet, contrast_with_slopes, "batch"),
+        (NormalisedStack, squares, "batchnorm"),
         (NormalisedStack, contrast, ""),
     ],
 )  # fmt: skip
