@@ -33,7 +33,6 @@ def worker(out: Path) -> None:
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.planner.pipeline.schedules import orders
-    from outpace.planner.pipeline.simulator import most_in_flight
     from outpace.records.pipelines import SCHEDULES
 
     torch.set_num_threads(1)
@@ -53,6 +52,15 @@ def worker(out: Path) -> None:
                 })  # fmt: skip
     if ranks.rank == 0:
         (out / "found.json").write_text(json.dumps(found))
+
+
+def most_in_flight(order) -> int:
+    """Return the largest number of forwards whose activations a rank keeps at once."""
+    kept = most = 0
+    for action in order:
+        kept += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, kept)
+    return most
 
 
 def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
