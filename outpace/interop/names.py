@@ -1,62 +1,18 @@
 """Names of outpace's tensors in Hugging Face files, by family.
 
-Tables map outpace's modules to those in files; `*` stands for the layer's number.
+The tables of tensor_names.json map outpace's modules to those in files; `*` stands for the layer's
+number.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from outpace.interop.config import OWN_TYPE
 from outpace.records.model_families import FAMILY_TRAITS
-
-_GPT2 = {
-    "embed.tokens": "transformer.wte",
-    "embed.positions": "transformer.wpe",
-    "blocks.*.attention_norm": "transformer.h.*.ln_1",
-    "blocks.*.attention.q": "transformer.h.*.attn.c_attn",
-    "blocks.*.attention.k": "transformer.h.*.attn.c_attn",
-    "blocks.*.attention.v": "transformer.h.*.attn.c_attn",
-    "blocks.*.attention.out": "transformer.h.*.attn.c_proj",
-    "blocks.*.mlp_norm": "transformer.h.*.ln_2",
-    "blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",
-    "blocks.*.mlp.down": "transformer.h.*.mlp.c_proj",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_LLAMA = {
-    "embed.tokens": "model.embed_tokens",
-    "blocks.*.attention_norm": "model.layers.*.input_layernorm",
-    "blocks.*.attention.q": "model.layers.*.self_attn.q_proj",
-    "blocks.*.attention.k": "model.layers.*.self_attn.k_proj",
-    "blocks.*.attention.v": "model.layers.*.self_attn.v_proj",
-    "blocks.*.attention.out": "model.layers.*.self_attn.o_proj",
-    "blocks.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "blocks.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
-    "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-    "blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
-    "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
-_BERT = {
-    "embed.tokens": "bert.embeddings.word_embeddings",
-    "embed.positions": "bert.embeddings.position_embeddings",
-    "embed.segments": "bert.embeddings.token_type_embeddings",
-    "embed.norm": "bert.embeddings.LayerNorm",
-    "blocks.*.attention.q": "bert.encoder.layer.*.attention.self.query",
-    "blocks.*.attention.k": "bert.encoder.layer.*.attention.self.key",
-    "blocks.*.attention.v": "bert.encoder.layer.*.attention.self.value",
-    "blocks.*.attention.out": "bert.encoder.layer.*.attention.output.dense",
-    "blocks.*.attention_norm": "bert.encoder.layer.*.attention.output.LayerNorm",
-    "blocks.*.mlp.up": "bert.encoder.layer.*.intermediate.dense",
-    "blocks.*.mlp.down": "bert.encoder.layer.*.output.dense",
-    "blocks.*.mlp_norm": "bert.encoder.layer.*.output.LayerNorm",
-    "head_transform.dense": "cls.predictions.transform.dense",
-    "head_transform.norm": "cls.predictions.transform.LayerNorm",
-    "head": "cls.predictions.decoder",
-}
 
 
 @dataclass(frozen=True)
@@ -101,25 +57,12 @@ class Naming:
         return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 
-_NAMINGS: Mapping[str, Naming] = {
-    "gpt2": Naming(
-        _GPT2,
-        "transformer.",
-        ("lm_head.",),
-        (r"\.attn\.(bias|masked_bias)$",),
-        "lm_head.weight",
-        transposed=("c_attn", "c_proj", "c_fc"),
-    ),
-    "bert": Naming(
-        _BERT,
-        "bert.",
-        ("cls.",),
-        (r"\.position_ids$", r"\.pooler\.", r"^cls\.seq_relationship\."),
-        "cls.predictions.decoder.weight",
-        head_bias="cls.predictions.bias",
-    ),
-    "llama": Naming(_LLAMA, "model.", ("lm_head.",), (r"rotary_emb\.",), "lm_head.weight"),
-}
+@cache
+def _read_namings() -> dict[str, Naming]:
+    namings = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
+    for values in namings.values():
+        values |= {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
+    return {form: Naming(**values) for form, values in namings.items()}
 
 
 def tensor_naming(model_type: str) -> Naming | None:
@@ -127,7 +70,7 @@ def tensor_naming(model_type: str) -> Naming | None:
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]
-    return _NAMINGS["llama" if traits is None else traits.form]
+    return _read_namings()["llama" if traits is None else traits.form]
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
