@@ -1,11 +1,13 @@
-"""Saved buffers in which a forward counts or averages samples, for the loop to read between steps.
+"""Values in which a step counts or averages samples, for the loop to read between steps.
 
-Examples are a router's load, a histogram, and how often each code is used. On data-parallel ranks
-each forward changes its own copy by its own samples, and rank 0's copy is kept.
+Examples are a router's load, a histogram, and how often each code is used, in buffers or in numbers
+and tensors in plain attributes. On data-parallel ranks each forward and backward changes its own
+copy by its own samples. Of buffers, rank 0's copy is kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from outpace.nn.fingerprint import fingerprint
 from outpace.parallel.batches import copy_batch, cut, samples_in, take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import largest, relative
-from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.module_state import ModuleState, is_numeric
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import without_dropout
@@ -42,13 +44,18 @@ def find_counted_buffers(
     drops: bool,
     batch: Batch,
     names: Collection[str] | None = None,
+    attributes: Collection[str] | None = (),
+    backward: bool = False,
 ) -> list[str] | None:
     """Return the buffers (of `names`, if given) whose new values depend on a forward's samples.
 
     They depend on which samples there are, or on how many. Each forward begins with the same
     buffers and random numbers, so a count of calls or a random mask does not depend on samples.
-    Left out are batch normalisations, and buffers that no checkpoint contains and each forward
+    Left out are batch normalisations, and values that no checkpoint contains and each forward
     sets again, such as caches. None if no forward with parts of the batch succeeds.
+
+    Numbers and tensors in `attributes` follow, as named in `kept_attributes`; None stands for all.
+    `backward`: also run the backward, whose hooks may count.
     """
     model = model_of(plain)
     known, saved = batchnorm_state(model), model.state_dict(keep_vars=True)
@@ -57,39 +64,52 @@ def find_counted_buffers(
         for name, buffer in model.named_buffers()
         if id(buffer) not in known and (names is None or name in names)
     ]
-    if not names:
+    if not names and attributes is not None and not attributes:
         return []
     samples = samples_in(batch)
+    asked = plain, hooks, drops, names, attributes, backward
     for few in sorted({*_FEWEST, samples // 2 * 2} & {*range(1, samples + 1)}):
         both = take_first(batch, few)
         with suppress(Exception):  # such as normalisation over too few samples
-            after, *after_halves = (
-                _prints_after(plain, hooks, drops, [part], names) for part in (both, *cut(both, 2))
-            )
-            found = [n for n in names if any(one[n] != after[n] for one in after_halves)]
+            after, *after_halves = (_prints_after([part], *asked) for part in (both, *cut(both, 2)))
+            found = [n for n in after if any(one.get(n) != after[n] for one in after_halves)]
             if found and not saved.keys() >= {*found}:
-                twice = _prints_after(plain, hooks, drops, [both, both], names)
-                found = [n for n in found if n in saved or twice[n] != after[n]]
+                twice = _prints_after([both, both], *asked)
+                found = [n for n in found if n in saved or twice.get(n) != after[n]]
             return found
     return None
 
 
 def _prints_after(
+    batches: Sequence[Batch],
     plain: nn.Module,
     hooks: StepHooks,
     drops: bool,
-    batches: Sequence[Batch],
     names: Sequence[str],
-) -> dict[str, int | None]:
-    """Return fingerprints of buffers after a forward of each batch, and restore everything."""
+    attributes: Collection[str] | None,
+    backward: bool,
+) -> dict[str, Any]:
+    """Return values, in comparable form, after a forward of each batch, and restore everything."""
     model, device = model_of(plain), next(plain.parameters()).device
     dropping = without_dropout(plain) if drops else nullcontext()
-    with keep_values(model.named_parameters()), preserve_state(plain, device), dropping:
+    state = ModuleState(plain)
+    with keep_values(model.named_parameters()), state.preserve(device), dropping:
         for batch in batches:
             with torch.enable_grad(), hooks.cast():  # some count only where gradients are computed
-                plain(copy_batch(batch))
+                loss_sum, *_ = plain(copy_batch(batch))
+            if backward:
+                loss_sum.backward()
         buffers = dict(model.named_buffers())
-        return {name: fingerprint(buffers[name]) for name in names}
+        found: dict[str, Any] = {name: fingerprint(buffers[name]) for name in names}
+        if attributes is None or attributes:
+            found |= {
+                name: value
+                for name, value in state.attributes().items()
+                if is_numeric(value)
+                and " (a buffer" not in name
+                and (attributes is None or name in attributes)
+            }
+        return found
 
 
 def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
@@ -115,12 +135,23 @@ def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> 
     `apart` is the relative difference between ranks, 0 if unknown; `shares` is the number of parts
     of a global batch.
     """
-    what, are = ("buffers", "they") if len(names) > 1 else ("a buffer", "it")
     differ = f", and in the first batch these differ by {100 * apart:.3g} %" if apart else ""
+    kept = "The next step and checkpoints use rank 0's values"
+    return _explain(names, ("a buffer", "buffers"), f"{differ}. {kept}", shares)
+
+
+def explain_counted_attributes(names: Sequence[str], shares: int) -> str:
+    """Return a message about plain attributes that cover only a rank's samples."""
+    kept = f", and no checkpoint contains {'them' if len(names) > 1 else 'it'}"
+    return _explain(names, ("a plain attribute", "plain attributes"), kept, shares)
+
+
+def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: int) -> str:
+    several = len(names) > 1
     return (
-        f"the forward counts or averages samples in {first_names(names)} ({what}). Each rank does "
-        f"so with its own samples{differ}. The next step and checkpoints use rank 0's values, so "
-        f"{are} would cover 1/{shares} of each batch. {CURE_OF_COUNTS}"
+        f"the forward or the backward counts or averages samples in {first_names(names)} "
+        f"({kinds[several]}). Each rank does so with its own samples{kept}, so "
+        f"{'they' if several else 'it'} would cover 1/{shares} of each batch. {CURE_OF_COUNTS}"
     )
 
 

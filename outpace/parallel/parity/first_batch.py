@@ -36,6 +36,7 @@ from outpace.parallel.parity.comparison import (
 )
 from outpace.parallel.parity.counted_buffers import (
     compare_ranks_buffers,
+    explain_counted_attributes,
     explain_counted_buffers,
 )
 from outpace.parallel.parity.cut_cause import (
@@ -279,7 +280,7 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _tell_counted_buffers(self, found: PlainSums) -> None:
-        """Report buffers that cover only a rank's samples and that no loss reads. Collective."""
+        """Report values that cover only a rank's samples and that no loss reads. Collective."""
         reports = found.reports
         counted = {name for report in reports for name in report.counted}
         unsure = {name for report in reports for name in report.unsure}
@@ -289,6 +290,9 @@ class FirstBatch:
         if names:
             apart = compare_ranks_buffers({n: found.buffers.get(n) for n in names})
             self._say(explain_counted_buffers(names, apart, self._plan.data_parallel))
+        attributes = sorted({name for report in reports for name in report.attributes})
+        if attributes:
+            self._say(explain_counted_attributes(attributes, self._plan.data_parallel))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
         """Return buffers that the loss depends on and that parts of the batch change differently.

@@ -65,7 +65,7 @@ class KeptState:
     the piece, if known and if the first half leaves nothing that may affect the second. `reshaped`:
     saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
     or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
-    state, but the loss does not.
+    state, but the loss does not. `unused`: what changes from forward to forward without any effect.
     """
 
     found: bool = False
@@ -79,6 +79,7 @@ class KeptState:
     reshaped: tuple[str, ...] = ()
     backwards: tuple[str, ...] = ()
     of_gradient: bool = False
+    unused: tuple[str, ...] = ()
 
     @property
     def is_any(self) -> bool:
@@ -133,6 +134,7 @@ def find_kept_state(
             return replace(
                 state, writes=found.saw_writes, halves=halves,
                 reshaped=tuple(sorted(found.reshaped)), backwards=tuple(sorted(found.backwards)),
+                unused=tuple(sorted(found.unused.difference(state.names))),
             )  # fmt: skip
         except Exception as error:  # such as normalisation over too few samples
             failure = error

@@ -9,7 +9,7 @@ import random
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -239,6 +239,15 @@ def is_constant(array: Any) -> bool:
 def is_generator(comparable: Any) -> bool:
     """Return whether a value in `kept_attributes` belongs to a random generator."""
     return isinstance(comparable, _Draws)
+
+
+def is_numeric(comparable: Any) -> bool:
+    """Return whether a value in `kept_attributes` is a number, a tensor or an array."""
+    if isinstance(comparable, str):
+        with suppress(ValueError):
+            complex(comparable)
+            return True
+    return isinstance(comparable, _Values)
 
 
 def shapes_in(comparable: Any) -> Any:

@@ -101,6 +101,9 @@ class PlainPass:
         in_use = NamesInUse(objective, getattr(objective, "loss", None))
         hooked = any(gradient for gradient, _ in self._hooks.values())
         self._has_hooks = hooked or in_use.mentions("register_hook")  # hooks on activations
+        self._acts_in_backward = self._has_hooks or any(
+            part._backward_hooks or part._backward_pre_hooks for part in objective.modules()
+        )
         self._asks_for_rank = may_ask_for_rank(in_use)
         self._by_process = may_differ_by_process(in_use)
         try:
@@ -146,7 +149,8 @@ class PlainPass:
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
             pieces = self.pieces.select(passes, in_order)
-            reason = self._run_pieces(plain, found, pieces, hooks, draws, watch, keeps=asks_few)
+            keeps = asks_few or self._acts_in_backward
+            reason = self._run_pieces(plain, found, pieces, hooks, draws, watch, keeps=keeps)
             found.hidden = [n for n, v in parameter_versions(hidden).items() if versions[n] != v]
             self.synchronised |= watch.communicates  # collectives in user code
             found.take_writes(watch)
@@ -205,29 +209,36 @@ class PlainPass:
         return PlainReport(
             apart, state, made, sorted(found.written), (), found.by_samples, found.unseen,
             prints if samples else None, buffer_prints if samples else None,
-            *self._find_counted(plain, found, hooks), moved_back, unscaled, by_rank, found.hidden,
+            *self._find_counted(plain, found, state, hooks), moved_back, unscaled, by_rank,
+            found.hidden,
         )  # fmt: skip
 
     def _find_counted(
-        self, plain: nn.Module, found: PlainSums, hooks: StepHooks
-    ) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the buffers whose changes depend on samples, and those that may.
+        self, plain: nn.Module, found: PlainSums, state: KeptState, hooks: StepHooks
+    ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+        """Return buffers and attributes whose changes depend on samples, and buffers that may.
 
         A forward on only some ranks would wait in a module that communicates.
         """
         if self._plan.data_parallel == 1 or found.first is None:
-            return (), ()
+            return (), (), ()
         counted: Sequence[str] | None = None
         if not self.synchronised:
+            keeps = self._acts_in_backward and found.keeps
+            asked = plain, hooks, found.drops, found.first[0]
+            names = found.moved_buffers.union(found.moved_back)
             with self._guard_forwards():
-                asked = plain, hooks, found.drops, found.first[0], found.moved_buffers
-                counted = find_counted_buffers(*asked)
+                counted = find_counted_buffers(
+                    *asked, names, None if keeps else state.unused, keeps or bool(found.moved_back)
+                )
         known = batchnorm_state(model_of(plain))
-        buffers = model_of(plain).named_buffers()
-        others = [n for n, b in buffers if n in found.buffers and id(b) not in known]
+        buffers = dict(model_of(plain).named_buffers())
+        others = [n for n, b in buffers.items() if n in found.buffers and id(b) not in known]
         if counted is None:
-            return (), others
-        return counted, () if found.drops else others
+            return (), (), others
+        attributes = [name.removeprefix("model.") for name in counted if name not in buffers]
+        counted = [name for name in counted if name in buffers]
+        return counted, attributes, () if found.drops else others
 
     def _compare_company(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits

@@ -27,11 +27,11 @@ class PlainReport:
     those `made` by the forward; those `written` by it, and of these, those `spread` over ranks,
     those whose values depend on samples (`by_samples`), and those written without an observed
     operator (`unseen`). `prints` are fingerprints of the `written` parameters, and `buffer_prints`
-    of the saved buffers that the first piece changed; None without samples. `counted`: buffers
-    whose changes depend on samples, and `unsure`: those that may. `moved_back`: buffers
-    that a backward changes and that the loss depends on. `unscaled`: parameters whose gradients do
-    not scale with the loss. `by_rank`: by how much the loss changes with the rank. `hidden`:
-    parameters of modules in plain attributes that the forward writes to.
+    of the saved buffers that the first piece changed; None without samples. `counted`: buffers,
+    and `attributes`, whose changes depend on samples; `unsure`: buffers that may. `moved_back`:
+    buffers that a backward changes and that the loss depends on. `unscaled`: parameters whose
+    gradients do not scale with the loss. `by_rank`: by how much the loss changes with the rank.
+    `hidden`: parameters of modules in plain attributes that the forward writes to.
     """
 
     cut: CutDifference
@@ -44,6 +44,7 @@ class PlainReport:
     prints: Mapping[str, int | None] | None
     buffer_prints: Mapping[str, int | None] | None
     counted: Sequence[str]
+    attributes: Sequence[str]
     unsure: Sequence[str]
     moved_back: Sequence[str]
     unscaled: Sequence[str]

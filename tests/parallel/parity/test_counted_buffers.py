@@ -69,6 +69,35 @@ class OneForgotten(RouterOverRanks):
         return super().forward(x)
 
 
+class Notes(Quiet):
+    """Counts in plain attributes, and in hooks of the backward, next to calls and a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.hits, self.seen, self.calls, self.last = torch.zeros(6), 0, 0, None
+        self.register_buffer("signs", torch.zeros(6))
+        self.large = torch.zeros(3)
+        self.head.register_full_backward_hook(self.note)
+
+    def note(self, part, inputs, outputs):
+        self.large += (outputs[0] > 0).sum((0, 1))
+
+    def count(self, gradient):
+        self.signs += gradient.sign().sum((0, 1))
+
+    def forward(self, x):
+        h = self.stem(x)
+        if h.requires_grad:
+            h.register_hook(self.count)
+        self.hits += (h.detach() > 0).sum((0, 1))
+        self.seen += len(x)
+        self.calls += 1
+        self.last = h.detach()[0]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
 class NormModel(Quiet):
     """Its BatchNorm's moving averages are of no interest to the loss, which has its own words."""
 
@@ -117,6 +146,17 @@ def test_counts_of_all_samples_are_not_reported(tmp_path, strategy, make):
 
     for said in run_first_step(tmp_path, strategy, make, pair):
         assert said["warnings"] == [] and "loss" in said
+
+
+@pytest.mark.gloo
+def test_counts_in_attributes_and_in_hooks_of_the_backward_are_reported(tmp_path):
+    """Not the number of calls, nor what each forward sets again."""
+    first, second = run_first_step(tmp_path, "ddp", Notes)
+    assert second["warnings"] == [] and "loss" in first
+    buffers, attributes = first["warnings"]
+    assert "the backward counts or averages samples in signs (a buffer)" in buffers
+    assert "counts or averages samples in hits, large, seen (plain attributes)" in attributes
+    assert "no checkpoint contains them, so they would cover 1/2 of each batch" in attributes
 
 
 @pytest.mark.gloo
