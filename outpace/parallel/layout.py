@@ -11,10 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.scratch import Scratch
+from outpace.nn.uncompiled import leave_to_python
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import master_weights, masters_within
-from outpace.parallel.refusals import CommonPlace
-from outpace.parallel.shard_access import ShardStorages, read_whole_values, refuse_copies
+from outpace.parallel.refusals import CommonPlace, refuse_between_steps
+from outpace.parallel.shard_access import (
+    ShardStorages,
+    combine_with_whole,
+    read_whole_values,
+    refuse_copies,
+)
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
@@ -358,6 +364,38 @@ class SpreadLayout(Layout):
         super().__init__(objective)
         self._group = group
         self._ranks_of_a_part = ranks_of_a_part
+        self._is_called = False
+
+    def guard(self) -> None:
+        """Watch forwards that a loop runs by itself, not in a step or an evaluation."""
+
+        def enter(*_: Any) -> None:
+            if not self._is_called:
+                self._enter_forward()
+
+        for part in self._list_watched():
+            part.register_forward_pre_hook(leave_to_python(enter))
+
+    def _list_watched(self) -> set[nn.Module]:
+        """Return the modules that a loop may not call between steps."""
+        return {self.model, *_fsdp_modules(self.model)}
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Allow forwards of the module."""
+        self._is_called = True
+        try:
+            yield
+        finally:
+            self._is_called = False
+
+    def _enter_forward(self) -> None:
+        raise refuse_between_steps(
+            "the module's forward is called between steps, but this rank holds only a part of its "
+            "parameters. Call evaluate(batch) of what parallelize returned, on all ranks; or load "
+            "its state_dict() into a copy of the module on rank 0, made before parallelize, and "
+            "call that; or use strategy ddp or zero1."
+        )
 
     def total_norm(self) -> Tensor:
         """Return the norm, summing each rank's share of the squares over the group."""
@@ -388,10 +426,12 @@ class ShardedLayout(SpreadLayout):
 
     def guard(self) -> None:
         """Let loops use whole values of shards, and refuse writes to them that have no effect."""
+        super().guard()
         self._place = CommonPlace()
         read_whole_values(self._place)
         refuse_copies(_fsdp_modules(self.objective))
         self._storages = ShardStorages(self.named_parameters())
+        combine_with_whole(True)
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
@@ -399,9 +439,21 @@ class ShardedLayout(SpreadLayout):
         if self._storages is not None and self._place is not None:
             self._place.announce()
             self._storages.require_unchanged()
-        yield
+            combine_with_whole(False)
+        try:
+            with super().in_call():
+                yield
+        finally:
+            if self._storages is not None:
+                combine_with_whole(True)
         if self._storages is not None:
             self._storages.note()
+
+    def _enter_forward(self) -> None:
+        if _fsdp_modules(self.objective):
+            super()._enter_forward()
+        assert self._place is not None  # tensor parallelism, whose ranks compute the same
+        self._place.wait_for_all("calls the module's forward")
 
     def free_gathered(self) -> None:
         """Reshard, so that `named_parameters` are this rank's parts again."""

@@ -29,7 +29,7 @@ from outpace.parallel.parity.state_check import StateCheck
 from outpace.parallel.refusals import refuse_together
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import AXES, Plan
 from outpace.records.precisions import SCALED, WEIGHTS
 from outpace.records.ranks import Ranks
@@ -65,6 +65,9 @@ class ParallelModule:
         self.plan = plan
         self._ranks = ranks
         self._device = device
+        self._frozen = {n for n, p in layout.named_parameters() if not p.requires_grad}
+        self._pending: Tensor | None = None  # the loss whose gradients no optimizer has used
+        self._optimizers = 0
         layout.guard()
 
     def share(self, batch: Batch) -> Batch:
@@ -85,10 +88,13 @@ class ParallelModule:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
 
         This replaces `loss.backward()`: afterwards, every gradient is the gradient of this mean.
-        Previous gradients are dropped. The share is processed in the plan's micro-batches. The loss
-        is summed over samples and ranks in float64 (fp32 on Metal), whatever the module's dtype.
+        Previous gradients are dropped: to accumulate, pass all samples in one call. The share is
+        processed in the plan's micro-batches. The loss is summed over samples and ranks in float64
+        (fp32 on Metal), whatever the module's dtype.
         """
         with self._call(in_step=True):
+            self._require_frozen()
+            self._warn_of_dropped()
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             averages = self.layout.averages
@@ -100,7 +106,9 @@ class ParallelModule:
                 totals = self.layout.gradients(passes, given)
             totals = self._all_reduce(totals)
             self.layout.scale_gradients(1 / divisor(totals[1]))
-            return totals[0] / totals[1]
+            loss: Tensor = totals[0] / totals[1]
+            self._pending = loss
+            return loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
@@ -125,9 +133,12 @@ class ParallelModule:
             held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
             groups = [{"params": held}]
         listed = [{**group, "params": list(group["params"])} for group in groups]
-        return place_optimizer(
+        optimizer = place_optimizer(
             self.layout, self.plan, self._scratch, listed, partial(build, **options)
         )
+        optimizer.register_step_post_hook(self._note_use)
+        self._optimizers += 1
+        return optimizer
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
@@ -148,6 +159,39 @@ class ParallelModule:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters or shards, by the module's own names."""
         return self.layout.named_parameters()
+
+    def _require_frozen(self) -> None:
+        """Refuse parameters that need a gradient but were frozen when they were laid out.
+
+        Their gradients are not reduced, and the optimizers of `make_optimizer` leave them out.
+        """
+        named = self.layout.named_parameters()
+        late = [name for name, p in named if p.requires_grad and name in self._frozen]
+        if late:
+            raise BadInputError(
+                f"{first_names(late)} did not require gradients when outpace.parallelize laid out "
+                "the module, but now do, so ranks and optimizers are not prepared to train them. "
+                "To train parameters from a later step on, let them require gradients until "
+                "make_optimizer has been called, then call requires_grad_(False) on them, and "
+                "requires_grad_(True) before that step."
+            )
+
+    def _note_use(self, *_: Any) -> None:
+        self._pending = None
+
+    def _warn_of_dropped(self) -> None:
+        """Warn once if a loop seems to accumulate gradients over calls."""
+        pending, self._pending = self._pending, None
+        if pending is None or not self._optimizers or not bool(pending.isfinite()):
+            return
+        if any(p.grad is not None for _, p in self.layout.named_parameters()):
+            self._optimizers = 0
+            warn_user(
+                "forward_backward drops the gradients of its previous call, which no optimizer of "
+                "make_optimizer has used. To accumulate gradients, pass all samples in one call, "
+                "which splits them into micro-batches of the plan's micro_batch. If you have used "
+                "them yourself, ignore this"
+            )
 
     @contextmanager
     def _call(self, in_step: bool = False) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """An optimizer for a rank that has no parameters to update."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,9 +19,13 @@ class PlaceholderParameter:
     def __init__(self, device: torch.device) -> None:
         self._number = nn.Parameter(torch.zeros(1, device=device))
 
-    def optimizer(self, build: Build) -> torch.optim.Optimizer:
-        """Return the same optimizer as on other ranks, for this parameter only."""
-        return build([{"params": [self._number]}])
+    def optimizer(
+        self, build: Build, groups: Sequence[Mapping[str, Any]] = ({},)
+    ) -> torch.optim.Optimizer:
+        """Return the same optimizer as on other ranks, with as many groups, for this parameter."""
+        first, *others = groups
+        empty: list[dict[str, Any]] = [{**group, "params": []} for group in others]
+        return build([{**first, "params": [self._number]}, *empty])
 
     def set_gradient(self) -> None:
         """Set a gradient, as other ranks do in each step."""

@@ -1,8 +1,9 @@
 """Reads and writes of shards by a user's loop, between steps.
 
-Elementwise operations on DTensors compute what one process does. But `item()` and `float()` return
-a number of this rank's part where a sum or a maximum over ranks is pending, copies between whole
-tensors and shards raise an error, and `p.data = …` has no effect.
+Elementwise operations on DTensors compute what one process does, also together with whole tensors,
+which all ranks have. But `item()` and `float()` return a number of this rank's part where a sum or
+a maximum over ranks is pending, shards cannot be written to whole tensors, and `p.data = …` has no
+effect.
 """
 
 from collections.abc import Iterable
@@ -12,19 +13,36 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread, local, part_like, whole
+from outpace.nn.spread import is_spread, whole
 from outpace.parallel.refusals import CommonPlace, refuse_between_steps
 from outpace.parallel.tensors import storage_id
 from outpace.records.errors import BadInputError, first_names
 
+_aten = torch.ops.aten
+_WRITES = (
+    _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor,
+    _aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default,
+)  # fmt: skip
+
 
 def read_whole_values(place: CommonPlace) -> None:
-    """Make `item()` and `copy_` of DTensors use whole values in this process."""
+    """Make `item()` of DTensors, and writes of DTensors to whole tensors, use whole values."""
     from torch.distributed.tensor import DTensor
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = partial(_read_number, place)
-    handlers[torch.ops.aten.copy_.default] = partial(_copy, place)
+    for operator in _WRITES:
+        handlers[operator] = partial(_write, place)
+
+
+def combine_with_whole(allowed: bool) -> None:
+    """Let operations, such as those on lists, take whole tensors together with DTensors, or not.
+
+    In a step, a user's module that does so is refused, since it may have only a part of its input.
+    """
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._allow_implicit_replication = allowed
 
 
 def refuse_copies(sharded: Iterable[nn.Module]) -> None:
@@ -56,25 +74,29 @@ def _read_number(
     return operator(_gather(args[0], place, "reads a number of a parameter or gradient (item())"))
 
 
-def _copy(
+def _write(
     place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Copy between DTensors and whole tensors. Collective if the source is in parts."""
-    target: Tensor = args[0]
-    source: Tensor = args[1]
-    mixed = is_spread(target) != is_spread(source) and source.numel() > 1
-    if mixed and torch.is_grad_enabled() and source.requires_grad:
+    """Write to a tensor in place. Collective if it is whole and a source is in parts."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher = DTensor._op_dispatcher
+    if is_spread(args[0]):  # as without this handler
+        handlers = dispatcher._custom_op_handlers
+        this = handlers.pop(operator)
+        try:
+            operator(*args, **kwargs)
+        finally:
+            handlers[operator] = this
+        return args[0]
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    if in_graph and not dispatcher._allow_implicit_replication:  # in a step
         raise RuntimeError(f"{operator}: got mixed torch.Tensor and DTensor")
-    if not is_spread(target):
-        gathered = _gather(source, place, "copies a parameter or gradient")
-        return target.copy_(gathered, *args[2:], **kwargs)
-    if not is_spread(source):
-        source = part_like(source.expand(target.shape), target)
-    elif (source.shape, source.placements) != (target.shape, target.placements):
-        expanded: Any = source.expand(target.shape)
-        source = expanded.redistribute(placements=target.placements)
-    local(target).copy_(local(source), *args[2:], **kwargs)
-    return target
+    what = "writes a parameter or gradient to another tensor"
+    found = [_gather(one, place, what) if isinstance(one, Tensor) else one for one in args]
+    written: Tensor = operator(*found, **kwargs)
+    return written
 
 
 class ShardStorages:

@@ -20,17 +20,34 @@ from outpace.optim.build import Build
 from outpace.optim.master import master_weights
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Layout, LayoutRequest
+from outpace.parallel.refusals import refuse_between_steps
 from outpace.parallel.tensors import raise_to
 
 
-class _MixedShares(ZeroRedundancyOptimizer):
+class _Shares(ZeroRedundancyOptimizer):
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state after `consolidate_state_dict`. Raises BadInputError before it."""
+        try:
+            return super().state_dict()
+        except RuntimeError as error:
+            if "consolidate" not in str(error):
+                raise
+            raise refuse_between_steps(
+                "the optimizer's state_dict() is called on a rank that has only the state of its "
+                "own parameters. Call optimizer.consolidate_state_dict() on all ranks, then "
+                "state_dict() on rank 0 alone, or use strategy ddp, under which every rank has all "
+                "of the state."
+            ) from error
+
+
+class _MixedShares(_Shares):
     """Shares of parameters of several dtypes, each of which is broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
         """Do nothing, because torch requires a single dtype even without a common buffer."""
 
 
-class _CustomModelShares(ZeroRedundancyOptimizer):
+class _CustomModelShares(_Shares):
     """Shares of a custom model, whose forward may replace parameters' memory (p.data = …)."""
 
     def _sync_params(self) -> None:
@@ -42,6 +59,10 @@ class _CustomModelShares(ZeroRedundancyOptimizer):
         if any(_memory(p) != _memory(b) for b, part in pairs for p in part if p.requires_grad):
             own._build_param_buckets()
         super()._sync_params()  # type: ignore[misc]
+        # Buffers leave out parameters that were frozen since the backward, which are still updated.
+        for parameter, owner in own._param_to_rank.items():
+            if buffers and not parameter.requires_grad and parameter.grad is not None:
+                dist.broadcast(parameter.data, owner, group=self.process_group)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -57,13 +78,15 @@ class SharedStates(Replicas):
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
             kind = ZeroRedundancyOptimizer if self.use is None else _CustomModelShares
-        return kind(
+        made = kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
             # One broadcast per rank instead of one per parameter. It needs a buffer, which has a
             # single dtype; torch does not check that all parameters have that dtype.
             parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
         )
+        made.defaults.update(made.optim.defaults)  # in which OneCycleLR looks for betas
+        return made
 
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer

@@ -1,4 +1,4 @@
-"""A loop of one's own that uses parameters between steps equals one process, or is refused."""
+"""A loop of one's own equals one process, or is refused: what it does between steps, and around."""
 
 import math
 import re
@@ -6,9 +6,18 @@ import re
 import pytest
 import torch
 
+import outpace
 from outpace.launch.forked_job import run_forked
 from outpace.nn.spread import whole
-from tests.parallel.user_loops import LOOPS, train_parallel, train_plain
+from tests.parallel.user_loops import (
+    LOOPS,
+    Stack,
+    batches,
+    squares,
+    train_parallel,
+    train_plain,
+)
+from tests.parallel.user_trainings import TRAININGS
 
 pytestmark = pytest.mark.gloo
 WHOLE = ("ddp", "ring", "zero1")
@@ -28,21 +37,40 @@ REFUSED = {
     **{(one, loop): ABSENT for one in SEVERAL for loop in ("Walk", "ClipGradValue")},
     **{(one, "TargetCopy"): COPIED for one in PIPELINES},
 }
+ALONE = "forward is called between steps"
+OF_A_STAGE = ("vector", "clip_infinity")  # norms of parameters that one rank has
+FORWARDS = ("eval_first_rank", "eval_all_ranks", "eval_before")
+# Whole trainings; in pipelines, by the names of what parallelize returned.
+REFUSED_TRAININGS = {
+    **{(one, "unfreeze"): "did not require gradients when" for one in (*WHOLE, *SHARDED)},
+    **{(one, "unfreeze"): "did not require gradients when" for one in PIPELINES},
+    **{(one, loop): ALONE for one in ("zero2", "zero3", *PIPELINES) for loop in FORWARDS},
+    ("tp", "eval_first_rank"): "rank 0 alone calls the module's forward",
+    **{(one, "log_norms_first_rank"): "rank 0 alone reads a number" for one in SHARDED},
+    **{(one, "swa"): "is copied .copy.deepcopy." for one in ("zero2", "zero3")},
+    **{(one, "swa"): COPIED for one in PIPELINES},
+    **{(one, loop): ABSENT for one in PIPELINES
+       for loop in ("save_module", "swa_of_copy", "ema_of_copy")},
+    **{(one, "frozen_batchnorm"): "BatchNorm outside of" for one in PIPELINES},
+    ("zero1", "reload_optimizer"): r"consolidate_state_dict\(\) on all ranks",
+}  # fmt: skip
+TRAINED = ("ddp", "zero1", "zero2", "zero3", "tp", "1f1b", "interleaved")
 
 
-def run(tmp_path, strategy, *loops, **options):
+def run(tmp_path, strategy, *loops, limit_s=240.0, **options):
     """How both ranks ended, and what they found in each loop."""
 
     def act(rank):
         told = {}
         for name in loops:
-            found, state = train_parallel(LOOPS[name](), strategy, **options)
+            rank.note_phase(name)
+            found, state = train_parallel((LOOPS | TRAININGS)[name](), strategy, **options)
             if isinstance(found, dict):
                 found = {n: whole(t.detach()).clone() for n, t in found.items()}
             told[name] = found, state
         torch.save(told, tmp_path / f"{rank.ranks.rank}.pt")
 
-    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    ends = run_forked(2, act, limit_s, tmp_path / "job")
     files = [tmp_path / f"{rank}.pt" for rank in range(2)]
     return ends, [torch.load(file) if file.exists() else {} for file in files]
 
@@ -59,13 +87,13 @@ def difference(found, expected):
 
 def require_equal(tmp_path, strategy, *loops, **options):
     ends, told = run(tmp_path, strategy, *loops, **options)
-    assert all(end.fine for end in ends), (strategy, loops, [end.said for end in ends])
+    assert all(end.fine for end in ends), (strategy, [(end.said, end.at) for end in ends])
     for loop in loops:
-        expected, state = train_plain(LOOPS[loop]())
+        expected, state = train_plain((LOOPS | TRAININGS)[loop]())
         ranks = [one[loop] for one in told]
         for found, _ in ranks:
             assert found is None or difference(found, expected) < 1e-9, (strategy, loop)
-        if isinstance(expected, dict):
+        if isinstance(expected, dict) and all(found is not None for found, _ in ranks):
             assert set().union(*(found for found, _ in ranks)) == set(expected), (strategy, loop)
         assert difference(ranks[0][1], state) < 1e-9, (strategy, loop)
 
@@ -116,6 +144,67 @@ def test_each_stage_updates_its_own_parameters(tmp_path):
 
 def test_an_optimizer_that_would_miss_stages_of_this_rank_is_refused(tmp_path):
     require_refused(tmp_path, "interleaved", "Plain", "make_optimizer", direct=True)
+
+
+def test_optimizers_have_the_groups_that_the_loop_gave(tmp_path):
+    """With split and whole tensors in one group, which torch's clipping takes together, too."""
+    require_equal(tmp_path, "tp", "two_groups", "ClipGradNorm", "ClipGradValue", check="off")
+
+
+def test_parameters_frozen_since_the_backward_are_updated_on_all_ranks(tmp_path):
+    require_equal(tmp_path, "zero1", "freeze_before_step", "freeze_at_first")
+
+
+def test_modes_and_rates_that_a_loop_sets_reach_all_stages(tmp_path):
+    """Also the first batch's check, and stages that are copies of the module."""
+    require_equal(tmp_path, "interleaved", "dropout_rate", by="model")
+
+
+def test_whole_averages_take_shards(tmp_path):
+    require_equal(tmp_path, "zero3", "whole_average", "ema_of_copy", check="off")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [("ddp", "unfreeze"), ("zero3", "eval_first_rank")],
+)
+def test_what_a_training_cannot_do_is_refused_on_all_ranks(tmp_path, strategy, loop):
+    require_refused(tmp_path, strategy, loop, REFUSED_TRAININGS[strategy, loop], check="off")
+
+
+def test_gradients_that_the_next_call_drops_are_told(recwarn):
+    """Not those of a step that was skipped because its loss was infinite."""
+    plan = outpace.Plan(strategy="single", micro_batch=4)
+    model = outpace.parallelize(Stack().double(), plan, loss=squares, check="off")
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = batches()[0]
+    model.forward_backward((x * math.inf, y))
+    model.forward_backward((x, y))
+    optimizer.step()
+    model.forward_backward((x, y))
+    assert [str(one.message) for one in recwarn if "drops" in str(one.message)] == []
+    model.forward_backward((x, y))
+    model.forward_backward((x, y))
+    [said] = [one for one in recwarn if "drops" in str(one.message)]
+    assert "pass all samples in one call" in str(said.message) and said.filename == __file__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", TRAINED)
+def test_trainings_equal_one_process(tmp_path, strategy):
+    options = {"by": "model"} if strategy in PIPELINES else {}
+    left_out = OF_A_STAGE if strategy in PIPELINES else ()
+    loops = [n for n in TRAININGS if (strategy, n) not in REFUSED_TRAININGS and n not in left_out]
+    require_equal(tmp_path, strategy, *loops, limit_s=1200.0, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "loop"), [one for one in REFUSED_TRAININGS if one[0] in TRAINED]
+)
+def test_trainings_are_refused_on_all_ranks(tmp_path, strategy, loop):
+    options = {"by": "model"} if strategy in PIPELINES else {}
+    require_refused(tmp_path, strategy, loop, REFUSED_TRAININGS[strategy, loop], **options)
 
 
 @pytest.mark.slow

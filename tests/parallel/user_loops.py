@@ -54,8 +54,88 @@ def batches():
     ]
 
 
+class PlainRun:
+    """What a loop uses, in one process."""
+
+    is_first = True
+
+    def __init__(self, stack):
+        self.module = stack().double()
+
+    def named(self):
+        return list(self.module.named_parameters())
+
+    def make_optimizer(self, groups=None, build=torch.optim.AdamW, lr=0.01, **options):
+        return build(groups or self.module.parameters(), lr=lr, **options)
+
+    def backward(self, batch):
+        self.module.zero_grad()
+        loss = squares(self.module, batch)
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch):
+        self.module.eval()
+        loss = squares(self.module, batch)
+        self.module.train()
+        return loss
+
+    def state(self):
+        return self.module.state_dict()
+
+
+class ParallelRun:
+    """The same through `outpace.parallelize`; `by` says whose parameters the loop goes over."""
+
+    def __init__(self, stack, strategy, by="module", size=2, change=None, direct=False, check="on"):
+        self.module, self._by, self._direct = stack().double(), by, direct
+        plan = plan_for_module(strategy, size, SAMPLES)
+        plan = Plan.model_validate({**plan.model_dump(), **(change or {})})
+        options = {}
+        if strategy == "tp":
+            options["layouts"] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        blocks = [f"blocks.{n}" for n in range(4)]
+        self.model = outpace.parallelize(
+            self.module, plan, loss=squares, blocks=blocks, check=check, **options
+        )
+        self.is_first = dist.get_rank() == 0
+
+    def named(self):
+        held = self.module if self._by == "module" else self.model
+        return list(held.named_parameters())
+
+    def make_optimizer(self, groups=None, build=torch.optim.AdamW, lr=0.01, **options):
+        if self._direct:
+            return build(groups or self.module.parameters(), lr=lr, **options)
+        return self.model.make_optimizer(build, groups, lr=lr, **options)
+
+    def backward(self, batch):
+        return self.model.forward_backward(self.model.share(batch))
+
+    def evaluate(self, batch):
+        return self.model.evaluate(self.model.share(batch))
+
+    def state(self):
+        return self.model.state_dict()
+
+
 class Loop:
     """What a loop does: `begin` before the first step, `step` after each."""
+
+    stack = Stack
+    plan = None  # what it needs of a plan
+
+    def train(self, run):
+        optimizer = run.make_optimizer()
+        self.begin(run.named(), run.module)
+        for batch in batches():
+            run.backward(batch)
+            self.gradients(run.named(), run.module)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.step(run.named(), run.module)
+        return self.results()
 
     def begin(self, named, module):
         """`named` are the parameters that the loop goes over."""
@@ -273,42 +353,12 @@ LOOPS = {kind.__name__: kind for kind in list(globals().values())
 
 
 def train_plain(loop):
-    module = Stack().double()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    loop.begin(list(module.named_parameters()), module)
-    for batch in batches():
-        squares(module, batch).backward()
-        loop.gradients(list(module.named_parameters()), module)
-        optimizer.step()
-        optimizer.zero_grad()
-        loop.step(list(module.named_parameters()), module)
-    return loop.results(), module.state_dict()
+    run = PlainRun(loop.stack)
+    return loop.train(run), run.state()
 
 
-def train_parallel(loop, strategy, by="module", size=2, change=None, direct=False):
-    module = Stack().double()
-    plan = plan_for_module(strategy, size, SAMPLES)
-    plan = Plan.model_validate({**plan.model_dump(), **(change or {})})
-    options = {}
-    if strategy == "tp":
-        options["layouts"] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    model = outpace.parallelize(
-        module, plan, loss=squares, blocks=[f"blocks.{n}" for n in range(4)], **options
+def train_parallel(loop, strategy, change=None, **options):
+    run = ParallelRun(
+        loop.stack, strategy, change={**(loop.plan or {}), **(change or {})}, **options
     )
-
-    def named():
-        held = (module if by == "module" else model).named_parameters()
-        return list(held)
-
-    if direct:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    else:
-        optimizer = model.make_optimizer(torch.optim.AdamW, lr=0.01)
-    loop.begin(named(), module)
-    for batch in batches():
-        model.forward_backward(model.share(batch))
-        loop.gradients(named(), module)
-        optimizer.step()
-        optimizer.zero_grad()
-        loop.step(named(), module)
-    return loop.results(), model.state_dict()
+    return loop.train(run), run.state()

@@ -7,8 +7,8 @@ The first and the last rank both hold the parameters outside of the blocks (embe
 their gradients are summed over the two.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +39,7 @@ from outpace.parallel.custom.stage_saving import StageExtraState, drop_buffers
 from outpace.parallel.custom.staged_objective import StagedObjective
 from outpace.parallel.fusion import fuse
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
+from outpace.parallel.loop_settings import LoopSettings
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.rank_objects import gather_objects
@@ -128,6 +129,7 @@ class CustomPipeline(SpreadLayout):
         schedule = SCHEDULES[plan.strategy]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         model: nn.Module = objective.model  # type: ignore[assignment]
+        self._user_module = model
         self._meta_model = meta_copy(model)
         blocks = named_blocks(model, names)
         rest = parameters_outside(model, blocks)
@@ -178,11 +180,22 @@ class CustomPipeline(SpreadLayout):
 
     def guard(self) -> None:
         """Refuse uses of other stages' parameters between steps."""
+        super().guard()
+        models = [stage.objective.model for stage in self._stages.values()]
+        copies = [one for one in models if one is not self._user_module]
+        self._settings = LoopSettings(self._user_module, copies)  # type: ignore[arg-type]
         self._absent.refuse_use()
 
-    def in_call(self) -> AbstractContextManager[None]:
+    def _list_watched(self) -> set[nn.Module]:
+        return {self._user_module}
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
         """Let stages use other stages' parameters, which are NaN."""
-        return self._absent.allow()
+        self._settings.apply()
+        with super().in_call(), self._absent.allow():
+            yield
+        self._settings.note()
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
         """Create the group of the first and the last stage's ranks, if both hold parameters."""
@@ -204,7 +217,7 @@ class CustomPipeline(SpreadLayout):
         """Build the optimizer. A stage may have no parameters (only activations or pooling)."""
         if any(True for group in groups for _ in group["params"]):
             return build(groups)
-        return PlaceholderParameter(self._at).optimizer(build)
+        return PlaceholderParameter(self._at).optimizer(build, groups)
 
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer

@@ -61,7 +61,13 @@ class CustomTensorParallel(ShardedLayout):
         ]
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer; its kernels require plain and split tensors in separate groups."""
+        """Build the optimizer.
+
+        Without `guard`, its kernels require plain and split tensors in separate groups. A loop,
+        which knows its groups by number, keeps them.
+        """
+        if self._place is not None:
+            return build(groups)
         return build([part for group in groups for part in _split_by_kind(group)])
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:

@@ -154,6 +154,7 @@ class FirstBatch:
         ready: Callable[[], None],
     ) -> Tensor | None:
         run = layout.gradients if run is None else run
+        self._plain.follow_loop()
         reason = self._plain.left_out
         reason = reason or explain_size(self._plain.model, layout, self._plan, self._ranks)
         told = gather_objects((reason, held_tensors(layout)))

@@ -35,12 +35,13 @@ class ModuleDtypes:
     """A rank's part of a module: the dtypes of its parameters and buffers, by name.
 
     `narrowest`: bytes per element of its narrowest floating-point parameter. `has_sums`: see
-    `Layout`.
+    `Layout`. `frozen`: names of parameters that need no gradient now.
     """
 
     dtypes: Mapping[str, torch.dtype]
     narrowest: int
     has_sums: bool
+    frozen: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -55,6 +56,9 @@ def fill_copy(
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
+    frozen = frozenset().union(*(one.frozen for one in holders))  # since the copy, by the loop
+    for name in frozen.intersection(names):
+        model.get_parameter(name).requires_grad_(False)
     values = _values(model, layout, plan, ranks, holders)
     if plan.data_rank(ranks.rank) is None:
         yield names
@@ -223,6 +227,7 @@ def held_tensors(layout: Layout) -> ModuleDtypes:
         {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},
         min((p.itemsize for p in parameters), default=8),
         layout.has_sums,
+        frozenset(name for name, p in layout.named_parameters() if not p.requires_grad),
     )
 
 

@@ -28,6 +28,7 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm, batch_norms
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.loop_settings import copy_settings
 from outpace.parallel.parity.build_difference import compare_builds, may_differ_by_process
 from outpace.parallel.parity.comparison import ComparisonLimits
 from outpace.parallel.parity.counted_buffers import batchnorm_state, find_counted_buffers
@@ -118,6 +119,11 @@ class PlainPass:
         """The copy of the user's module, until it has run."""
         assert self._copy is not None
         return model_of(self._copy)
+
+    def follow_loop(self) -> None:
+        """Give the copy what the user's loop has set on the module since the copy was made."""
+        if self._copy is not None:
+            copy_settings(self._trained, self._copy)
 
     def run(
         self,
