@@ -106,6 +106,22 @@ def _with_fixed_date(template: str) -> str:
     return fixed
 
 
+def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
+    """Return the tokens that a template may write by name, such as bos_token.
+
+    Raises BadInputError if it writes one that is not in the vocabulary.
+    """
+    found, vocabulary = tokenizer.named_tokens, tokenizer.inner.get_vocab(with_added_tokens=True)
+    for name, token in found.items():
+        if token not in vocabulary and re.search(rf"\b{re.escape(name)}\b", template):
+            raise BadInputError(
+                f"the chat template writes {name}, and the tokenizer's is {token!r}, which is not "
+                "in its vocabulary. Name another one in tokenizer_config.json, or add the token "
+                "to tokenizer.json."
+            )
+    return {**found}
+
+
 @dataclass(frozen=True)
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
@@ -138,6 +154,7 @@ class ChatFormat:
         self._tool_template = tokenizer.chat_templates.get("tool_use", template)
         # Variables with speakers' names that the template may use.
         self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
+        self._names = _template_tokens(tokenizer, template + self._tool_template)
         self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
@@ -227,7 +244,7 @@ class ChatFormat:
             rendered = self._theirs.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False,
                 add_generation_prompt=ask, tools=[dict(tool) for tool in tools] or None,
-                chat_template=template,
+                chat_template=template, **self._names,
             )  # fmt: skip
         return self._limit_text(rendered, where, messages, tools)
 
@@ -326,7 +343,7 @@ class ChatFormat:
             tools=[*tools] or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **self._theirs.special_tokens_map,
+            **self._names,
         )
         text = self._limit_text(texts[0], where, messages, tools)
         spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None

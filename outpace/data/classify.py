@@ -64,10 +64,18 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             form = describe_form(table.columns)
             rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
             folder = _partition_of(table, wanted)
-            remedy = f": {form}" if form else rows or folder or f". Name it with {flag}."
+            header = _header_advice(table)
+            remedy = f": {form}" if form else rows or folder or f". Name it with {flag}{header}."
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return TextColumns(found, named)
+
+
+def _header_advice(table: Table) -> str:
+    """Return advice for a table without a header, whose columns are those of its first row."""
+    if Path(table.reference).suffix.lower() not in (".csv", ".tsv", ".txt"):
+        return ""
+    return ", or write a header (such as text and label) before the first line if it is a row"
 
 
 def _partition_of(table: Table, wanted: Sequence[str]) -> str:

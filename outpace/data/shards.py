@@ -53,7 +53,7 @@ def entry_path(
 ) -> Path:
     """Return the folder of an entry, whether it exists or not."""
     parts = [FORMAT, content, tokenizer.fingerprint, repr(eval_fraction), text_field]
-    parts += ["opened"] if tokenizer.opening_ids else []
+    parts += ["opened once"] if tokenizer.opening_ids else []
     key = xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
     return cache / "tokens" / key
 
@@ -130,14 +130,13 @@ def _build(
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
     writers = {split: _SplitWriter(temporary, split, dtype) for split in SPLITS}
     misread = MisreadText(tokenizer)
-    opening = np.array(tokenizer.opening_ids, dtype=np.uint32)
     try:
         current = writers["train"]
         for piece, ids in encode_pieces(source, tokenizer, text_field, processes, progress):
             if piece.first:
                 current = writers[split_of_document(piece.text, eval_fraction)]
                 current.begin_document()
-                current.write(opening)
+                current.write(np.array(tokenizer.missing_opening(ids), dtype=np.uint32))
             current.write(ids)
             misread.add(piece.text, ids)
             if piece.last:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,20 @@ class Tokenizer:
                 found.setdefault(role, known)
         return found
 
-    @property
+    @cached_property
     def opening_ids(self) -> list[int]:
         """Return the bos token if the tokenizer puts it before texts, as Llama's does."""
         bos = self._vocab.get(self._roles.get("bos_token", ""))
         added: list[int] = self.inner.encode("a").ids
         return added[:1] if added[:1] == [bos] else []
+
+    def missing_opening(self, ids: Iterable[int]) -> list[int]:
+        """Return the opening ids to put before the ids of a text.
+
+        None if it begins with them, as does the text of a chat template.
+        """
+        opening = self.opening_ids
+        return [] if list(islice(ids, len(opening))) == opening else opening
 
     @property
     def unknown_id(self) -> int | None:
@@ -151,6 +161,19 @@ class Tokenizer:
     def roles(self) -> dict[str, str]:
         """Tokens with a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """Return tokens that a chat template can write by name: those with a role, and a model's
+        own, such as image_token, from tokenizer_config.json.
+        """
+        own = self._config.get("extra_special_tokens")
+        found = {}
+        for name, value in {**self._config, **(own if isinstance(own, dict) else {})}.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+        return found | self._roles
 
     def replace(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
         """Return a tokenizer of `inner` with this one's configuration, updated by `config`."""
@@ -202,7 +225,8 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         self.inner.save(str(directory / "tokenizer.json"))
         kept = {name: self._config[name] for name in _KEPT if name in self._config}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._roles, **kept}
+        own = {name: token for name, token in self.named_tokens.items() if token in self._vocab}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **own, **kept}
         _write_json(directory / "tokenizer_config.json", config)
         _write_json(directory / "special_tokens_map.json", self._roles)
 

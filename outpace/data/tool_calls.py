@@ -54,16 +54,21 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
 
 
 def _convert(call: Any, as_text: bool, where: str) -> Any:
-    """Convert a call, with or without `function`. A string that is not a JSON object is kept."""
+    """Convert a call, with or without `function`. A string that is not a JSON object is kept.
+
+    No arguments (none, null or empty) are an empty object.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    told = function.get("arguments")
+    given = told = function.get("arguments")
+    if told is None or (isinstance(told, str) and told.strip() in ("", "null")):
+        told = {}
     if as_text and isinstance(told, dict):
         told = json.dumps(told, ensure_ascii=False)
     elif not as_text and isinstance(told, str):
         told = _read_arguments(told, where)
-    else:
+    elif told is given:
         return call
     function = {**function, "arguments": told}
     return {**call, "function": function} if "function" in call else function
@@ -71,7 +76,7 @@ def _convert(call: Any, as_text: bool, where: str) -> Any:
 
 def _read_arguments(told: str, where: str) -> Any:
     """Return the object that a JSON string contains, even if encoded twice, else the string."""
-    value: Any = told if told.strip() else "{}"
+    value: Any = told
     try:
         for _ in range(2):
             value = read_value(value) if isinstance(value, str) else value

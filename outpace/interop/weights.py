@@ -215,6 +215,12 @@ def _check(
             "Save the whole model (AutoModelForCausalLM, AutoModelForMaskedLM); a classifier needs "
             "no such head (--task classify)."
         )
+    elif (prefix := _common_prefix(missing, unexpected)) is not None:
+        sentences.append(
+            f"The files have these tensors under names that begin with {prefix!r}, as a wrapper's "
+            "state_dict names them. Save the model that is inside the wrapper (after peft's "
+            "merge_and_unload, for adapters)."
+        )
     elif sentences:
         sentences.append(
             "The weights are not those of the model in config.json; use --init random to train it "
@@ -222,6 +228,18 @@ def _check(
         )
     if sentences:
         raise BadInputError("\n".join(sentences))
+
+
+def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
+    """Return the prefix behind which the files have all missing tensors, if there is one."""
+    if not missing:
+        return None
+    first, there = missing[0], set(unexpected)
+    for name in unexpected:
+        prefix = name.removesuffix(first)
+        if name != prefix and all(prefix + one in there for one in missing):
+            return prefix
+    return None
 
 
 def _stored_shape(

@@ -80,7 +80,7 @@ class Writer:
 
     def continue_text(self, prompt: str) -> str:
         """Return the prompt and its continuation by the model."""
-        given, ids = self._write(prompt, self._stop_ids, self._tokenizer.opening_ids)
+        given, ids = self._write(prompt, self._stop_ids, opens=True)
         return self._tokenizer.decode([*given, *ids], cut=self._is_cut(ids))
 
     @property
@@ -123,10 +123,15 @@ class Writer:
         return len(ids) == self._sampling.max_new_tokens
 
     def _write(
-        self, prompt: str, stop_ids: Collection[int], opening_ids: Sequence[int] = ()
+        self, prompt: str, stop_ids: Collection[int], *, opens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt, and those generated after them."""
-        given = [*opening_ids, *self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
+        """Return the tokens of the prompt, and those generated after them.
+
+        With `opens`, the prompt begins as the tokenizer begins texts.
+        """
+        asked = self._tokenizer.encode(prompt)
+        opening = self._tokenizer.missing_opening(asked) if opens else []
+        given = [*opening, *asked] or [self._tokenizer.eos_id]
         sampling = self._sampling
         ids = generation.generate(
             self._model,

@@ -40,6 +40,16 @@ def write_checksums(folder: Path) -> None:
     write_atomic(folder / CHECKSUMS_FILE, json.dumps(entries, indent=1) + "\n")
 
 
+def added_names(folder: Path) -> list[str]:
+    """Return what was added to a folder after its checksums were written, or all without these.
+
+    Hidden files and caches of Python do not count. Raises BadInputError for a damaged list.
+    """
+    listed = {CHECKSUMS_FILE, *_entries(folder)}
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if name not in listed and not name.startswith((".", "__"))]
+
+
 def folder_damage(folder: Path) -> str | None:
     """Describe how a folder's files were damaged; None if they are unchanged."""
     try:

@@ -164,8 +164,7 @@ def is_unfinished(folder: Path) -> bool:
     """Return whether this is an interrupted save, which was never a complete checkpoint."""
     if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
         return False
-    # DCP writes its metadata last; earlier versions of outpace wrote no `unfinished` file.
-    return (folder / UNFINISHED).exists() or not (folder / METADATA_FILE).exists()
+    return (folder / UNFINISHED).exists() or not any(folder.iterdir())
 
 
 def step_of(folder: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
-from outpace.records.checksums import folder_damage
+from outpace.records.checksums import added_names, folder_damage
 from outpace.records.errors import BadInputError
 from outpace.records.lines import encode_line
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
@@ -26,6 +26,7 @@ RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
 # Files of an exported model; which of them exists depends on its kind.
 MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
+_EXPORTED_FOLDERS = {"additional_chat_templates"}  # of an exported tokenizer
 STANDSTILL_FILE = "standstill.json"
 STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
@@ -161,12 +162,18 @@ class RunDir:
             has_model=self.model.is_dir() and any(self.model.iterdir()),
         )
 
-    def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models to be written again; rename damaged ones to keep them."""
+    def put_models_aside(self, say: Callable[[str], None]) -> None:
+        """Make room for models to be written again; rename those that would be a loss.
+
+        These are damaged ones, which may be repaired, and those to which the user added files.
+        """
         for folder in (self.model, self.base):
-            damage = model_damage(folder)
-            if damage is not None and os.path.lexists(folder):
-                say(f"{damage}: {folder} is kept as {put_aside(folder)}")
+            reason, kind = model_damage(folder), "damaged"
+            if reason is None and (added := sorted({*added_names(folder)} - _EXPORTED_FOLDERS)):
+                reason = f"{folder} has files that this run did not write ({added[0]})"
+                kind = "earlier"
+            if reason is not None and os.path.lexists(folder):
+                say(f"{reason}: {folder} is kept as {put_aside(folder, kind)}")
 
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]

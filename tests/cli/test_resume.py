@@ -173,13 +173,16 @@ def begun(tmp_path: Path) -> tuple[list[str], Path]:
     spec = "family = 'llama'\nlayers = 1\nhidden = 16\nheads = 4\nkv_heads = 2\nvocab = 300\n"
     (tmp_path / "m.toml").write_text(spec + "max_positions = 64\n")
     out = tmp_path / "run"
-    flags = [
-        f"--model={tmp_path / 'm.toml'}", f"--data={tmp_path / 'd.jsonl'}", "--seq-len=16",
-        "--global-batch=2", "--precision=fp32", "--device=cpu", "--eval-batches=0", "--lr=1e-3",
-        "--sample-tokens=0", f"--cache-dir={tmp_path / 'cache'}", f"--out={out}",
-    ]  # fmt: skip
-    assert main(["train", *flags, "--steps=4"]) == 0
+    assert main(["train", *first_flags(tmp_path), f"--out={out}", "--steps=4"]) == 0
     return ["train", "--resume", f"--out={out}"], tmp_path
+
+
+def first_flags(folder: Path) -> list[str]:
+    return [
+        f"--model={folder / 'm.toml'}", f"--data={folder / 'd.jsonl'}", "--seq-len=16",
+        "--global-batch=2", "--precision=fp32", "--device=cpu", "--eval-batches=0", "--lr=1e-3",
+        "--sample-tokens=0", f"--cache-dir={folder / 'cache'}",
+    ]  # fmt: skip
 
 
 def said_by(capsys: pytest.CaptureFixture[str], argv: list[str], *more: str) -> tuple[int, str]:
@@ -210,6 +213,24 @@ def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
     assert "compress_gradients was none, is now bf16" in said
     assert "precision was fp32, is now bf16" in said
     assert "--schedule was cosine, is constant" in said
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_other_masks_of_dropout_are_said(
+    begun: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], dropout: float
+) -> None:
+    """Without dropout, batches divided otherwise give the same losses."""
+    _, folder = begun
+    spec = folder / "m.toml"
+    spec.write_text(f"{spec.read_text()}dropout = {dropout}\n")
+    run = folder / "dropping"
+    argv = [*first_flags(folder), f"--out={run}", "--steps=1"]
+    assert main(["train", *argv]) == 0
+    code, said = said_by(capsys, ["train", "--resume", f"--out={run}", "--steps=2"])
+    assert code == 0 and "dropout draws" not in said
+    code, said = said_by(capsys, ["train", "--resume", f"--out={run}", "--steps=3",
+                                  "--micro-batch=1"])  # fmt: skip
+    assert code == 0 and ("dropout draws other masks" in said) is (dropout > 0)
 
 
 def test_a_run_is_resumed_with_its_data_and_model_elsewhere(

@@ -4,6 +4,7 @@ import json
 import string
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -384,6 +385,40 @@ def test_a_key_of_a_message_without_a_value_is_absent():
         Row({"messages": [given, {"role": "assistant", "content": "b"}]}, "line 1")
     )
     assert message == {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"extra_special_tokens": {"think_token": "<|im_start|>"}},
+        {"think_token": "<|im_start|>"},
+        {"think_token": {"content": "<|im_start|>", "special": True}},
+        {"bos_token": "<|im_start|>"},
+    ],
+)
+def test_tokens_that_a_template_writes_by_name(plain, tmp_path, config, marked):
+    """As transformers gives them to it: a model's own names, too."""
+    name = "bos_token" if "bos_token" in config else "think_token"
+    template = "{{ NAME }}" + (DEFAULT_TEMPLATE if marked else CHATML)
+    template = template.replace("NAME", name)
+    found = plain.replace(plain.inner, {"chat_template": template, **config})
+    chat = ChatFormat(found)
+    found.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for talk in (TALK, TALK * 2):
+        assert chat.render(talk, "line 1").text == theirs.apply_chat_template(talk, tokenize=False)
+    assert chat.render(TALK, "line 1").text.startswith("<|im_start|><|")
+
+
+def test_a_token_that_a_template_writes_is_in_the_vocabulary(plain):
+    for template, refused in ((CHATML, False), ("{{ bos_token }}" + CHATML, True)):
+        config = {"chat_template": template, "bos_token": "<begin>"}
+        if refused:
+            with pytest.raises(BadInputError, match=r"writes bos_token, .* '<begin>', which"):
+                ChatFormat(plain.replace(plain.inner, config))
+        else:
+            ChatFormat(plain.replace(plain.inner, config))
 
 
 def test_tools_have_a_template_of_their_own_where_there_is_one(plain):

@@ -124,6 +124,16 @@ def test_a_blank_makes_no_other_class(tmp_path):
         examples(read_table(str(tmp_path / "a.csv")))
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_table_without_a_header_is_told_so(tmp_path, name):
+    rows = [{"fine": "bad", "pos": "neg"}] * 2
+    lines = ["fine,pos", "bad,neg"] if name.endswith("csv") else map(json.dumps, rows)
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    with pytest.raises(BadInputError, match="no known column of text") as caught:
+        examples(read_table(str(tmp_path / name)))
+    assert ("write a header" in str(caught.value)) is name.endswith("csv")
+
+
 def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
     rows = "".join(f"word {number},{label}\n" for number, label in enumerate([1, -1] * 4))
     (tmp_path / "a.csv").write_text(f"text,label\n{rows}")

@@ -74,12 +74,14 @@ def test_text_for_a_tokenizer_is_there_even_when_the_split_has_no_document(tmp_p
 def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, prepare):
     inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    write_lines(tmp_path / "x.jsonl", {"text": "a b"}, {"text": "b"})
+    inner.add_special_tokens(["<s>"])
+    texts = [{"text": text} for text in ("a b", "b", "<s>a")]  # the last begins with it by itself
+    write_lines(tmp_path / "x.jsonl", *texts)
     bare = Tokenizer(inner, "</s>", {"bos_token": "<s>"})
     without = prepare(tmp_path / "x.jsonl", tokenizer=bare)
-    assert tokens(without) == [[2, 3, 1, 3, 1]]
+    assert tokens(without) == [[2, 3, 1, 3, 1, 0, 2, 1]]
     opened = tokenizers.Tokenizer.from_str(inner.to_str())
     opened.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.replace(opened, {}))
-    assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1]]
+    assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1, 0, 2, 1]]
     assert corpus.fingerprint != without.fingerprint

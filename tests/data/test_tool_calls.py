@@ -77,6 +77,15 @@ def test_texts_that_are_no_object(learnt, told, written):
     assert learnt(TEMPLATE.replace("ARGUMENTS", AS_JSON), call(told)).startswith(f"[see {written}]")
 
 
+@pytest.mark.parametrize("way", [AS_JSON, AS_IT_IS, JOINED])
+@pytest.mark.parametrize("told", [None, "", " ", "null", "{}", {}, "absent"])
+def test_no_arguments_are_an_empty_object(learnt, way, told):
+    message = call(told)
+    if told == "absent":
+        del message["tool_calls"][0]["function"]["arguments"]
+    assert learnt(TEMPLATE.replace("ARGUMENTS", way), message).startswith("[see {}]")
+
+
 def test_content_beside_calls_is_kept(learnt):
     found = learnt(TEMPLATE.replace("ARGUMENTS", AS_JSON), call({"a": 1}, content="I look."))
     assert found == 'I look.[see {"a": 1}]<|im_end|>\n'

@@ -375,6 +375,12 @@ def test_missing_and_unexpected_tensors_are_named(stored: Path) -> None:
     assert "tensors that the model does not have: model.extra.weight" in said
 
 
+def test_a_wrappers_prefix_is_named(stored: Path) -> None:
+    rewrite(stored, lambda given: {f"base_model.model.{name}": one for name, one in given.items()})
+    said = refusal(stored)
+    assert "names that begin with 'base_model.model.'" in said and "--init random" not in said
+
+
 def test_wrong_shapes_are_named(stored: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors["lm_head.weight"] = torch.zeros(60, 32)

@@ -48,6 +48,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     assert stopped == inner.decode(told[: told.index(new[2], read["input_ids"].shape[1])])
     ids = told[: told.index(1)] if 1 in told else told
     assert writer.continue_text("a b c") == inner.decode(ids)
+    assert writer.continue_text("<s>a b c") == inner.decode(ids), "it is not put there twice"
     hints: list[str] = []
     Writer(tmp_path, Sampling(1, 0.0, None, 0), "cpu", hints.append).continue_text("a b c")
     assert not any("positions" in hint for hint in hints)

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import threading
 import weakref
@@ -339,11 +340,13 @@ def test_a_save_that_a_kill_cut_short_is_removed(tmp_path, group):
     directory = two_saved(tmp_path, group)
     (directory / "step-2" / MARKER).unlink()
     (directory / "step-2" / UNFINISHED).touch()
+    (directory / "step-3").mkdir()  # killed before its first file
     said = []
     assert newest_intact(directory, said.append) == directory / "step-1"
-    assert "step-2" in said[0] and "its save was interrupted" in said[0]
+    for folder, sentence in zip(("step-3", "step-2"), said, strict=True):
+        assert folder in sentence and "its save was interrupted" in sentence
     clear_partial(directory)
-    assert not (directory / "step-2").exists()
+    assert [path.name for path in directory.iterdir()] == ["step-1"]
 
 
 def remake_marker(folder, leaves_out=()):
@@ -371,6 +374,10 @@ def change_progress(folder, **values):
     [
         (lambda folder: (folder / MARKER).unlink(), "it has no file complete.json"),
         (lambda folder: ((folder / MARKER).unlink(), (folder / MARKER).mkdir()), "it has no file"),
+        # As copies that leave out hidden files, and a folder of the user's.
+        (lambda folder: ((folder / MARKER).unlink(), (folder / ".metadata").unlink()), "no file"),
+        (lambda folder: (shutil.rmtree(folder), folder.mkdir(), (folder / "mine").write_text("a")),
+         "it has no file complete.json"),
         (lambda folder: (folder / MARKER).write_text("{}"), "complete.json does not list"),
         (lambda folder: remake_marker(folder, ["__0_0.distcp"]), "does not list __0_0.distcp"),
         (lambda folder: (folder / "more").touch(), "complete.json does not list more"),

@@ -116,7 +116,7 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
             f"it further with --steps above {start_step}, or start another run from its weights "
             f"with --model {run_dir.path}."
         )
-    run_dir.put_damaged_models_aside(say)
+    run_dir.put_models_aside(say)
     earlier = run_dir.require_run()
     change = changed_settings(earlier, job, start_step)
     if change is not None:

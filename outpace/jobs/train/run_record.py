@@ -44,6 +44,8 @@ _MAY_CHANGE = (
 )  # fmt: skip
 # Parts of a plan that change what is computed; all others compute the same.
 _INEXACT = ("precision", "compress_gradients", "powersgd_rank")
+# Parts of a plan by which the random numbers of a sample differ.
+_LAYOUT = ("micro_batch", "world_size", "strategy", "tp", "cp", "pp", "pp_microbatches")
 # fp16 matmuls on a CPU take over a hundred times as long as bf16's.
 _LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about this large
 # In fewer steps than this, at a twentieth of their earlier rate, weights hardly move, whatever
@@ -144,6 +146,8 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
         for name in _INEXACT
         if getattr(earlier.plan, name) != getattr(job.plan, name)
     ]
+    if _drops(job) and any(getattr(earlier.plan, n) != getattr(job.plan, n) for n in _LAYOUT):
+        changes.append("micro-batches or ranks are others, so dropout draws other masks")
     for name, version in (("outpace", __version__), ("torch", VERSION)):
         if earlier.versions.get(name, version) != version:
             changes.append(f"{name} was {earlier.versions[name]}, is {version}")
@@ -161,6 +165,13 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
             f"is {rates[1]:.3g}"
         )
     return said
+
+
+def _drops(job: Job) -> bool:
+    """Return whether a dropout of the model or of its adapters is above 0."""
+    spec, plan = job.inputs.spec, job.plan
+    adapters = job.settings.lora_dropout if plan.lora_rank is not None else 0
+    return (0 if spec is None else spec.dropout) > 0 or adapters > 0
 
 
 def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:

@@ -125,6 +125,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     metrics = run / "metrics.jsonl"
     metrics.write_text(first := metrics.read_text().splitlines(keepends=True)[0])
     (run / "checkpoints" / "step-1").mkdir(parents=True)  # what a kill left of it
+    (run / "checkpoints" / "step-1" / "unfinished").touch()
     (run / "checkpoints" / "step-1" / "__0_0.distcp").write_bytes(b"half")
     assert resume(run) == 0
     error = capsys.readouterr().err
@@ -133,6 +134,28 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     lines = (run / "evals.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 5]
     assert not (run / "checkpoints-damaged").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: (model / "README.md").write_text("about it"),
+        lambda model: ((model / "onnx").mkdir(), (model / "onnx" / "model.onnx").write_text("a")),
+        lambda model: (model / "checksums.json").unlink(),  # as advised after a change on purpose
+        None,
+    ],
+)
+def test_a_model_to_which_files_were_added_is_kept(
+    run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object] | None
+) -> None:
+    if change is not None:
+        change(run / "model")
+    before = contents(run / "model")
+    assert resume(run) == 0
+    kept = run / "model.earlier-1"
+    assert (f"is kept as {kept}" in capsys.readouterr().err) is (change is not None)
+    assert change is None or contents(kept) == before
+    assert kept.exists() is (change is not None)
 
 
 def test_what_is_asked_is_checked_before_anything_is_cut(run: Path) -> None:
