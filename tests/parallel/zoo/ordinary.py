@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
 from zoo.common import (
     LENGTH,
@@ -200,8 +201,66 @@ def autoencoder_of_frozen_activations(seed: int) -> Entry:
     return build_seeded(seed, Model), None, make
 
 
+def boxes_named_by_their_image(seed: int) -> Entry:
+    """YOLOv8: the boxes of all images in one tensor, sorted into images by their numbers."""
+
+    class Model(BlockStack):
+        def forward(self, images: Tensor) -> Tensor:
+            return self.run(images)[..., :4].sigmoid()
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        made, image = module(batch["images"]), batch["image"]
+        sums = []
+        for number, boxes in enumerate(made):
+            own = batch["boxes"][image == number]
+            nearest = torch.cdist(own, boxes.detach()).argmin(1)
+            sums.append((boxes[nearest] - own).abs().sum() + boxes.square().mean())
+        return torch.stack(sums).mean()
+
+    def make(drawn: torch.Generator, samples: int) -> Batch:
+        image = torch.arange(samples).repeat_interleave(torch.arange(samples) % 4)
+        images = torch.randn(samples, LENGTH, WIDTH, generator=drawn)
+        boxes = torch.rand(len(image), 4, generator=drawn)
+        return {"images": images, "image": image, "boxes": boxes}
+
+    return build_seeded(seed, Model), loss, make
+
+
+class _Critic(nn.Module):
+    """A generator and a critic, whose penalty is computed at every second call."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = BlockStack(), BlockStack(_spectral_block)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, noise: Tensor, given: Tensor) -> Tensor:
+        made = self.generator(noise)
+        given = given.detach().requires_grad_()
+        scores = self.critic(given).mean(-1)
+        loss = F.softplus(-scores) + F.softplus(self.critic(made.detach()).mean(-1))
+        if self.calls % 2 == 0:
+            (slope,) = torch.autograd.grad(scores.sum(), given, create_graph=True)
+            loss = loss + slope.square().sum(-1)
+        self.calls += 1
+        weights = {name: one.detach() for name, one in self.critic.named_parameters()}
+        fooled = F.softplus(-functional_call(self.critic, weights, (made,)).mean(-1))
+        return (loss + fooled).mean()
+
+
+def _spectral_block() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.LeakyReLU(0.2))
+
+
+def critic_with_a_penalty_at_times(seed: int) -> Entry:
+    """GAN: spectral norms, and the squared slope at given samples at every second call."""
+    return build_seeded(seed, _Critic), lambda module, batch: module(*batch), vector_batch
+
+
 MODULES: tuple[Callable[[int], Entry], ...] = (
     preferences_by_length, preferences_with_their_number, mixed_with_partners_by_index,
     tables_with_offsets, training_step_with_a_log, gradients_of_samples,
-    autoencoder_of_frozen_activations,
+    autoencoder_of_frozen_activations, boxes_named_by_their_image, critic_with_a_penalty_at_times,
 )  # fmt: skip
