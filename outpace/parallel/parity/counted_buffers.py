@@ -158,5 +158,6 @@ def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: in
 CURE_OF_COUNTS = (
     "To cover all samples, sum over the ranks what a forward adds before it is added: if "
     "torch.distributed.is_initialized(): torch.distributed.all_reduce(counts), and divide averages "
-    "by the number of ranks. Or do so in your loop, with what a step has added"
+    "by the number of ranks; for a running maximum, pass op=torch.distributed.ReduceOp.MAX. Or do "
+    "so in your loop, with what a step has added"
 )

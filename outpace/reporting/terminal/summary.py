@@ -103,15 +103,17 @@ def _pairs(title: str) -> Table:
 
 
 def _losses(measurement: Measurement) -> Table:
-    table = _pairs(f"Loss, nats per {target_of(measurement.final_eval)}")
+    first, last = measurement.initial_eval, measurement.final_eval
+    # A custom model without tokens may have any loss.
+    in_nats = measurement.tokens is not None or (last is not None and last.metrics)
+    table = _pairs(f"Loss, nats per {target_of(last)}" if in_nats else "Loss")
     table.add_row("first step", _loss(measurement.first_loss))
     table.add_row("last step", _loss(measurement.final_loss))
-    first, last = measurement.initial_eval, measurement.final_eval
     if first is not None:
         table.add_row("validation before", _loss(first.loss))
     if last is not None:
         table.add_row("validation after", Text(_loss(last.loss), style="bold green"))
-        for name, value in shown_metrics(last):
+        for name, value in shown_metrics(last) if in_nats else ():
             table.add_row(name, value)
     if measurement.unigram_entropy is not None:
         table.add_row("unigram entropy", _loss(measurement.unigram_entropy))

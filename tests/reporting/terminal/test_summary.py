@@ -109,6 +109,9 @@ def test_unknown_is_n_a() -> None:
     assert row(text, "median throughput").split()[-2:] == ["80", "samples/s"]
     assert "Where the time went" not in text
     assert "Sample" not in text
+    of_samples = shown(summary(measurement(**nothing)))  # its loss may be of any unit
+    assert "nats per token" in shown(summary(measurement())) and "nats" not in of_samples
+    assert "validation after" in of_samples and "perplexity" not in of_samples
 
 
 def test_generated_text_and_paths_are_no_markup() -> None:
