@@ -14,9 +14,9 @@ from outpace.interop.config_check import (
     format_missing_dimensions,
     quiet_transformers,
     read_type,
-    reading_notes,
     require_consistent,
 )
+from outpace.interop.config_notes import reading_notes
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, excerpt, shorten

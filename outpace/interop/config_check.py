@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, excerpt, shorten
-from outpace.records.model_families import FAMILY_TRAITS
 
 _OWN_MODEL = "Any other model can be trained or planned through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
@@ -62,13 +61,6 @@ _FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|inter
 _USUAL_WORDS = frozenset(
     "default none full dense absolute rope rotary rmsnorm rms_norm rms swiglu silu".split()  # noqa: SIM905
 )
-# Keys that transformers converts before it builds a model, or that it writes in addition.
-_TURNED = frozenset(
-    """
-    rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
-    num_local_experts qk_head_dim
-    """.split()  # noqa: SIM905
-)
 # Names of widths and layer counts in various architectures.
 _DIMENSIONS = frozenset(
     """
@@ -78,10 +70,6 @@ _DIMENSIONS = frozenset(
     moe_intermediate_size expansion_ratio max_seq_len
     """.split()  # noqa: SIM905 (a table of names)
 )
-# Architectures' names for the number of layers that predict additional tokens.
-_FUTURE_TOKENS = (
-    "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers",
-)  # fmt: skip
 _MOST_NAMED = 8
 
 
@@ -133,16 +121,16 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
-    for part, kind, place in _parts(values, where):
+    for part, kind, place in config_parts(values, where):
         _check_dimensions(part, place, strict=strict)
         _check_rope(part, place, strict=strict)
-        unknown = _unknown_keys(part, kind)
+        unknown = unknown_keys(part, kind)
         inside = [key for key in unknown if _is_inner_model(key, part[key])]
-        changing = [key for key in unknown if strict and _changes(key, part)]
+        changing = [key for key in unknown if strict and changes_model(key, part)]
         found = inside or changing
         if found:
             raise BadInputError(
-                f"{place} has {_pairs(part, found)}, which transformers' {model_type} does not "
+                f"{place} has {show_pairs(part, found)}, which transformers' {model_type} does not "
                 "read: the layers are another model's, or the model_type is wrong. Fetch "
                 f"config.json again from the model's source. {_OWN_MODEL}"
             )
@@ -154,7 +142,9 @@ def read_type(values: Mapping[str, Any]) -> Any:
     return "ministral" if told == "mistral" and "layer_types" in values else told
 
 
-def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], type, str]]:
+def config_parts(
+    values: Mapping[str, Any], where: str
+) -> Iterator[tuple[Mapping[str, Any], type, str]]:
     """Yield the config and its `text_config`, if its class has one; each with its class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -228,7 +218,7 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
     if read_type(values) not in CONFIG_MAPPING:
         return ""
     taken = []
-    for part, kind, _ in _parts(values, ""):
+    for part, kind, _ in config_parts(values, ""):
         aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
         given = {aliases.get(name, name) for name in part}
         fields = getattr(kind, "__dataclass_fields__", {})
@@ -313,7 +303,7 @@ def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> N
     )
 
 
-def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
+def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
     """Return the keys of values that the config class does not know."""
     aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
     known = {*getattr(kind, "__dataclass_fields__", ()), *aliases, *aliases.values()}
@@ -377,77 +367,14 @@ def _is_inner_model(key: str, value: Any) -> bool:
     return bool(own) or named or any(_is_inner_model(name, one) for name, one in value.items())
 
 
-def _changes(key: str, values: Mapping[str, Any]) -> bool:
+def changes_model(key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a key that is not read would have changed the model."""
     if key == "head_dim":  # transformers' models read it even if their config lacks it
         return False
     return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None
 
 
-def reading_notes(
-    values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
-) -> tuple[str, ...]:
-    """Return notes on how outpace interprets a config.json. They name dimensions that were `read`
-    but are transformers' defaults, keys that the model_type does not have, differing dropouts of
-    GPT-2 and BERT and, if `planned`, properties that plans ignore.
-    """
-    notes: list[str] = []
-    inner = read.inner("text_config")
-    for part, kind, place in _parts(values, where):
-        seen = inner if place != where and inner is not None else read
-        notes += _defaults(part, seen, place) if inner is None or place != where else []
-        notes += _ignored_keys(part, kind, seen, place, every=not planned)
-    notes += _dropouts(read.config, where)
-    if not planned:
-        notes += _custom_code_notes(values, where)
-    else:
-        notes += _plan_limits(values, where)
-    return tuple(notes)
-
-
-def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Return a note on dimensions that are defaults because the file leaves them out."""
-    config = read.config
-    aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
-    given = {aliases.get(name, name) for name in values}
-    fields = getattr(type(config), "__dataclass_fields__", {})
-    usual = {name: getattr(fields[name], "default", None) for name in fields}
-    read_names = {aliases.get(name, name) for name in read.names} - given
-    names = [name for name in fields if name in read_names]
-    taken = [
-        f"{name} {usual[name]}"
-        for name in names
-        if isinstance(usual.get(name), int)
-        and not isinstance(usual[name], bool)
-        and getattr(config, name, None) == usual[name]
-    ]
-    if not taken:
-        return []
-    return [
-        f"{where} leaves out dimensions, for which transformers' defaults are used: "
-        f"{', '.join(taken)}. If the model has others, write them there."
-    ]
-
-
-def _ignored_keys(
-    values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
-) -> list[str]:
-    """List keys that the config class lacks: `every` such key, or those that may change layers."""
-    names = [
-        name
-        for name in _unknown_keys(values, kind)
-        if name not in read.names
-        and name not in (*_TURNED, *_FUTURE_TOKENS)
-        and (every or _changes(name, values))
-    ]
-    if not names:
-        return []
-    return [
-        f"{where} has {_pairs(values, names)}, which transformers' {kind.model_type} does not "
-        "read; nor does outpace."
-    ]
-
-
-def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
+def show_pairs(values: Mapping[str, Any], names: list[str]) -> str:
     """Format keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
     said = [
         f"{shorten(name, 60)} {{…}}" if isinstance(values[name], dict)
@@ -456,54 +383,3 @@ def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
     ]  # fmt: skip
     more = len(names) - len(said)
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
-
-
-def _dropouts(config: Any, where: str) -> list[str]:
-    """Return a note on dropouts that are ignored because a spec has only one."""
-    traits = FAMILY_TRAITS.get(config.model_type)
-    names = () if traits is None else (*traits.dropouts, "classifier_dropout")
-    found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    if len(set(found.values())) <= 1:
-        return []
-    first, *others = found.items()
-    differing = " and ".join(f"{name} {value:g}" for name, value in others if value != first[1])
-    return [
-        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, including "
-        f"those of the exported model; {differing} {'is' if ' and ' not in differing else 'are'} "
-        "ignored. --dropout sets another value."
-    ]
-
-
-def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return a note if the model's folder has code, which outpace does not run."""
-    named = values.get("auto_map")
-    classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
-        named, dict
-    ) else []  # fmt: skip
-    if not classes:
-        return []
-    return [
-        f"{where}: auto_map names custom code of the model ({shorten(classes[0], 60)}), which "
-        f"outpace does not run: the layers are those of transformers' {values['model_type']}."
-    ]
-
-
-def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return notes on properties of the folder that a plan does not consider."""
-    notes = []
-    quantized = values.get("quantization_config")
-    if isinstance(quantized, dict):
-        kind = shorten(str(quantized.get("quant_method", "quantized")), 40)
-        notes.append(
-            f"{where}: the weights are stored in {kind} (quantization_config). The plan assumes "
-            "that they are converted to its precision before training."
-        )
-    for part, _, place in _parts(values, where):
-        for name in _FUTURE_TOKENS:
-            layers = part.get(name)
-            if isinstance(layers, int) and layers > 0:
-                notes.append(
-                    f"{place}: the layers for predicting further tokens ({name} {layers}) are not "
-                    "included in plans; add their parameters, time and memory."
-                )
-    return notes

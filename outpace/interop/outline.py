@@ -20,12 +20,8 @@ from outpace.interop.config import (
     spec_from_config,
     spec_from_hf,
 )
-from outpace.interop.config_check import (
-    ReadValues,
-    format_missing_dimensions,
-    read_type,
-    reading_notes,
-)
+from outpace.interop.config_check import ReadValues, format_missing_dimensions, read_type
+from outpace.interop.config_notes import reading_notes
 from outpace.interop.outline_readers import READERS, ConfigValues
 from outpace.interop.transformers_build import can_build, transformers_version
 from outpace.planner.model.outline import outline

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.interop.config import CONFIG_FILE, OWN_TYPE, load_config, read_config
-from outpace.interop.config_check import ReadValues, quiet_transformers, reading_notes
+from outpace.interop.config_check import ReadValues, quiet_transformers
+from outpace.interop.config_notes import reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
 # A larger number of layers is a typing error, and would take minutes to build.
