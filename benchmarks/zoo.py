@@ -58,7 +58,7 @@ LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
 OF_THE_CUT = (
     "the loss of the first batch changes", "the gradient of the first batch changes",
     "the loss returns a pair", "the forward writes to", "the forward moves",
-    "the forward counts",
+    "a step counts",
 )  # fmt: skip
 # The strategies of a whole row, on two processes of any machine.
 ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))

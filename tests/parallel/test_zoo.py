@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from outpace.parallel.parity.counted_buffers import explain_counted_buffers
+from outpace.parallel.parity.counted_buffers import (
+    explain_counted_attributes,
+    explain_counted_buffers,
+)
 from outpace.parallel.parity.cut_cause import explain_cut
 from outpace.parallel.parity.cut_difference import CountDifference, explain_counts
 from outpace.parallel.parity.first_batch_messages import (
@@ -133,8 +136,8 @@ def test_what_the_check_says_of_a_cut_is_known_as_that():
         explain_counts(CountDifference(0.5, 1.0)),
         explain_cut(0.1, "it is cut", "larger micro-batches"),
         explain_gradient_cut(MixedDifference(gradient=0.1, names=("a",))),
-        explain_counted_buffers(["a"], 0.5, 2), explain_moved_buffers(["a"]),
-        explain_repeated_writes(["a"], 2),
+        explain_counted_buffers(["a"], 0.5, 2), explain_counted_attributes(["a"], 2),
+        explain_moved_buffers(["a"]), explain_repeated_writes(["a"], 2),
     )  # fmt: skip
     assert [one for one in said if not one.startswith(ZOO.OF_THE_CUT)] == []
 

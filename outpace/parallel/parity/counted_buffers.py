@@ -149,8 +149,8 @@ def explain_counted_attributes(names: Sequence[str], shares: int) -> str:
 def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: int) -> str:
     several = len(names) > 1
     return (
-        f"the forward or the backward counts or averages samples in {first_names(names)} "
-        f"({kinds[several]}). Each rank does so with its own samples{kept}, so "
+        f"a step counts or averages samples in {first_names(names)} ({kinds[several]}). Each rank "
+        f"does so with its own samples{kept}, so "
         f"{'they' if several else 'it'} would cover 1/{shares} of each batch. {CURE_OF_COUNTS}"
     )
 

@@ -154,7 +154,7 @@ def test_counts_in_attributes_and_in_hooks_of_the_backward_are_reported(tmp_path
     first, second = run_first_step(tmp_path, "ddp", Notes)
     assert second["warnings"] == [] and "loss" in first
     buffers, attributes = first["warnings"]
-    assert "the backward counts or averages samples in signs (a buffer)" in buffers
+    assert "a step counts or averages samples in signs (a buffer)" in buffers
     assert "counts or averages samples in hits, large, seen (plain attributes)" in attributes
     assert "no checkpoint contains them, so they would cover 1/2 of each batch" in attributes
 
