@@ -458,6 +458,17 @@ def test_outpace_trains_the_model_as_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_what_a_format_lacks_is_known_before_its_text_is_written(name):
+    """A search asks it of hundreds of plans."""
+    plan = Plan(strategy="zero3", dp_shard=2, checkpointing="attention")
+    written = export_plan(name, plan, LLAMA, global_batch=2, seq_len=SEQ_LEN)
+    assert isinstance(written.differences, tuple)
+    assert written.written_plan(plan)
+    assert "text" not in vars(written)
+    assert written.text is written.text
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_models_of_which_the_outline_is_known(name: str) -> None:
     """Formats without dimensions hold their plans; outpace's has no command to train."""
     ask = {"global_batch": 8, "seq_len": 64, "reference": "mixtral-8x7b"}

@@ -49,7 +49,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         request, _TOOL, _expressed_fields(plan, kind), "train.py stands for your script."
     )
     return ExportedPlan(
-        text=heading(_TOOL, request.title, notes) + as_yaml(values),
+        compose=lambda: heading(_TOOL, request.title, notes) + as_yaml(values),
         file_name=_FILE,
         command=_command(request, kind),
         notes=tuple(notes),

@@ -54,7 +54,10 @@ def write(request: ExportRequest) -> ExportedPlan:
         "deepspeed.initialize() itself must do so. train.py stands for your script.",
     )
     return ExportedPlan(
-        text=as_json(config), file_name=_FILE, command=_launch(request), notes=tuple(notes)
+        compose=lambda: as_json(config),
+        file_name=_FILE,
+        command=_launch(request),
+        notes=tuple(notes),
     )
 
 

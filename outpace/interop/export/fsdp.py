@@ -81,7 +81,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         written.ranks,
     )
     return ExportedPlan(
-        text=as_json(values),
+        compose=lambda: as_json(values),
         file_name=_FILE,
         command=_environment(written, request.stage) + torchrun(written.ranks, "train.py", _FILE),
         notes=tuple(notes),

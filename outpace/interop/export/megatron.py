@@ -64,7 +64,9 @@ def write(request: ExportRequest) -> ExportedPlan:
         "NullTokenizer.",
     )
     return ExportedPlan(
-        text="#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments),
+        compose=lambda: (
+            "#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments)
+        ),
         file_name=_FILE,
         command=" ".join([*(f"{name}=…" for name in _variables(request)), "sh", _FILE]),
         notes=tuple(notes),

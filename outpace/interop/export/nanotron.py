@@ -54,7 +54,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         "dataset is a mapping there (dataset_folder for a Nanoset), or null for synthetic data.",
     )
     return ExportedPlan(
-        text=heading(_TOOL, request.title, notes) + as_yaml(values),
+        compose=lambda: heading(_TOOL, request.title, notes) + as_yaml(values),
         file_name=_FILE,
         command="CUDA_DEVICE_MAX_CONNECTIONS=1 "
         + torchrun(request.workers, "run_train.py", "--config-file", _FILE),

@@ -45,7 +45,7 @@ def write(request: ExportRequest) -> ExportedPlan:
     )
     file = PlanFile.from_plan(plan, request.seq_len, request.global_batch)
     return ExportedPlan(
-        text=file.model_dump_json(indent=2) + "\n",
+        compose=lambda: file.model_dump_json(indent=2) + "\n",
         file_name=_FILE,
         command=_estimate_command(model) if untrained else _command(request, model),
         notes=tuple(notes),

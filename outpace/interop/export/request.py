@@ -5,8 +5,9 @@ Only this module derives ranks, shards and micro-batches as other trainers count
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -57,12 +58,18 @@ class ExportedPlan:
     `text` is the content of the file `file_name`, with which `command` starts training. `notes` are
     sentences on parts of the plan that the configuration cannot express; formats with comments
     contain them in `text` too. Sentences that are not a Note change the plan (`differences`).
+    `compose` writes the text when it is first read: a search reads only the notes of many plans.
     """
 
-    text: str
+    compose: Callable[[], str]
     file_name: str
     command: str
     notes: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """Content of the file."""
+        return self.compose()
 
     @property
     def differences(self) -> tuple[str, ...]:

@@ -100,12 +100,17 @@ def write(request: ExportRequest) -> ExportedPlan:
         "hf_assets_path is the tokenizer's folder, dataset a name that torchtitan knows (c4), "
         "with dataset_path for your own files. Everything else has torchtitan's defaults.",
     )
-    newer = comments(
-        [("torchtitan 0.3 and later do not read TOML. With these, use:"), _flags(request, tables)],
-        bullet="# ",
-    )
+
+    def compose() -> str:
+        newer = comments(
+            [("torchtitan 0.3 and later do not read TOML. With these, use:"),
+             _flags(request, tables)],
+            bullet="# ",
+        )  # fmt: skip
+        return heading(f"{_TOOL} (0.2)", request.title, notes) + as_toml(tables) + "\n" + newer
+
     return ExportedPlan(
-        text=heading(f"{_TOOL} (0.2)", request.title, notes) + as_toml(tables) + "\n" + newer,
+        compose=compose,
         file_name=_FILE,
         command=torchrun(
             request.workers, "torchtitan.train", "--job.config_file", _FILE, module=True

@@ -54,7 +54,10 @@ def plan_options(plan: Plan) -> list[str]:
     found = [] if adapters is None else [adapters.title]
     if plan.checkpointing != "none":
         half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
-        found.append(f"{plan.checkpointing} recomputation{half}")
+        what = f"{plan.checkpointing} recomputation"
+        if plan.checkpointing == "attention":  # everything else is recomputed
+            what = "recomputation except attention"
+        found.append(f"{what}{half}")
     if plan.loss == "chunked":
         found.append("chunked loss")
     for what in ("activations", "parameters", "optimizer"):
