@@ -372,9 +372,11 @@ def software(row: Row) -> SoftwareStack:
     if row.framework.engine:
         found = found.model_copy(update={"casts": engine_casts(row)})
     if row.framework.recipes:
+        # Experts that drop tokens have room for a fixed number.
+        found = found.model_copy(update={"pads_tokens": "tokendrop" not in row["model"]})
         return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
-    if "DeepEP" in row["framework"]:
-        return found.model_copy(update={"dispatcher": "deepep"})
+    if row.source == "moe-modelzoo":
+        return found.model_copy(update=_modelzoo_traits(row))
     if row.source == _BLOCKING and row.number("n_gpus") >= _BLOCKING_GPUS:
         return found.model_copy(update={"blocks_launches": True, "overlaps": False})
     if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
@@ -394,6 +396,21 @@ def software(row: Row) -> SoftwareStack:
     if "foak" in row["framework"]:
         changes["elementwise"] = "fused"
     return found.model_copy(update=changes)
+
+
+def _modelzoo_traits(row: Row) -> dict[str, object]:
+    """Return the traits of Megatron-MoE-ModelZoo's rows, on racks those of its commands.
+
+    There (e865051, best_practice/qwen3/readme.md), HybridEP sends tokens. Except with 131,072
+    tokens, attention and routers are CUDA graphs, and MXFP8 has A2A_OVERLAP=1.
+    """
+    if row["gpu"] not in _RACKS:
+        return {"dispatcher": "deepep"} if "DeepEP" in row["framework"] else {}
+    short, eight = row.number("seq") == 4096, row["precision"] == "MXFP8"
+    return {
+        "dispatcher": "deepep", "graphs": "blocks" if short else "none",
+        "overlaps_dispatch": short and eight,
+    }  # fmt: skip
 
 
 def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:

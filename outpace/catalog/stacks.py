@@ -66,7 +66,8 @@ class SoftwareStack(Record):
     `repeats_keys`: before that, they are repeated for the heads of all queries. `stage_gathers`:
     how often pipelines gather sharded parameters in a pass. `copies_hidden`: sequence parallelism
     splits hidden states along their second dimension, so that gathers and reduce-scatters copy them
-    into and from the order of ranks.
+    into and from the order of ranks. `pads_tokens`: each expert's tokens are copied to pad their
+    number for matmuls in 8 bits, and results copied back.
     """
 
     name: str
@@ -96,6 +97,7 @@ class SoftwareStack(Record):
     repeats_keys: bool = False
     stage_gathers: StageGathers = "twice"
     copies_hidden: bool = False
+    pads_tokens: bool = False
     source: str
 
 

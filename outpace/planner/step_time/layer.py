@@ -40,8 +40,9 @@ class Cells:
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
     operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
-    `repeats_keys` and `shards_fp8` are also traits of the program (catalog.stacks). `uneven`: some
-    experts have most of the tokens. `adapters`: the adapters trained on frozen weights.
+    `repeats_keys`, `shards_fp8` and `pads_tokens` are also traits of the program (catalog.stacks).
+    `uneven`: some experts have most of the tokens. `adapters`: the adapters trained on frozen
+    weights.
     """
 
     rate: Floats
@@ -65,6 +66,7 @@ class Cells:
     adapters: Adapters | None = None
     repeats_keys: bool = False
     shards_fp8: bool = False
+    pads_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,16 @@ _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
 # second matmul, and for the slice a tensor of zeros as large as all experts' weight (allocated
 # and filled), its slice, the copy, and the sum with the other experts'.
 _LOOP_AHEAD, _LOOP_BACK = 3.0, 7.0
+# Of these, counts by expert and rank have no backward.
+_COUNTING_OPERATORS = 14.0
+# Bytes per hidden number that Megatron-Core's router in fp32 moves in its backward (d98e8a64,
+# transformer/moe/moe_utils.py, RouterGatingLinearFunction): the input is cast to fp32 (2 + 4), its
+# gradient cast to 16 bits (4 + 2), and added to that of the experts (2 + 2 + 2).
+_ROUTER_BACK = 6.0 + 6 + 6
+# Torch's RMSNorm has a block of threads for each row, so that narrow rows take as long as rows of
+# this many numbers, forward and backward: 16,384 rows of 128 take 14 and 57 us on GB200, 8,192 take
+# 9 and 29 (NVIDIA/cudnn-frontend 3929da2, benchmark/norms).
+_NARROW_ROW = (900.0, 1400.0)
 _CAST = 6.0  # bytes per number: read in 4 and written in 2, or the other way round
 
 
@@ -195,8 +207,9 @@ def layer(
     fused = kernel != "unfused"
     moved, moved_back = _layer_traffic(device, outline, stack, cells, fused)
     rate = device.memory_bytes_per_s
-    forward = forward + inner + tokens * moved / rate
-    backward = backward + inner_back + tokens * moved_back / rate
+    small, small_back = _small_kernels(stack, cells)
+    forward = forward + inner + tokens * moved / rate + small * device.fixed_s
+    backward = backward + inner_back + tokens * moved_back / rate + small_back * device.fixed_s
     operators, inner_operators = _operators(outline, stack, fused)
     calls, calls_back = _calls(device, outline, stack, cells, operators)
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
@@ -263,6 +276,8 @@ def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the seconds of a weight's forward, the input's gradient and the weight's gradient."""
+    if weight.name == "router":  # never in 8 bits
+        cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     tp = cells.etp if weight.experts else cells.tp
     n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
@@ -342,6 +357,19 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
     matmuls = 2 * stack.mlp.experts / cells.ep  # up with its gate, and down
     return _LOOP_AHEAD * matmuls, _LOOP_BACK * matmuls
+
+
+def _small_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
+    """Return how many kernels route tokens, forward and backward.
+
+    Each takes at least as long as the smallest matmul, however few numbers it has.
+    """
+    if stack.mlp is None or not stack.mlp.experts:
+        return 0.0, 0.0
+    if cells.elementwise != "fused":
+        return _EXPERT_OPERATORS, _EXPERT_OPERATORS
+    count = _EXPERT_OPERATORS + _MEGATRON_OPERATORS
+    return count, count - _COUNTING_OPERATORS
 
 
 def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
@@ -514,7 +542,7 @@ def _layer_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
     """Return the bytes per token of norms, activations and sums, forward and backward."""
-    routed, routed_back = _routing_traffic(outline, stack, cells)
+    routed, routed_back = _routing_traffic(device, outline, stack, cells)
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
     if device.kind == "cuda":
         tight = _compiled_traffic(outline, stack, cells, fused)
@@ -535,7 +563,9 @@ def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
     return a.heads * (a.head_dim + a.value_dim) * cells.item / cells.tp
 
 
-def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+def _routing_traffic(
+    device: DeviceRates, outline: Outline, stack: Stack, cells: Cells
+) -> tuple[Floats, Floats]:
     """Return the bytes to permute a token into the order of experts, and back.
 
     A token is read and written once for each of its experts, whose results are read, weighted and
@@ -543,7 +573,9 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
     again. Ranks of tp with whole experts each have a part of the tokens. If copies of tokens are
     sent, they arrive in the order of ranks, are sorted by the rank's experts, and are sorted back
     (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
-    all-to-all). Megatron-Core adds the biases of experts' results with separate operators.
+    all-to-all). Matmuls in 8 bits need numbers of tokens that are multiples of 16 or 32: programs
+    that pad copy all tokens and all results. Megatron-Core adds the biases of experts' results with
+    separate operators.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -554,11 +586,36 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
     sorts = np.zeros_like(cells.tp)
     if cells.dispatcher == "alltoall":
         sorts = np.where((cells.ep > 1) & (mlp.experts > cells.ep), 4.0 * mlp.active, 0.0)
+    if cells.pads_tokens and cells.dispatcher == "alltoall":  # HybridEP sends padded tokens
+        sorts = sorts + np.where(_in_float8(device, cells), 4.0 * mlp.active, 0.0)
     ahead, back = width * (2 + 2 * mlp.active + sorts), width * (2 + 3 * mlp.active + sorts)
+    if cells.elementwise == "fused":
+        back = back + own * _ROUTER_BACK
     if mlp.bias and cells.elementwise == "fused":
         ahead = ahead + own * mlp.active * _EXPERT_BIAS[0]
         back = back + own * mlp.active * _EXPERT_BIAS[1]
     return ahead, back
+
+
+def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+    """Return the widths per token of norms within attention: of queries and keys, of latents.
+
+    Heads are divided over tp, latents as the residual stream.
+    """
+    a = stack.attention
+    if a is None:
+        return np.zeros_like(cells.tp), np.zeros_like(cells.tp)
+    heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
+    latents = (a.query_rank or 0) + (a.kv_rank or 0)
+    return heads / cells.tp, latents / cells.norm_split
+
+
+def _count_inner_norms(stack: Stack) -> int:
+    """Return how many norms attention has: of queries and of keys, of each latent."""
+    a = stack.attention
+    if a is None:
+        return 0
+    return 2 * a.qk_norm + (a.query_rank is not None) + (a.kv_rank is not None)
 
 
 def _compiled_traffic(
@@ -590,6 +647,11 @@ def _compiled_traffic(
             ahead, back = ahead + 2 * keys, back + 2 * keys
         if not fused:
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
+    heads, latents = _inner_norms(stack, cells)
+    # A rotation is part of the kernel that normalises, so only the backward moves more.
+    apart = 2.0 if outline.learned_positions else 0.0
+    ahead = ahead + (apart * heads + 2 * latents) * cells.item
+    back = back + ((3 + apart) * heads + 5 * latents) * cells.item
     return ahead, back
 
 
@@ -605,8 +667,9 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
     between = (stack.mlp is not None) + (
         stack.attention is not None and not outline.learned_positions
     )
-    ahead = matmuls + inner + stack.norms + between
-    return float(ahead), float(2 * matmuls + inner + 1 + 2 * stack.norms + between + biases)
+    norms = stack.norms + _count_inner_norms(stack)
+    ahead = matmuls + inner + norms + between
+    return float(ahead), float(2 * matmuls + inner + 1 + 2 * norms + between + biases)
 
 
 def _eager_traffic(
@@ -634,6 +697,14 @@ def _eager_traffic(
         each = stack.norms * outline.hidden / cells.norm_split
         ahead = ahead + each * (_RMS_OPERATORS[0] - norm * cells.wide)
         back = back + each * (_RMS_OPERATORS[1] - norm_back * cells.wide)
+    heads, latents = _inner_norms(stack, cells)
+    if operators:
+        ahead = ahead + (heads + latents) * _RMS_OPERATORS[0]
+        back = back + (heads + latents) * _RMS_OPERATORS[1]
+    else:
+        rows, rows_back = _narrow_rows(device, stack, cells)
+        ahead = ahead + (heads * rows + latents) * norm * cells.item
+        back = back + (heads * rows_back + latents) * norm_back * cells.item
     if device.kind == "cuda":
         cast = np.where(cells.item < cells.wide, outline.hidden / cells.norm_split, 0.0)
         cast = cast * (cells.wide + cells.item)
@@ -664,13 +735,23 @@ def _eager_traffic(
     return ahead, back
 
 
+def _narrow_rows(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
+    """Return how many times the bytes of heads' norms take, forward and backward, as their rows are
+    narrow: if torch's kernel normalises them on a GPU.
+    """
+    if device.kind != "cuda" or cells.elementwise != "kernels" or stack.attention is None:
+        return 1.0, 1.0
+    ahead, back = (max(1.0, least / stack.attention.head_dim) for least in _NARROW_ROW)
+    return ahead, back
+
+
 def _width(mlp: Mlp) -> int:
     return mlp.width * (mlp.active if mlp.experts else 1) + mlp.shared
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
     """Return the number of operators in a layer's forward, including views, and in attention."""
-    count = float(stack.norms)
+    count = float(stack.norms + _count_inner_norms(stack))
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -697,6 +778,7 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
     for weight in weights(stack, outline.hidden):
         matmuls, biases = matmuls + 1, biases + weight.bias
     parameters = matmuls + biases + stack.norms * (2 if stack.norm_bias else 1)
+    parameters += _count_inner_norms(stack)
     return float(matmuls + biases + parameters)
 
 

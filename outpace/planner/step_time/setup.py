@@ -289,6 +289,6 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
         uneven=question.uneven,
         fuses_accumulation=software.fuses_accumulation, casts=software.casts,
         adapters=question.adapters, repeats_keys=software.repeats_keys,
-        shards_fp8=software.shards_fp8,
+        shards_fp8=software.shards_fp8, pads_tokens=software.pads_tokens,
     )  # fmt: skip
     return cells, cell

@@ -11,11 +11,18 @@ from outpace.catalog.models import PRESETS, preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.hardware.device import DeviceRates, of_accelerator
 from outpace.planner.model.flops import block_weights, head_weights
-from outpace.planner.model.outline import head_in_layers, outline
+from outpace.planner.model.outline import Weight, head_in_layers, outline
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.step_time.adapters import Adapters
-from outpace.planner.step_time.layer import Cells, _scaling_s, embedding, head, layer
-from outpace.records.outline import Mlp, Outline, Stack
+from outpace.planner.step_time.layer import (
+    Cells,
+    _scaling_s,
+    _weight,
+    embedding,
+    head,
+    layer,
+)
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 
 RATE = 1e14
 # Every matmul at RATE, whatever its size; nothing else takes any time.
@@ -266,6 +273,111 @@ def experts_work(device, **traits):
     )  # fmt: skip
     shape = replace(cells(samples=8), **traits)
     return layer(device, model, model.stacks[0], shape, 64, "fused")
+
+
+def attention_work(device, attention, seq_len=64, **traits):
+    model = Outline(
+        name="attention", hidden=1024, vocab=0, max_positions=64,
+        stacks=(Stack(layers=1, attention=attention, norms=0),),
+    )  # fmt: skip
+    return layer(
+        device, model, model.stacks[0], replace(cells(samples=8), **traits), seq_len, "fused"
+    )
+
+
+def of_norms(attention, without, device, **traits):
+    """What norms within attention take of 512 tokens: bytes each way, operators each way."""
+    names = ("forward_s", "backward_s", "forward_operators", "backward_operators")
+    works = [attention_work(device, one, **traits) for one in (attention, without)]
+    more = [float(getattr(works[0], name)[0] - getattr(works[1], name)[0]) for name in names]
+    return [part * device.memory_bytes_per_s / 512 for part in more[:2]], more[2:]
+
+
+HEADS = AttentionShape(heads=8, kv_heads=2, head_dim=128)
+
+
+def test_norms_of_queries_and_keys_read_and_write_every_head():
+    """16-bit numbers, read and written forward, and backward with the gradient, at the norms' share
+    of the memory's rate; ranks of tp have a part of the heads."""
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    normed = HEADS.model_copy(update={"qk_norm": True})
+    share = 4.15 / 4.8 / np.array([efficiency.NORM_FORWARD, efficiency.NORM_BACKWARD])
+    width = (8 + 2) * 128
+    for tp in (1, 2):
+        moved, launched = of_norms(
+            normed, HEADS, slow, elementwise="fused", tp=np.array([float(tp)])
+        )
+        assert moved == pytest.approx(np.array([2, 3]) * 2 * width / tp * share)
+        assert launched == [2, 2 + 2]  # and their weights' gradients are stored
+    moved, launched = of_norms(normed, HEADS, slow, elementwise="operators")
+    assert moved == pytest.approx(np.array([36, 78]) * width)
+    compiled = of_norms(normed, HEADS, slow, compiled=np.array([True]))
+    assert compiled[0] == pytest.approx(np.array([0, 3 * 2]) * width)  # rotated by the same kernel
+
+
+def test_torchs_norms_of_narrow_rows_take_as_long_as_of_wider_ones():
+    """NVIDIA/cudnn-frontend 3929da2: 16,384 rows of 128 take 14 and 57 us on GB200."""
+    gb200 = of_accelerator(ACCELERATORS["GB200"])
+    normed = HEADS.model_copy(update={"qk_norm": True})
+    (ahead, back), _ = of_norms(normed, HEADS, gb200)
+    rows_us = 16_384 / 10 * 1e6 / gb200.memory_bytes_per_s
+    assert ahead * rows_us == pytest.approx(14, rel=0.15)
+    assert back * rows_us == pytest.approx(57, rel=0.15)
+
+
+def test_latents_of_attention_are_normalised():
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    latent = HEADS.model_copy(update={"kv_heads": 8, "query_rank": 256, "kv_rank": 128})
+    share = 4.15 / 4.8 / efficiency.NORM_FORWARD
+
+    def forward_bytes(elementwise):
+        work = attention_work(slow, latent, elementwise=elementwise)
+        return work.forward_s[0] * 1e12 / 512
+
+    rotated = (9 - 4) * 2 * (8 + 8) * 128  # by operators, 9 pieces are read or written, not 4
+    apart = forward_bytes("operators") - forward_bytes("fused") - rotated
+    assert apart == pytest.approx((36 - 2 * 2 * share) * (256 + 128))
+
+
+def test_routing_takes_a_kernel_for_each_operator():
+    """However few numbers they have: Megatron-Core's 71, of which 14 only count."""
+    slow = replace(FLAT, memory_bytes_per_s=1e40)
+    fixed = replace(slow, fixed_s=1e-6)
+
+    def more(elementwise):
+        found = [experts_work(one, elementwise=elementwise) for one in (fixed, slow)]
+        return [
+            (getattr(found[0], name)[0] - getattr(found[1], name)[0]) * 1e6
+            for name in ("forward_s", "backward_s")
+        ]
+
+    matmuls = 3  # the router, and experts' two
+    assert more("kernels") == pytest.approx([20 + matmuls, 20 + 2 * matmuls])
+    assert more("fused") == pytest.approx([71 + matmuls, 71 - 14 + 2 * matmuls])
+
+
+def test_routers_are_not_multiplied_in_8_bits():
+    def router(rate):
+        weight = Weight("router", 4096, 128, "none")
+        return _weight(H100, cells(rate=rate), weight, np.array([4096.0]))
+
+    assert router(H100.rate("fp8")) == router(H100.rate("bf16"))
+
+
+def test_tokens_are_copied_to_pad_them_for_8_bits():
+    """To and from padded rows, each way, unless the dispatcher sends padded ones."""
+
+    def work(**traits):
+        found = experts_work(H100, elementwise="fused", ep=np.array([4.0]), **traits)
+        return np.array([found.forward_s[0], found.backward_s[0]]) * H100.memory_bytes_per_s
+
+    moved = 8 * 64 * 4 * 4 * 1024 * 2  # tokens' experts, two copies that read and write
+    eight = np.array([H100.rate("fp8")])
+    for rate, dispatcher, expected in (
+        (eight, "alltoall", moved), (eight, "deepep", 0), (np.array([RATE]), "alltoall", 0)
+    ):  # fmt: skip
+        more = [work(rate=rate, dispatcher=dispatcher, pads_tokens=pads) for pads in (True, False)]
+        assert more[0] - more[1] == pytest.approx([expected, expected], rel=1e-3, abs=1.0)
 
 
 def test_experts_one_after_another_put_gradients_of_slices_together():
