@@ -233,6 +233,18 @@ def test_rows_of_recipes_are_asked_as_their_recipes_set_them(accuracy):
     assert modes == [{"selective"}, {"none"}]  # mla_up_proj, and nothing
 
 
+def test_modelzoos_rows_on_racks_are_asked_as_their_commands_set_them(accuracy):
+    """And only programs that do not drop tokens pad them."""
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(*published.ALL)}
+    found = [published.software(rows[one]) for one in ("N0993", "N0994", "N0995", "N0986")]
+    assert [one.dispatcher for one in found] == ["deepep"] * 4
+    assert [one.graphs for one in found] == ["blocks", "blocks", "none", "none"]
+    assert [one.overlaps_dispatch for one in found] == [False, True, False, False]
+    pads = [published.software(rows[one]).pads_tokens for one in ("541", "583")]
+    assert pads == [True, False]
+
+
 def test_deepseek_v3_predicts_one_token_more_in_its_recipes(accuracy):
     """A layer more, a matmul before it, and the head again with its own weights."""
     rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
