@@ -196,7 +196,8 @@ def _family(
             part = expand(some, chosen, accepts)
             floor = floors(part)
             able = floor <= memory_bytes
-            lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
+            most = part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0)
+            lean = ~able & (most | (part.offload_activations > 0))
             beyond.append((part.select(lean), floor[lean]))
             part = part.select(able)
             seconds = seconds_of(part)
@@ -247,7 +248,8 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
     """Return the plan that needs the least memory; `least` if no plan needs less.
 
-    `plans` recompute as much as possible; recomputing less would not reduce their memory.
+    `plans` recompute as much as possible, or offload activations; recomputing less reduces the
+    memory only of the latter.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):
@@ -355,8 +357,9 @@ def _finish_search(
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
 
-    With the optimizer in the backward, all micro-batches are tried: several small ones accumulate
-    gradients, whereas a single large one keeps none.
+    Plans that offload activations are also tried with less, which may need less memory. With the
+    optimizer in the backward, all micro-batches are tried: several small ones accumulate gradients,
+    whereas a single large one keeps none.
     """
     in_backward = bool(wanted.keep.get("optimizer_in_backward"))
     if not (in_backward or {"micro_batch", "pp_microbatches"} & wanted.keep.keys()):
@@ -364,7 +367,8 @@ def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
-    chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
+    most = chosen[-1]["modes"]
+    chosen = [one for one in chosen if one["modes"] == most or one["offload_activations"]]
     if not in_backward:
         plain = plain.select(plain.micro_batch == plain.micro_batch.min())
     # Layouts that shard the most come first.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outpace.catalog.models import preset
@@ -17,7 +17,7 @@ from outpace.planner.memory import peak
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.search.acceptance import Acceptance
-from outpace.planner.search.branch_and_bound import FAMILIES, family, search
+from outpace.planner.search.branch_and_bound import FAMILIES, family, fits, search
 from outpace.planner.search.find_alternatives import find_alternatives
 from outpace.planner.search.search_request import VARIED, SearchRequest
 from outpace.planner.search.space import expand, layouts, memory_options, to_plan
@@ -136,6 +136,10 @@ def check(question, wanted, needs, limit, count, rounding=0.0, floors=zero_bound
     count=st.sampled_from([1, 3, 10]),
     by=st.sampled_from([(by_hand, None), (by_formula, least_by_formula)]),
 )  # fmt: skip
+@example(  # with offloaded activations, what recomputes nothing needs the least
+    model="mixtral-8x7b", machine="2x-titan-rtx-nv2", batch=8, keep={}, share=0.0625, count=1,
+    by=(by_formula, least_by_formula),
+)  # fmt: skip
 def test_the_search_finds_what_trying_everything_finds(
     model, machine, batch, keep, share, count, by
 ):
@@ -144,6 +148,17 @@ def test_the_search_finds_what_trying_everything_finds(
     needs, least = by
     floors = zero_bound if least is None else least(question, wanted)
     check(question, wanted, needs(question, wanted), limit, count, floors=floors)
+
+
+def test_a_plan_fits_that_offloads_activations_in_place_of_recomputing_them():
+    keep = {"strategy": "3d", "ep": 2, "offload_activations": "cpu"}
+    question, wanted = asked("mixtral-8x7b", "2x-titan-rtx-nv2", 1, 8, keep=keep)
+    needs, floors = by_formula(question, wanted), least_by_formula(question, wanted)
+    plans, _, need = everything(question, wanted, needs)
+    recomputed = need[plans.modes[:, 0] == 0].min()
+    assert need.min() < recomputed
+    assert fits(wanted, needs, floors, need.min())
+    assert not fits(wanted, needs, floors, 0.999 * need.min())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "loopedbfs", "1f1b", "interleaved", "zb", "zbv"])
