@@ -20,7 +20,7 @@ _PAIRS = (
 _LISTS = ("messages", "conversations")
 # Columns whose presence marks a row as a conversation.
 _NAMES = frozenset((*_LISTS, *(ask for ask, _ in _PAIRS)))
-_SYSTEM = ("system", "system_prompt")
+_SYSTEM = ("system", "system_prompt", "system_message")
 # Columns with context for a question, appended to it.
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")

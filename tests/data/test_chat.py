@@ -226,6 +226,7 @@ SYSTEM = ("system", "s", False)
          [SYSTEM, *LEARNT]),
         ({"system": "", "messages": TALK}, LEARNT),
         ({"system_prompt": "s", "prompt": "a", "completion": "b"}, [SYSTEM, *LEARNT]),
+        ({"system_message": "s", "messages": TALK}, [SYSTEM, *LEARNT]),
         ({"instruction": "a", "context": "c", "response": "b"},
          [("user", "a\n\nc", False), LEARNT[1]]),
         ({"question": "a", "context": "c", "answer": "b"}, [("user", "a\n\nc", False), LEARNT[1]]),

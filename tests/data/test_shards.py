@@ -74,7 +74,7 @@ PREPARE = """
 import hashlib, sys
 from pathlib import Path
 from outpace.data.corpus import prepare
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer_files import load_tokenizer
 
 path, cache, tokenizer = sys.argv[1:]
 loaded, told = load_tokenizer(tokenizer), []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.custom_model import (
     CustomModel,
     CustomObjective,
@@ -20,6 +21,7 @@ from outpace.interop.custom_model import (
     read_custom_model,
     write_custom_model,
 )
+from outpace.records.checksums import added_names
 from outpace.records.errors import BadInputError
 
 Batch = dict[str, Tensor]
@@ -257,6 +259,14 @@ def test_written_weights_are_read_back(tmp_path: Path) -> None:
     again = build_custom_model(read_custom_model(tmp_path / "model"))
     assert again.loss is not None and again.module[0].weight is again.module[1].weight
     assert all(map(torch.equal, again.module.parameters(), module.parameters()))
+
+
+def test_the_tokenizer_belongs_to_the_files_of_a_written_model(tmp_path: Path) -> None:
+    """Whatever else is in a run's model/ is taken for the user's, and kept."""
+    tokenizer = train_tokenizer(["a text"], 300)
+    write_custom_model(tmp_path / "model", linear(), "own", tokenizer.save)
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+    assert added_names(tmp_path / "model") == []
 
 
 def test_what_was_built_in_python_is_not_built_again(tmp_path: Path) -> None:

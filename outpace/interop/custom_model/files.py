@@ -23,8 +23,13 @@ CUSTOM_MODEL_FILE = "model.json"
 EXTRA_STATE_FILE = "extra_state.pt"  # results of get_extra_state, by name
 
 
-def write_custom_model(directory: Path, module: nn.Module, reference: str) -> None:
-    """Write the weights (model.safetensors) and the name of the builder (model.json).
+def write_custom_model(
+    directory: Path,
+    module: nn.Module,
+    reference: str,
+    tokenizer_save: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the weights (model.safetensors), the name of the builder (model.json) and a tokenizer.
 
     The results of submodules' `get_extra_state` are in extra_state.pt. Shared tensors are written
     once. `reference` is 'file.py:function' or another name; the path of a file is made absolute.
@@ -45,6 +50,8 @@ def write_custom_model(directory: Path, module: nn.Module, reference: str) -> No
             torch.save(pack(extra), temporary / EXTRA_STATE_FILE)
         text = json.dumps(described, indent=2) + "\n"
         (temporary / CUSTOM_MODEL_FILE).write_text(text, encoding="utf-8")
+        if tokenizer_save is not None:
+            tokenizer_save(temporary)
 
 
 def _save_weights(module: nn.Module, path: Path) -> None:

@@ -103,9 +103,8 @@ def _export(job: Job, model: nn.Module) -> None:
             stop_ids=_stop_ids(job),
         )  # fmt: skip
         return
-    write_custom_model(directory, model, job.settings.model)
-    if tokenizer is not None:
-        tokenizer.save(directory)
+    save = None if tokenizer is None else tokenizer.save
+    write_custom_model(directory, model, job.settings.model, save)
 
 
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
