@@ -374,7 +374,7 @@ class SpreadLayout(Layout):
                 self._enter_forward()
 
         for part in self._list_watched():
-            part.register_forward_pre_hook(leave_to_python(enter))
+            part.register_forward_pre_hook(leave_to_python(enter), prepend=True)
 
     def _list_watched(self) -> set[nn.Module]:
         """Return the modules that a loop may not call between steps."""

@@ -165,6 +165,8 @@ class ParallelModule:
 
         Their gradients are not reduced, and the optimizers of `make_optimizer` leave them out.
         """
+        if not self._frozen:
+            return
         named = self.layout.named_parameters()
         late = [name for name, p in named if p.requires_grad and name in self._frozen]
         if late:
@@ -190,7 +192,7 @@ class ParallelModule:
                 "forward_backward drops the gradients of its previous call, which no optimizer of "
                 "make_optimizer has used. To accumulate gradients, pass all samples in one call, "
                 "which splits them into micro-batches of the plan's micro_batch. If you have used "
-                "them yourself, ignore this"
+                "them yourself, or skipped that step, ignore this"
             )
 
     @contextmanager
