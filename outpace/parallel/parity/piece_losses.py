@@ -36,7 +36,8 @@ def total_of(
         for piece in pieces:
             with hooks.cast():
                 loss_sum, count, *_ = plain(piece)
-            totals += torch.stack((loss_sum.detach().double(), count.double()))
+            totals += torch.stack((loss_sum.detach().double(), count.detach().double()))
+            del loss_sum, count, _  # frees this graph before the next piece has one
         if drops and not alike and not same_random_state(begin, random_state(device)):
             raise DrawsError
     return float(totals[0]), float(totals[1])
