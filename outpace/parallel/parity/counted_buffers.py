@@ -148,10 +148,11 @@ def explain_counted_attributes(names: Sequence[str], shares: int) -> str:
 
 def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: int) -> str:
     several = len(names) > 1
+    kind = "" if any(name.endswith(")") for name in names) else f" ({kinds[several]})"
     return (
-        f"a step counts or averages samples in {first_names(names)} ({kinds[several]}). Each rank "
-        f"does so with its own samples{kept}, so "
-        f"{'they' if several else 'it'} would cover 1/{shares} of each batch. {CURE_OF_COUNTS}"
+        f"a step counts or averages samples in {first_names(names)}{kind}. Each rank does so with "
+        f"its own samples{kept}, so {'they' if several else 'it'} would cover 1/{shares} of each "
+        f"batch. {CURE_OF_COUNTS}"
     )
 
 

@@ -8,7 +8,11 @@ from torch.nn import functional as F
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.parallel.layout import StepHooks
-from outpace.parallel.parity.counted_buffers import explain_counted_buffers, find_counted_buffers
+from outpace.parallel.parity.counted_buffers import (
+    explain_counted_attributes,
+    explain_counted_buffers,
+    find_counted_buffers,
+)
 from tests.parallel.parity.first_batch_cases import Quiet, global_batch, run_first_step, squares
 
 
@@ -177,6 +181,11 @@ def test_buffers_that_depend_on_samples_are_told_from_others():
     assert found == ["load", "average", "seen", "usage"]
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_a_variable_outside_of_the_module_has_its_own_kind():
+    said = explain_counted_attributes(["SEEN (a global of train.py)"], 2)
+    assert "samples in SEEN (a global of train.py). Each rank" in said
 
 
 def test_a_size_of_more_than_all_is_written_out():
