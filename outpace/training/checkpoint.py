@@ -432,13 +432,21 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
 def _remove(folder: Path) -> None:
     """Remove a checkpoint, its marker first, so that a marked folder is never incomplete.
 
-    If the folder is a link, only the link is removed: its target was not written by this run.
+    `unfinished` is there until all other files are gone, so that what a kill leaves is removed
+    later. If the folder is a link, only the link is removed: its target was not written by this
+    run.
     """
     with suppress(OSError):
         if folder.is_symlink():
             folder.unlink()
             return
+        with suppress(OSError):  # it exists already, or the disk is full
+            (folder / UNFINISHED).touch(exist_ok=False)
         (folder / MARKER).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.name != UNFINISHED:
+                with suppress(OSError):
+                    path.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
 

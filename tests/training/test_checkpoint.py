@@ -349,6 +349,27 @@ def test_a_save_that_a_kill_cut_short_is_removed(tmp_path, group):
     assert [path.name for path in directory.iterdir()] == ["step-1"]
 
 
+def test_a_removal_that_a_kill_cut_short_is_completed(tmp_path, group, monkeypatch):
+    saver, _, _ = make(tmp_path, group, keep=1)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    unlink = Path.unlink
+
+    def end_at_second(path, missing_ok=False):
+        unlink(path, missing_ok=missing_ok)
+        if path.parent.name == "step-1" and path.name != MARKER:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", end_at_second)
+        saver.save(model, optimizer, progress(2))
+        saver.wait()
+    assert len([*(saver.directory / "step-1").iterdir()]) > 1
+    clear_partial(saver.directory)
+    assert [path.name for path in saver.directory.iterdir()] == ["step-2"]
+
+
 def remake_marker(folder, leaves_out=()):
     listed = {
         path.name: {
