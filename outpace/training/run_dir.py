@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
-from outpace.records.checksums import added_names, folder_damage
+from outpace.records.checksums import CHECKSUMS_FILE, added_names, folder_damage
 from outpace.records.errors import BadInputError
 from outpace.records.lines import encode_line
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
@@ -165,13 +165,15 @@ class RunDir:
     def put_models_aside(self, say: Callable[[str], None]) -> None:
         """Make room for models to be written again; rename those that would be a loss.
 
-        These are damaged ones, which may be repaired, and those to which the user added files.
+        These are damaged ones, which may be repaired, and those that the user has changed: with
+        more files, or without the checksums, as advised after a change on purpose.
         """
         for folder in (self.model, self.base):
             reason, kind = model_damage(folder), "damaged"
             if reason is None and (added := sorted({*added_names(folder)} - _EXPORTED_FOLDERS)):
-                reason = f"{folder} has files that this run did not write ({added[0]})"
-                kind = "earlier"
+                reason, kind = f"{folder} has no {CHECKSUMS_FILE}", "earlier"
+                if (folder / CHECKSUMS_FILE).is_file():
+                    reason = f"{folder} has files that this run did not write ({added[0]})"
             if reason is not None and os.path.lexists(folder):
                 say(f"{reason}: {folder} is kept as {put_aside(folder, kind)}")
 

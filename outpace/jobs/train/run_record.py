@@ -147,7 +147,7 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
         if getattr(earlier.plan, name) != getattr(job.plan, name)
     ]
     if _drops(job) and any(getattr(earlier.plan, n) != getattr(job.plan, n) for n in _LAYOUT):
-        changes.append("micro-batches or ranks are others, so dropout draws other masks")
+        changes.append("micro-batches or ranks differ, so dropout draws other masks")
     for name, version in (("outpace", __version__), ("torch", VERSION)):
         if earlier.versions.get(name, version) != version:
             changes.append(f"{name} was {earlier.versions[name]}, is {version}")

@@ -153,7 +153,9 @@ def test_a_model_to_which_files_were_added_is_kept(
     before = contents(run / "model")
     assert resume(run) == 0
     kept = run / "model.earlier-1"
-    assert (f"is kept as {kept}" in capsys.readouterr().err) is (change is not None)
+    said = capsys.readouterr().err
+    assert (f"is kept as {kept}" in said) is (change is not None)
+    assert ("has no checksums.json" in said) is ("checksums.json" not in before)
     assert change is None or contents(kept) == before
     assert kept.exists() is (change is not None)
 
