@@ -24,6 +24,7 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 # Columns with context for a question, appended to it.
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")
+_EMPTY = (None, "", [], {})  # values of a column or a key that a row lacks
 # Roles by the names used in data, in lower case.
 _ROLES: Mapping[str, Collection[str]] = {
     "user": ("human", "prompter"),
@@ -80,18 +81,14 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     else:
         found, read = _of_pair(row, roles)
     for name in _SYSTEM:
-        if values.get(name) not in (None, ""):
+        if values.get(name) not in _EMPTY:
             found, read = _with_system(found, name, row), [*read, name]
     tools: tuple[Tool, ...] = ()
     for name in _TOOLS:
         if values.get(name):
             tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
     messages, learned = zip(*found, strict=True)
-    unread = [
-        name
-        for name, value in values.items()
-        if name not in read and value not in (None, "", [], {})
-    ]
+    unread = [n for n, value in values.items() if n not in read and value not in _EMPTY]
     return Conversation(messages, learned, tools, tuple(unread))
 
 
@@ -162,7 +159,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
         return turns, read
     question = _text(values[ask], ask, row)
     for name in _ABOUT:
-        if values.get(name) not in (None, ""):
+        if values.get(name) not in _EMPTY:
             question = "\n\n".join(filter(None, (question, _text(values[name], name, row))))
             read.append(name)
     turns.append(({"role": "user", "content": question}, False))
@@ -298,7 +295,7 @@ def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
     Where data sets with other names were joined, one of them is null or empty. Raises BadInputError
     if both have a value and these differ.
     """
-    found = [one[name] for name in names if one.get(name) not in (None, "", [])]
+    found = [one[name] for name in names if one.get(name) not in _EMPTY]
     if len(found) > 1 and found[0] != found[1]:
         raise BadInputError(
             f"{row.where}: a message has both {names[0]!r} ({_show(found[0])}) and {names[1]!r} "

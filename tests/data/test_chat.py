@@ -234,6 +234,7 @@ SYSTEM = ("system", "s", False)
          [("user", "a\n\nc", False), LEARNT[1]]),
         ({"prompt": "a", "completion": None, "response": "b"}, LEARNT),
         ({"prompt": "", "input": "a", "completion": "b"}, LEARNT),
+        ({"prompt": "a", "completion": "b", "input": [], "system": {}}, LEARNT),
         # Files that were joined from two sources, with the keys of both.
         *(
             ({"messages": [{"role": empty, "from": "human", "content": empty, "value": "a"},
