@@ -24,7 +24,7 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 # Columns with context for a question, appended to it.
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")
-_EMPTY = (None, "", [], {})  # values of a column or a key that a row lacks
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column or a key that a row lacks
 # Roles by the names used in data, in lower case.
 _ROLES: Mapping[str, Collection[str]] = {
     "user": ("human", "prompter"),

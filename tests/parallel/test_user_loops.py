@@ -45,7 +45,9 @@ REFUSED_TRAININGS = {
     **{(one, "unfreeze"): "did not require gradients when" for one in (*WHOLE, *SHARDED)},
     **{(one, "unfreeze"): "did not require gradients when" for one in PIPELINES},
     **{(one, loop): ALONE for one in ("zero2", "zero3", *PIPELINES) for loop in FORWARDS},
-    ("tp", "eval_first_rank"): "rank 0 alone calls the module's forward",
+    **{(one, "block_first_rank"): ALONE for one in ("zero2", "zero3", *PIPELINES)},
+    **{("tp", loop): "rank 0 alone calls the module's forward"
+       for loop in ("eval_first_rank", "block_first_rank")},
     **{(one, "log_norms_first_rank"): "rank 0 alone reads a number" for one in SHARDED},
     **{(one, "swa"): "is copied .copy.deepcopy." for one in ("zero2", "zero3")},
     **{(one, "swa"): COPIED for one in PIPELINES},
@@ -166,7 +168,7 @@ def test_whole_averages_take_shards(tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "loop"),
-    [("ddp", "unfreeze"), ("zero3", "eval_first_rank")],
+    [("ddp", "unfreeze"), ("zero3", "eval_first_rank"), ("zero3", "block_first_rank")],
 )
 def test_what_a_training_cannot_do_is_refused_on_all_ranks(tmp_path, strategy, loop):
     require_refused(tmp_path, strategy, loop, REFUSED_TRAININGS[strategy, loop], check="off")

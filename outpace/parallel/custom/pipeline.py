@@ -131,7 +131,7 @@ class CustomPipeline(SpreadLayout):
         model: nn.Module = objective.model  # type: ignore[assignment]
         self._user_module = model
         self._meta_model = meta_copy(model)
-        blocks = named_blocks(model, names)
+        blocks = self._user_blocks = named_blocks(model, names)
         rest = parameters_outside(model, blocks)
         ends = (0, len(parts) - 1)
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
@@ -187,7 +187,8 @@ class CustomPipeline(SpreadLayout):
         self._absent.refuse_use()
 
     def _list_watched(self) -> set[nn.Module]:
-        return {self._user_module}
+        """Return the user's module and its blocks, of which stages may run copies."""
+        return {self._user_module, *self._user_blocks}
 
     @contextmanager
     def in_call(self) -> Iterator[None]:

@@ -60,6 +60,14 @@ class CustomTensorParallel(ShardedLayout):
             p for name in shares for p in all_parameters(self.model.get_submodule(name))
         ]
 
+    def _list_watched(self) -> set[nn.Module]:
+        """Return the module, and its parts that communicate."""
+        split = (
+            part for part in self.model.modules()
+            if any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
+        )  # fmt: skip
+        return super()._list_watched().union(split)
+
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Build the optimizer.
 
