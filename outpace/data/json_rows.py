@@ -164,7 +164,7 @@ class _Text:
         self._column = 1  # of the current first character
         self._ended = False
 
-    def _more(self) -> None:
+    def _read_more(self) -> None:
         """Double the text in memory, which keeps the total time of repeated scans linear."""
         self._lines, self._column = self._position(self._at)
         self._text, self._at = self._text[self._at :], 0
@@ -185,7 +185,7 @@ class _Text:
     def sign(self) -> str:
         """Return the next character; empty at the end."""
         while self._at == len(self._text) and not self._ended:
-            self._more()
+            self._read_more()
         return self._text[self._at : self._at + 1]
 
     def skip(self, signs: str, most: int | None = None) -> None:
@@ -221,7 +221,7 @@ class _Text:
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
                     ) from None
-                self._more()
+                self._read_more()
                 continue
             took = end - self._at
             self._at = end
