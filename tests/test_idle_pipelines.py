@@ -26,10 +26,13 @@ def test_a_real_pipeline_waits_as_its_schedule_plays(on_ranks):
     assert said["gpipe"]["formula"] == pytest.approx(3 / 7)
     assert said["zbv"]["formula"] is None
     for one in said.values():
-        # Sending and a busy machine make a step longer, never shorter.
+        # Sending and a busy machine make a step longer, never shorter; how much longer is for
+        # benchmarks/idle.py to say, on a machine that does nothing else.
         assert one["makespan_s"] > one["simulated_makespan_s"] * 0.99
-        assert one["measured"] == pytest.approx(one["simulated"], abs=0.15)
-    assert said["zbv"]["simulated"] < said["gpipe"]["simulated"] < said["mp"]["simulated"]
+        assert one["measured"] > one["replayed"] - 0.01
+    # Stages that waited for one another in turn would be idle for 3/4 of each schedule.
+    for idle in ("measured", "simulated"):
+        assert said["zbv"][idle] < said["gpipe"][idle] < said["mp"][idle]
 
 
 @pytest.mark.parametrize("strategy", [name for name in SCHEDULES if name != "mp"])
