@@ -7,7 +7,7 @@ The first and the last rank both hold the parameters outside of the blocks (embe
 their gradients are summed over the two.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -478,23 +478,47 @@ class CustomPipeline(SpreadLayout):
 _group_as_torch = _backward.get_param_groups
 
 
-def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
+def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict[str, Any]]:
     """Group parameters as torch's split backward does, but never with a node in two groups.
 
     torch's own groups may overlap if a parameter is used in several places, depending on the order
-    of a set. Then a gradient is computed twice, or from a graph that has been freed.
+    of a set. Then a gradient is computed twice, or from a graph that has been freed. The weight
+    backward of a parameter that is used again further on also runs what is between its uses.
     """
     merged: list[dict[str, Any]] = []
-    for group in _group_as_torch(*graph):
+    for group in _group_as_torch(inputs, params, reverse_edges):
         whole = {kind: set(group[kind]) for kind in ("params", "intermediates")}
+        whole["nodes"] = whole["intermediates"] | _nodes_between(
+            whole["intermediates"], reverse_edges
+        )
         apart = []
         for other in merged:
-            if any(whole[kind] & other[kind] for kind in whole):
+            if any(whole[kind] & other[kind] for kind in ("params", "nodes")):
                 whole = {kind: whole[kind] | other[kind] for kind in whole}
             else:
                 apart.append(other)
         merged = [*apart, whole]
-    return merged
+    return [{kind: group[kind] for kind in ("params", "intermediates")} for group in merged]
+
+
+def _nodes_between(nodes: set[Any], reverse_edges: Any) -> set[Any]:
+    """Return the nodes of a graph on paths from one of `nodes` to another."""
+    if len(nodes) < 2:
+        return set()
+    return _reach(nodes, lambda node: [n for n, _ in node.next_functions]) & _reach(
+        nodes, lambda node: reverse_edges.get(node, ())
+    )
+
+
+def _reach(begins: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    """Return the nodes of a graph that can be reached over at least one edge."""
+    found: set[Any] = set()
+    left = list(begins)
+    while left:
+        new = {node for node in edges(left.pop()) if node is not None} - found
+        found |= new
+        left += new
+    return found
 
 
 def _meta_like(tensor: Tensor) -> Tensor:

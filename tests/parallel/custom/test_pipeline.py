@@ -98,6 +98,7 @@ TRAPS = (
     "blocks_that_transpose:zb", "blocks_that_return_dicts:zbv", "moving_buffer_in_stem:zb",
     "own_loss_with_terms:gpipe", "running_averages_in_the_forward:1f1b",
     "buffers_moved_without_a_version:mp", "parameters_in_a_ring:zb",
+    "parts_used_again_in_a_block:zb",
 )  # fmt: skip
 REFUSED = {
     "norm_of_all_parameters:gpipe": "the loss uses all parameters",

@@ -388,6 +388,23 @@ def parameters_in_a_ring(seed: int) -> Entry:
     return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
+def parts_used_again_in_a_block(seed: int) -> Entry:
+    """A block applies its MLP and its scale to what they returned: a split backward groups."""
+
+    class Block(ResidualBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            start = self.scale.expand(len(x), -1)
+            state = start + self.norm(x + start).softmax(-1)
+            return super().forward(x) + state * self.norm(x * state).sigmoid()
+
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
+
+
 MODULES = (
     aux_on_blocks,
     aux_in_dicts_of_inner_modules,
@@ -401,6 +418,7 @@ MODULES = (
     moving_buffer_in_stem,
     own_loss_with_terms,
     parameters_in_a_ring,
+    parts_used_again_in_a_block,
 )
 REFUSED = (
     norm_of_all_parameters,
