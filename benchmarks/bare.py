@@ -84,7 +84,7 @@ def _pipeline(job) -> tuple[nn.Module, Step]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     from outpace.nn.loss import linear_loss_sum
-    from outpace.nn.parts import Part, take_part
+    from outpace.nn.model_part import Part, take_part
     from outpace.planner.pipeline.stages import layers_per_stage
 
     plan, spec, seq_len = job.plan, job.inputs.spec, job.inputs.seq_len

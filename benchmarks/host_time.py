@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.nn import block, kept_matmuls
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed_precision import make_mixed
 from outpace.nn.model_options import apply_options
 from outpace.nn.transformer import Transformer
 from outpace.optim import build

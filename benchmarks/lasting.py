@@ -37,8 +37,8 @@ import watching  # noqa: E402
 from recording import RESULTS, circumstances, save  # noqa: E402
 
 from outpace.experiment.arms import RunFailure  # noqa: E402
+from outpace.experiment.interleaved_runs import TurnTraining, train_in_turn  # noqa: E402
 from outpace.experiment.trials import paired_s  # noqa: E402
-from outpace.experiment.turns import TurnTraining, train_in_turn  # noqa: E402
 from outpace.records.measurement import WARMUP_STEPS  # noqa: E402
 
 PRECISION, LIMIT_S = "bf16", 1200.0

@@ -47,8 +47,8 @@ from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan import plans
 from outpace.planner.plan_columns import OPTIMIZERS, of_plans
 from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.search.search_request import SearchRequest
-from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import expand, layouts, memory_options
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion

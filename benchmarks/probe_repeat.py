@@ -24,7 +24,7 @@ from recording import save
 
 from outpace.records.figure import Figure
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.reporting.terminal.probe import show_machine
 
 HELD, HALF_WIDTH = 0.95, 0.03

@@ -123,7 +123,7 @@ def in_turn(
     given: dict[str, Any], plans: dict[str, Any], expected_s: float, folder: Path, rounds: int
 ) -> Iterator[dict[str, float | None]]:
     """Return the plans' step times in each round, each round in a different order."""
-    from outpace.experiment import turns
+    from outpace.experiment import interleaved_runs
     from outpace.experiment.trials import TURN_S, quarter
 
     entrants = []
@@ -133,8 +133,10 @@ def in_turn(
         plan.save(where / "plan.json")
         own = {**given, "plan": str(where / "plan.json")}
         steps = max(round(TURN_S / expected_s), 2)
-        entrants.append(turns.TurnTraining(own, where / "run", where / "config.toml", steps))
-    turned = turns.train_in_turn(entrants, rounds, 3600.0)
+        entrants.append(
+            interleaved_runs.TurnTraining(own, where / "run", where / "config.toml", steps)
+        )
+    turned = interleaved_runs.train_in_turn(entrants, rounds, 3600.0)
     for at in range(rounds):
         took_s = [one.turns[at] if len(one.turns) == rounds else () for one in turned]
         yield {

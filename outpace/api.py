@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outpace.records.measurement import Evaluation, Measurement
     from outpace.records.memory import MemoryAccount
     from outpace.records.network import NetworkReport
-    from outpace.records.past import PastRun
+    from outpace.records.past_run import PastRun
     from outpace.records.tuning import Tuning
     from outpace.training.callbacks import Callback
 

@@ -14,7 +14,7 @@ from outpace.planner.memory import peak
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
-from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.layer import Kernel
 from outpace.planner.step_time.setup import StepTimeQuestion

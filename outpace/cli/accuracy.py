@@ -64,7 +64,7 @@ def _likeness(arguments: "argparse.Namespace") -> "Likeness":
     file = PlanFile.load(arguments.like, option="--like ")
     size = experts = chip = None
     if arguments.model is not None:
-        from outpace.jobs.planning.find_outline import find_outline
+        from outpace.jobs.planning.model_outline import find_outline
 
         _, outline, _ = find_outline(arguments.model)
         size, experts = parameters(outline) / 1e9, bool(outline.experts)
@@ -84,7 +84,7 @@ def _likeness(arguments: "argparse.Namespace") -> "Likeness":
 
 
 def _parser() -> Parser:
-    from outpace.cli.emitted import TRAINERS
+    from outpace.cli.export_formats import TRAINERS
 
     parser = Parser("accuracy", _ABOUT, _EPILOG, usage="--like plan.json [options]")
     parser.add_json()

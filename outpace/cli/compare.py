@@ -31,7 +31,7 @@ from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.evidence import fewest_rounds
-from outpace.records.lines import encode_line
+from outpace.records.line_checksums import encode_line
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import idle_strategy_note
 from outpace.records.units import show_seconds
@@ -110,7 +110,7 @@ def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
     """Run the arms; return the comparison's folder, and the comparison itself."""
-    from outpace.experiment.facts import compare_with_stored
+    from outpace.experiment.arm_facts import compare_with_stored
 
     values, stored = _read_request(arguments)
     with folder_of(out, resumes, "comparisons", "comparison") as folder:

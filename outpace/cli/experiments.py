@@ -15,7 +15,7 @@ from outpace.cli.output import require_folder_place
 from outpace.records.base import read_toml, write_atomic
 from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, suggest
-from outpace.records.lines import strip_checksum
+from outpace.records.line_checksums import strip_checksum
 from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
 

@@ -44,7 +44,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     from outpace.jobs.memory.formula import FormulaQuestion
     from outpace.jobs.memory.query import account, question, require_rank
-    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.model_outline import find_outline
 
     asked = question(settings, origins, node, arguments.nodes or 1, find_outline)
     rank = arguments.rank
@@ -65,7 +65,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def answer(argv: list[str]) -> MemoryAccount:
     """Return the memory that the command line asks for. Raises BadInputError."""
     from outpace.jobs.memory.query import account, question
-    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.model_outline import find_outline
 
     arguments = _parser().read(argv)
     settings, origins, node = _read_options(arguments)
@@ -87,7 +87,7 @@ def _read_options(
         node = find_node(arguments.machine)
     if settings.plan is None:
         return settings, origins, node
-    from outpace.jobs.planning.follow_plan import follow_plan
+    from outpace.jobs.planning.plan_file_settings import follow_plan
 
     return *follow_plan(settings, origins, node, arguments.nodes or 1), node
 

@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
-    from outpace.cli.emitted import AUTOCAST
+    from outpace.cli.export_formats import AUTOCAST
     from outpace.jobs.planning.export_format import FORMAT_OF
     from outpace.planner.model.adapters import ADAPTER_NAMES
 
@@ -231,7 +231,7 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
 def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "NamedModel":
     """Return the model to export. Raises BadInputError for what no plan of the format can hold."""
     from outpace.jobs.planning.export_format import NamedModel, check_exportable
-    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.model_outline import find_outline
     from outpace.jobs.planning.request import kept_settings
     from outpace.planner.model.adapters import AdapterSettings
 
@@ -353,7 +353,7 @@ def add_question(parser: Parser, of: str = "") -> None:
 
 
 def _parser() -> Parser:
-    from outpace.cli.emitted import FORMATS, TRAINERS
+    from outpace.cli.export_formats import FORMATS, TRAINERS
 
     parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]")
     parser.add_json()

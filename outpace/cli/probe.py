@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+from outpace.cli.interrupts import interrupt_once
 from outpace.cli.main import end_at_once
 from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser, duration_type, number_type
-from outpace.cli.stopping import interrupt_once
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.machine import Machine
-from outpace.records.probed import SectionName
+from outpace.records.probe_results import SectionName
 from outpace.records.settings import TrainSettings
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)

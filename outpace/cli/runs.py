@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.cli import options
-from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
+from outpace.cli.run_filters import condition_of, field_of
 from outpace.experiment.past_runs import (
     PastRunFolder,
     count_runs,

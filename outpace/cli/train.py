@@ -18,7 +18,7 @@ from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
 from outpace.interop.user_file import require_named
 from outpace.jobs.train.prefault import prefault_memory
-from outpace.launch.fork import can_fork, name_rank
+from outpace.launch.forked_ranks import can_fork, name_rank
 from outpace.launch.launcher_env import ranks_from
 from outpace.launch.lazy_imports import import_quickly
 from outpace.records.base import write_atomic

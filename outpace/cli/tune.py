@@ -22,7 +22,7 @@ from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
-from outpace.records.lines import encode_line
+from outpace.records.line_checksums import encode_line
 from outpace.records.machine import Machine
 from outpace.records.plan import PlanFile
 from outpace.records.ranks import Ranks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from outpace.cli.output import output_file
 from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
-from outpace.records.lines import strip_checksum
+from outpace.records.line_checksums import strip_checksum
 from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
 
@@ -50,7 +50,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     console = Console(stderr=True, highlight=False)
     view = View(console, arguments.every)
     if command:
-        from outpace.cli.watched import Command
+        from outpace.cli.watched_command import Command
 
         with Command(command, console, arguments.json) as started:
             sampler = Sampler([started.pid], nvml=nvml)

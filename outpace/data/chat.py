@@ -22,7 +22,7 @@ import xxhash
 from outpace.data.content_parts import takes_parts, with_parts
 from outpace.data.conversations import Conversation, Message, Tool, conversation_of
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
-from outpace.data.padded import IGNORED, RaggedSamples, concatenate_samples
+from outpace.data.padded_batches import IGNORED, RaggedSamples, concatenate_samples
 from outpace.data.row import Row, checked_text
 from outpace.data.template_omissions import (
     answers_of,

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.conversations import describe_form
-from outpace.data.padded import RaggedSamples, concatenate_samples
+from outpace.data.padded_batches import RaggedSamples, concatenate_samples
 from outpace.data.row import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import xxhash
 from outpace.data.hashes import cached_fingerprint, remembered_extent
 from outpace.data.index import Index
 from outpace.data.markup import markup_hints
-from outpace.data.misread import misread_hints
+from outpace.data.misread_tokens import misread_hints
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of_document
 from outpace.data.sources import Source, open_source, unread_split_hints

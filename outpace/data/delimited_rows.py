@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outpace.data.reading import LINE_BYTES
+from outpace.data.file_reader import LINE_BYTES
 from outpace.data.row import Row, require_distinct
 from outpace.data.text_checks import lines_of
 from outpace.records.errors import BadInputError, quote_names

@@ -5,8 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from outpace.records.content import COMPRESSED
 from outpace.records.errors import BadInputError
+from outpace.records.misplaced_content import COMPRESSED
 
 Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 # Kinds of files by suffix, in lower or upper case; any other file is plain text.

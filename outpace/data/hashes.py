@@ -6,8 +6,8 @@ from pathlib import Path
 
 import xxhash
 
+from outpace.data.file_reader import state_of
 from outpace.data.hf_datasets import dataset_files, open_dataset
-from outpace.data.reading import state_of
 from outpace.data.sources import Source, fingerprint
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo

@@ -38,7 +38,7 @@ class Split(Record):
 
 
 class Misread(Record):
-    """Counts of tokens that a text's author may not have intended (data/misread.py)."""
+    """Counts of tokens that a text's author may not have intended (data/misread_tokens.py)."""
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.data.reading import LINE_BYTES, numbered_lines, readable
+from outpace.data.file_reader import LINE_BYTES, numbered_lines, readable
 from outpace.data.row import Row, describe_repetition, suggest_unpacking
 from outpace.data.text_checks import describe_nuls, require_line_ends, require_text
 from outpace.records.errors import BadInputError, json_error

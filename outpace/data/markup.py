@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from outpace.data.file_kinds import form_of
-from outpace.data.reading import readable
+from outpace.data.file_reader import readable
 from outpace.data.sources import COMPARED_FILES, Source
 
 # Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from outpace.data.delimited_rows import read_delimited
 from outpace.data.file_kinds import Form, form_of
+from outpace.data.file_reader import readable
 from outpace.data.json_rows import READ_BYTES, first_sign, json_lines, json_list
-from outpace.data.reading import readable
 from outpace.data.row import Row, require_distinct, without_fillers
 from outpace.data.text_checks import lines_of, require_text
 from outpace.records.errors import BadInputError, quote_names

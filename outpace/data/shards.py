@@ -22,9 +22,9 @@ import numpy as np
 import xxhash
 
 from outpace.data.entry_lock import entry_lock
-from outpace.data.helpers import Encoders
 from outpace.data.index import FORMAT, SPLITS, Index, documents_name, shard_name
-from outpace.data.misread import MisreadText
+from outpace.data.misread_tokens import MisreadText
+from outpace.data.parallel_encoding import Encoders
 from outpace.data.sources import Source, check_unchanged
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer

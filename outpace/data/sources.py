@@ -13,9 +13,9 @@ from typing import Literal
 import xxhash
 
 from outpace.data.file_kinds import form_of
+from outpace.data.file_reader import State, readable, state_of
 from outpace.data.folders import files_below, leads_nowhere
 from outpace.data.hf_datasets import dataset_files, dataset_name, is_saved_dataset, open_dataset
-from outpace.data.reading import State, readable, state_of
 from outpace.records.base import require_no_pointer
 from outpace.records.errors import BadInputError, excerpt, json_error
 

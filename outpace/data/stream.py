@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from outpace.data.file_kinds import require_tokens
+from outpace.data.file_reader import readable
 from outpace.data.index import Index
-from outpace.data.reading import readable
 from outpace.records.errors import BadInputError
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from outpace.data.conversations import conversation_of, describe_form
+from outpace.data.file_reader import readable
 from outpace.data.hf_datasets import open_dataset
-from outpace.data.reading import readable
 from outpace.data.row import Row, checked_text, nested_rows
 from outpace.data.row_files import read_rows
 from outpace.data.sources import Source

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outpace.data.file_kinds import advice_on_binary, binary_kind, chunk_kind
-from outpace.data.reading import LINE_BYTES, readable
+from outpace.data.file_reader import LINE_BYTES, readable
 from outpace.records.errors import BadInputError
 
 # Suffixes of files in which programs store token ids, with or without a header.

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from outpace.data.interruptible import call_interruptibly
-from outpace.data.words import words_of
+from outpace.data.word_cache import words_of
 from outpace.records.errors import BadInputError, excerpt, shorten
 
 END_OF_TEXT = "<|endoftext|>"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from outpace.experiment.facts import facts_of
+from outpace.experiment.arm_facts import facts_of
 from outpace.experiment.past_runs import result_of
 from outpace.experiment.results import step_times_of
 from outpace.records.comparison import ArmResult

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.experiment.arm_facts import describe_differences, other_clocks, read_facts
 from outpace.experiment.compare import ComparisonEnd
 from outpace.experiment.differences import differences
-from outpace.experiment.facts import describe_differences, other_clocks, read_facts
 from outpace.experiment.finished_runs import NOT_IN_TURN, arms_of, outcomes_of
 from outpace.experiment.results import curves, losses_in_words, results
 from outpace.probing.hardware.machine import identify

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
-from outpace.nn.mixed import make_mixed
-from outpace.nn.scratch import Scratch
-from outpace.nn.spread import is_spread, whole
+from outpace.nn.dtensor import is_spread, whole
+from outpace.nn.mixed_precision import make_mixed
+from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.batches import cut

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from outpace.experiment.tolerance import Tolerance
 from outpace.nn.lora import adapters, add_adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
-from outpace.nn.mixed import DTYPES, lower_weights, make_mixed
+from outpace.nn.mixed_precision import DTYPES, lower_weights, make_mixed
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
 from outpace.optim.master import master_weights

@@ -12,9 +12,9 @@ from typing import Any
 from outpace.probing.utilisation.sampler import open_files
 from outpace.records.base import OnChange, Record, refuse_pipe
 from outpace.records.errors import BadInputError
-from outpace.records.lines import ChangedLineError, strip_checksum
+from outpace.records.line_checksums import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, StepRecord
-from outpace.records.past import PastRun
+from outpace.records.past_run import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings

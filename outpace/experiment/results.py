@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from outpace.experiment.arm_facts import Facts, in_words, other_numbers
 from outpace.experiment.compare import verdicts
-from outpace.experiment.facts import Facts, in_words, other_numbers
 from outpace.experiment.past_runs import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
-from outpace.records.lines import ChangedLineError, strip_checksum
+from outpace.records.line_checksums import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, TimeParts
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation

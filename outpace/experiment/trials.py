@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from outpace.experiment.arms import RunFailure, safe, train_once
+from outpace.experiment.interleaved_runs import TurnResult, TurnTraining, train_in_turn
 from outpace.experiment.results import steps_of
 from outpace.experiment.tune import NextTrial
-from outpace.experiment.turns import TurnResult, TurnTraining, train_in_turn
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.config import CONFIG_FILE, read_config
-from outpace.interop.config_out import hf_config
-from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, tensor_naming
+from outpace.interop.config_writer import hf_config
+from outpace.interop.model_writer import special_ids, write_config, write_weights
+from outpace.interop.tensor_names import Naming, tensor_naming
 from outpace.interop.weights import read_tensors, stored_names
-from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError, excerpt, shorten

@@ -18,8 +18,8 @@ from outpace.interop.config_check import (
 )
 from outpace.interop.config_notes import reading_notes
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
-from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, excerpt, shorten
+from outpace.records.misplaced_content import misplaced_content
 from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 

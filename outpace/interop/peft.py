@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outpace.interop.adapter_targets import require_targets
+from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.config import read_config
-from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, group, tensor_naming
+from outpace.interop.tensor_names import Naming, group, tensor_naming
 from outpace.interop.weights import expected_shapes, fingerprint, require_numbers
 from outpace.nn.lora import PLACES, adapters
 from outpace.nn.nf4 import dequantize, quantize

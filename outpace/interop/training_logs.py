@@ -1,7 +1,7 @@
 """Readers for logs of trainers: step time, throughput, memory and layout.
 
 The console of trainers for pretraining is read in pretraining_logs.py, logs of transformers'
-Trainer in trainer_logs.py, and run.json and metrics.jsonl of outpace here.
+Trainer in transformers_trainer_logs.py, and run.json and metrics.jsonl of outpace here.
 """
 
 import codecs
@@ -19,7 +19,12 @@ from outpace.interop.pretraining_logs import (
     read_nanotron,
     read_torchtitan,
 )
-from outpace.interop.trainer_logs import STATE, log_name, read_trainer, read_trainer_state
+from outpace.interop.transformers_trainer_logs import (
+    STATE,
+    log_name,
+    read_trainer,
+    read_trainer_state,
+)
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.run import RunRecord

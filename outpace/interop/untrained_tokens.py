@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.data.padded import RaggedSamples
+from outpace.data.padded_batches import RaggedSamples
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.weights import read_token_rows
 from outpace.records.errors import first_names

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from outpace.records.cache_folders import user_cache
 from outpace.records.errors import BadInputError, suggest
-from outpace.records.places import user_cache
 
 
 def load_function(reference: str) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outpace.interop.config import CONFIG_FILE, read_config
-from outpace.interop.names import Naming, group, tensor_naming
+from outpace.interop.tensor_names import Naming, group, tensor_naming
 from outpace.nn.transformer import Transformer
 from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError, excerpt, first_names, shorten

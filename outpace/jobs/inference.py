@@ -17,7 +17,7 @@ from outpace.data.conversations import Conversation, Message, Tool, conversation
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.file_kinds import form_of
 from outpace.data.loader import Batch, Loader
-from outpace.data.padded import PaddedDataset
+from outpace.data.padded_batches import PaddedDataset
 from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
 from outpace.data.template_omissions import unwritten_parts
@@ -36,15 +36,15 @@ from outpace.jobs.inputs.model import build_objective, load_model
 from outpace.nn import generate as generation
 from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import MixedPrecision, lower_weights, make_mixed
+from outpace.nn.mixed_precision import MixedPrecision, lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, StepHooks
 from outpace.parallel.parity.kept_state import find_kept_state
 from outpace.parallel.parity.state_messages import explain_evaluated_state
 from outpace.probing.hardware.machine import usable_cores
+from outpace.records.cache_folders import cache_folder
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.measurement import Evaluation
-from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord

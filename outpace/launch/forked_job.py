@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from outpace.launch.fork import Fork, name_rank
+from outpace.launch.forked_ranks import Fork, name_rank
 from outpace.launch.network_interfaces import LOOPBACK, use_interface
 from outpace.launch.parent_watch import child_environment, end_with_parent
 from outpace.records.errors import BadInputError, OutpaceError

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from outpace.launch.fork import Begin, fork_ranks
+from outpace.launch.forked_ranks import Begin, fork_ranks
 from outpace.launch.network_interfaces import LOOPBACK, require_address
 from outpace.launch.parent_watch import child_environment
 from outpace.records.errors import (

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
+from outpace.nn.dtensor import is_spread
 from outpace.nn.gelu import gelu_tanh
 from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel, suits_flash
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
-from outpace.nn.remade import remake_operands
+from outpace.nn.recomputed_tensors import remake_operands
 from outpace.nn.rotary import Tables, rotate, tables_at
-from outpace.nn.spread import is_spread
 from outpace.records.model import ModelSpec
 
 # Queries (B, H, S, C), keys and values (B, K, T, C), visibility, dropout → (B, H, S, C).

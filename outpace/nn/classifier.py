@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from outpace.nn.block import Linear, to_fp32
 from outpace.nn.loss import IGNORED
-from outpace.nn.parts import AbsentModule
+from outpace.nn.model_part import AbsentModule
 from outpace.nn.random_values import fill_normal
 from outpace.nn.transformer import INIT_STD, Transformer
 from outpace.records.model import ModelSpec

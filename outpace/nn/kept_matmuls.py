@@ -25,7 +25,7 @@ from outpace.nn.block import (
 )
 from outpace.nn.masks import Visibility
 from outpace.nn.norms import suits_operator
-from outpace.nn.remade import has_hooks, remake, remake_operands
+from outpace.nn.recomputed_tensors import has_hooks, remake, remake_operands
 from outpace.nn.rotary import Tables
 
 

@@ -28,7 +28,7 @@ from outpace.nn.fp8 import apply_fp8
 from outpace.nn.kept_matmuls import can_keep_matmuls, keep_matmuls
 from outpace.nn.offload import DiskStore, HostStore, offload_activations, require_place
 from outpace.nn.recomputed_buffers import BufferKeeper
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.torch_versions import without_saved_tensor_hooks
 from outpace.records.compiled import compiled_region
 from outpace.records.errors import BadInputError

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from outpace.nn.scratch import Scratch
-from outpace.nn.spread import is_spread
+from outpace.nn.dtensor import is_spread
+from outpace.nn.scratch_files import Scratch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Offload
 

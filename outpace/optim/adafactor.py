@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread, local, splits
+from outpace.nn.dtensor import is_spread, local, splits
 from outpace.optim.compiled_step import CompiledStep
 from outpace.optim.multi_tensor import group_parameters, step_counts
 from outpace.optim.per_parameter import step_each

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread
-from outpace.nn.uncompiled import leave_alone
+from outpace.nn.compiler_exclusion import leave_alone
+from outpace.nn.dtensor import is_spread
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.low_precision_adamw import LowPrecisionAdamW
 from outpace.optim.master import MasterWeights

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import as_spread, is_spread, local, splits
+from outpace.nn.dtensor import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
 from outpace.optim.compiled_step import CompiledStep
 from outpace.optim.low_precision_moments import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import as_spread, is_spread, local
+from outpace.nn.dtensor import as_spread, is_spread, local
 from outpace.optim.fused_master import FusedMasterAdamW, gradient_addresses
 from outpace.optim.rounding import Noise
 from outpace.optim.state_dtypes import KeepsDtypes

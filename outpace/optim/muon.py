@@ -26,7 +26,7 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
-from outpace.nn.spread import as_spread, local, part_like, whole
+from outpace.nn.dtensor import as_spread, local, part_like, whole
 from outpace.planner.memory.optimizer_bytes import MUON_BATCH_BYTES
 
 MOMENTUM = 0.95

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.scratch import Region, Scratch, prefetch, release
-from outpace.nn.spread import is_spread, local
+from outpace.nn.dtensor import is_spread, local
+from outpace.nn.scratch_files import Region, Scratch, prefetch, release
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 

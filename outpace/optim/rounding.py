@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from outpace.nn.dtensor import is_spread
 from outpace.nn.random_values import GAMMA, mix, wrap_64_bits
-from outpace.nn.spread import is_spread
 
 _LOST_BITS = 16  # bf16 keeps the upper 16 of fp32's 32 bits
 _KEPT = -(1 << _LOST_BITS)

@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outpace.nn.compiler_exclusion import leave_alone, skip_compile_query
 from outpace.nn.torch_versions import without_buffers
-from outpace.nn.uncompiled import leave_alone, skip_compile_query
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
 from outpace.parallel.peer_memory import GradientAveraging, peer_memory_group

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread
+from outpace.nn.dtensor import is_spread
 from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import local
 from outpace.records.plan import Plan

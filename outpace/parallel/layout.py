@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.nn.scratch import Scratch
-from outpace.nn.uncompiled import leave_to_python
+from outpace.nn.compiler_exclusion import leave_to_python
+from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import master_weights, masters_within
 from outpace.parallel.refusals import CommonPlace, refuse_between_steps

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outpace.nn.dtensor import is_spread
 from outpace.nn.model_options import find_blocks
 from outpace.nn.offload import require_place
-from outpace.nn.scratch import Region, Scratch, prefetch, release
-from outpace.nn.spread import is_spread
+from outpace.nn.scratch_files import Region, Scratch, prefetch, release
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.optim.build import Build, Groups
 from outpace.optim.offload import with_offloading

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
 from outpace.parallel.batches import cut, samples_in

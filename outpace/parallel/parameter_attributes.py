@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from outpace.nn.uncompiled import leave_to_python
+from outpace.nn.compiler_exclusion import leave_to_python
 from outpace.parallel.tensors import user_attributes
 
 

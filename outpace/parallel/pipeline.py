@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.profiler import record_function
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.parts import Part, take_part
+from outpace.nn.model_part import Part, take_part
 from outpace.nn.torch_versions import fill_missing_gradients
 from outpace.nn.transformer import Transformer
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks

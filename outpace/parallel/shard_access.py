@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread, whole
+from outpace.nn.dtensor import is_spread, whole
 from outpace.parallel.refusals import CommonPlace, refuse_between_steps
 from outpace.parallel.tensors import storage_id
 from outpace.records.errors import BadInputError, first_names

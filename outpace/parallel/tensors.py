@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.spread import is_spread, local, whole
+from outpace.nn.dtensor import is_spread, local, whole
 from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError, first_names
 

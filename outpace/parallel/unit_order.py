@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves
 
+from outpace.nn.compiler_exclusion import leave_to_python
 from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
-from outpace.nn.uncompiled import leave_to_python
 from outpace.parallel.gradient_use import GradientUse
 from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import BadInputError

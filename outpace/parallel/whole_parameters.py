@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.interop.custom_model import CustomObjective
-from outpace.nn.spread import is_spread
+from outpace.nn.dtensor import is_spread
 from outpace.records.errors import BadInputError
 
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -24,7 +24,7 @@ from outpace.planner.model.outline_flops import recomputed_flops, step_flops
 from outpace.planner.plan_columns import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.branch_and_bound import SearchResult
-from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.search.space import to_plan
 from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
 from outpace.planner.step_time.setup import set_up

@@ -9,10 +9,10 @@ from outpace.planner.hardware.device import dtype_of
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import Ints
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import ROOMY
+from outpace.planner.search.alternatives import find_alternatives
 from outpace.planner.search.branch_and_bound import SearchResult, fastest, kinds, search
-from outpace.planner.search.find_alternatives import find_alternatives
-from outpace.planner.search.simulate_finalists import order, simulate_pipelines
+from outpace.planner.search.finalists import order, simulate_pipelines
+from outpace.planner.search.plan_choice import ROOMY
 from outpace.planner.search.space import to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.records.estimate import Role

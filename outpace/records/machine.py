@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field, PositiveInt
 
 from outpace.records.base import Record, entry
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.records.topology import Topology
 
 

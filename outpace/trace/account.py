@@ -14,8 +14,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.trace.allocation_tracer import AllocationTracer
-from outpace.trace.device import Rules
-from outpace.trace.extend import (
+from outpace.trace.depth_extrapolation import (
     AllocationCourse,
     IrregularError,
     Strip,
@@ -24,6 +23,7 @@ from outpace.trace.extend import (
     extend,
     strip_of,
 )
+from outpace.trace.device import Rules
 from outpace.trace.fake import fake_tensors
 from outpace.trace.offloading import OffloadScratch, offload_to_disk, separate_host_memory
 from outpace.trace.reserve import events_of, peak_reserved_bytes

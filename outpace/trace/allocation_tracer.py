@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from outpace.records.memory import Kind, Part
 from outpace.trace.device import Rules
-from outpace.trace.inside import FLOPS, TemporaryBytes
+from outpace.trace.operator_workspace import FLOPS, TemporaryBytes
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)

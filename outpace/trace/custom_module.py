@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
-from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
-from outpace.nn.scratch import Scratch
+from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, lower_weights, make_mixed
+from outpace.nn.scratch_files import Scratch
 from outpace.parallel import Layout, LayoutRequest, StepHooks
 from outpace.parallel.custom.pipeline import CustomPipeline
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics

@@ -2,7 +2,7 @@
 
 import gc
 
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.layout import Batch
 from outpace.records.memory import MemoryAccount
@@ -10,8 +10,8 @@ from outpace.records.ranks import Ranks
 from outpace.trace.account import summarise_strips
 from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.allocations import Allocations
+from outpace.trace.depth_extrapolation import strip_of
 from outpace.trace.device import Rules
-from outpace.trace.extend import strip_of
 from outpace.trace.resident import resident_growth
 from outpace.trace.steps import Trainable, run_steps
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from outpace.nn.scratch import Region, Scratch
+from outpace.nn.scratch_files import Region, Scratch
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.optim import offload
 from outpace.parallel import Layout

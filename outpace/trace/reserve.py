@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from outpace.records.memory import KINDS
-from outpace.trace.extend import AllocationCourse, IrregularError
+from outpace.trace.depth_extrapolation import AllocationCourse, IrregularError
 
 _MIB = 2**20
 Events = Iterable[tuple[int, int]]  # (storage number, bytes; negative when freed)

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import MixedPrecision, keeps_casts, make_mixed
+from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, make_mixed
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.transformer import Transformer, hold_masks
 from outpace.optim.build import begin_step, make_optimizer
 from outpace.parallel import Layout, LayoutRequest, StepHooks

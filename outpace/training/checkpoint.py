@@ -35,7 +35,7 @@ from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
 from outpace.training.checkpoint_metadata import METADATA_FILE, first_reason, release_frames
-from outpace.training.past_cache import blocks
+from outpace.training.direct_io import blocks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.spread import has_spread
+from outpace.nn.dtensor import has_spread
 from outpace.planner.communication.volume import Tally
 
 # Operator-name prefixes by kind of collective; the longest match counts.

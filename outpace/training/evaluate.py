@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from outpace.nn.compilation import without_compilation
 from outpace.nn.evaluation_mode import evaluation_mode
-from outpace.nn.mixed import MixedPrecision
+from outpace.nn.mixed_precision import MixedPrecision
 from outpace.parallel import Layout, StepHooks
 from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation

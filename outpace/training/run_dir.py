@@ -12,7 +12,7 @@ from typing import TypeVar
 from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
 from outpace.records.checksums import CHECKSUMS_FILE, added_names, folder_damage
 from outpace.records.errors import BadInputError
-from outpace.records.lines import encode_line
+from outpace.records.line_checksums import encode_line
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import Failure, RunRecord
 from outpace.training.callbacks import Callback

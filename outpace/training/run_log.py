@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from outpace.records.base import put_aside, write_atomic
 from outpace.records.errors import BadInputError
-from outpace.records.lines import ChangedLineError, strip_checksum
+from outpace.records.line_checksums import ChangedLineError, strip_checksum
 from outpace.records.measurement import Evaluation, StepRecord
 
 Entry = TypeVar("Entry", StepRecord, Evaluation)

@@ -43,7 +43,7 @@ from outpace.optim.build import fill_state
 from outpace.optim.master import master_weights
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint_metadata import first_reason
-from outpace.training.past_cache import DirectWriter
+from outpace.training.direct_io import DirectWriter
 from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
 # Errors in saving and loading: DCP wraps ranks' errors in a BaseException.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.nn.mixed import MixedPrecision, casts_kept
+from outpace.nn.mixed_precision import MixedPrecision, casts_kept
 from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, StepHooks

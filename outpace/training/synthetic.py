@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import keeps_casts, lower_weights, make_mixed
+from outpace.nn.mixed_precision import keeps_casts, lower_weights, make_mixed
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.transformer import drawn_transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import LayoutRequest, apply

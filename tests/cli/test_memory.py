@@ -204,7 +204,7 @@ def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_p
 def test_the_command_that_plans_keeps_the_precision_and_the_optimizer():
     from outpace.cli import memory
     from outpace.jobs.memory.query import question
-    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.model_outline import find_outline
 
     def command(*chosen):
         words = ["--model=gpt2", "--machine=rtx-4090", "--seq-len=128", *chosen]

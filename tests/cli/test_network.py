@@ -15,7 +15,7 @@ from outpace.probing.collectives.advice import network_advice
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan, PlanFile
-from outpace.records.probed import LinkFit, ProbeRecord
+from outpace.records.probe_results import LinkFit, ProbeRecord
 from outpace.records.units import show_count
 
 BLOOM = ("network", "--model=bloom-176b", "--machine=hgx-a100", "--nodes=48",

@@ -10,14 +10,14 @@ import tomllib
 import pytest
 
 from outpace.catalog.models import PRESETS
-from outpace.cli.emitted import FORMATS
+from outpace.cli.export_formats import FORMATS
 from outpace.cli.main import main
-from outpace.interop.write import write_config
+from outpace.interop.model_writer import write_config
 from outpace.records.estimate import Plans
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan, PlanFile
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.reporting.terminal.console import Console
 from outpace.reporting.terminal.plan import plans_text
 

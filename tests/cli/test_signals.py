@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.data.helpers import Encoders
+from outpace.data.parallel_encoding import Encoders
 from outpace.data.tokenizer_training import train_tokenizer
 
 LIMIT_S = 40

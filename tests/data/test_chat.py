@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outpace.data.chat import DEFAULT_TEMPLATE, ChatFormat, encode_all, messages_of
 from outpace.data.conversations import conversation_of
-from outpace.data.padded import IGNORED
+from outpace.data.padded_batches import IGNORED
 from outpace.data.row import Row
 from outpace.data.rows import read_tables
 from outpace.data.tokenizer_files import load_tokenizer

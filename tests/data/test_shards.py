@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from outpace.data import helpers, shards
-from outpace.data.helpers import Encoders
+from outpace.data import parallel_encoding, shards
+from outpace.data.parallel_encoding import Encoders
 from outpace.data.shards import ensure_entry, entry_path
 from outpace.data.sources import open_source
 from outpace.data.tokenizer import Tokenizer
@@ -203,7 +203,9 @@ def test_a_helper_that_dies_is_done_without(tokenizer, library_texts):
 def test_helpers_change_nothing_in_the_shards(lines, tokenizer, tmp_path, monkeypatch):
     indices = []
     for alone, processes in ((1 << 30, 1), (0, 3)):
-        monkeypatch.setattr(shards, "Encoders", lambda t, n, a=alone: helpers.Encoders(t, n, a))
+        monkeypatch.setattr(
+            shards, "Encoders", lambda t, n, a=alone: parallel_encoding.Encoders(t, n, a)
+        )
         monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 10_000)
         source = open_source(str(lines[0]))
         entry = entry_path(tmp_path / str(alone), "x", tokenizer, 0.1, "text")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from outpace.data import words
+from outpace.data import word_cache
 from outpace.data.tokenizer import END_OF_TEXT, Tokenizer
 from outpace.data.tokenizer_files import load_tokenizer
 from outpace.data.tokenizer_training import train_tokenizer
@@ -42,7 +42,7 @@ def test_many_texts_have_the_ids_of_each(tokenizer, texts):
     assert [ids.tolist() for ids in found] == [tokenizer.encode(text) for text in texts]
 
 
-@pytest.mark.parametrize("pattern", words.PATTERNS)
+@pytest.mark.parametrize("pattern", word_cache.PATTERNS)
 def test_remembered_words_are_the_tokenizers_own(library_texts, pattern):
     """With the pre-tokenizers of GPT-2, Qwen 2 and Llama 3, before and after words are known."""
     trained = train_tokenizer(library_texts[:2], 500).inner
@@ -50,28 +50,30 @@ def test_remembered_words_are_the_tokenizers_own(library_texts, pattern):
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    remembered = words.words_of(trained)
+    remembered = word_cache.words_of(trained)
     assert remembered is not None
     for texts in (TEXTS, library_texts, TEXTS):
         expected = [trained.encode(text, add_special_tokens=False).ids for text in texts]
         assert [ids.tolist() for ids in remembered.encode_batch(texts)] == expected
 
 
-@pytest.mark.parametrize("pattern", words.PATTERNS)
+@pytest.mark.parametrize("pattern", word_cache.PATTERNS)
 def test_both_engines_agree_on_every_settled_character(pattern):
     own = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     sure = [
-        c for c in map(chr, range(0x10000)) if not words._load_unicode_classes().unsure.match(c)
+        c
+        for c in map(chr, range(0x10000))
+        if not word_cache._load_unicode_classes().unsure.match(c)
     ]
     assert 45_000 < len(sure) < 60_000
     for begin in range(0, len(sure), 500):
         text = "".join(f"a{c}1 {c}{c}.  {c}x'{c}\n" for c in sure[begin : begin + 500])
-        assert words._wide(pattern).findall(text) == [w for w, _ in own.pre_tokenize_str(text)]
+        assert word_cache._wide(pattern).findall(text) == [w for w, _ in own.pre_tokenize_str(text)]
 
 
 def test_words_are_forgotten_when_there_are_too_many(tokenizer, monkeypatch):
-    monkeypatch.setattr(words, "_MOST_WORDS", 20)
-    remembered = words.words_of(tokenizer.inner)
+    monkeypatch.setattr(word_cache, "_MOST_WORDS", 20)
+    remembered = word_cache.words_of(tokenizer.inner)
     texts = [" ".join(f"w{i}x{j}" for j in range(8)) for i in range(50)]
     for text in texts:
         assert remembered.encode_batch([text])[0].tolist() == tokenizer.encode(text)
@@ -82,7 +84,7 @@ def test_tokenizers_with_other_rules_are_left_to_themselves(tokenizer):
     for pre in (pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Metaspace()):
         inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         inner.pre_tokenizer = pre
-        assert words.words_of(inner) is None
+        assert word_cache.words_of(inner) is None
         other = Tokenizer(inner)
         assert not other.cuts_texts and tokenizer.cuts_texts
         found = other.encode_batch(["one two\nthree"])[0]

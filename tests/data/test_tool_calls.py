@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.data.chat import ChatFormat, encode_all
-from outpace.data.padded import IGNORED
+from outpace.data.padded_batches import IGNORED
 from outpace.data.row import Row
 from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError

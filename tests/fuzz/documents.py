@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from trees import Link, Tree, toml
 
-from outpace.data.words import PATTERNS
+from outpace.data.word_cache import PATTERNS
 from outpace.records.base import Record
 from outpace.records.machine import Device, Machine
 from outpace.records.plan import Plan
@@ -363,7 +363,7 @@ def _figure(kind: str, what: str, value: float, unit: str = "s", **of: Any) -> A
 @cache
 def probed_machine() -> Machine:
     """As `outpace probe` writes it, with a few figures of each kind that planning reads."""
-    from outpace.records.probed import Advice, LinkFit, ProbeRecord
+    from outpace.records.probe_results import Advice, LinkFit, ProbeRecord
 
     of = {"axis": "all", "backend": "gloo", "device": "cpu", "ranks": 2}
     sides = [dict.fromkeys("mnk", 2**power) for power in (6, 8, 10)]

@@ -169,7 +169,7 @@ def _model(folder: Path) -> None:
 
 
 def _outline(folder: Path) -> None:
-    from outpace.jobs.planning.find_outline import find_outline
+    from outpace.jobs.planning.model_outline import find_outline
 
     find_outline(str(folder))
 
@@ -277,7 +277,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("tokens", documents.token_files, _tokens, {
             "outpace.data.stream": ("_llmc_stream", "megatron_stream"),
             "outpace.data.sources": ("_of_file", "_source_of"),
-            "outpace.data.reading": ("state_of",)}),
+            "outpace.data.file_reader": ("state_of",)}),
         Reader("cache", results.caches, _cache, {
             "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),
@@ -320,7 +320,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                        "Tokenizer._find_roles", "_templates"),
             "outpace.data.tokenizer_files": ("load_tokenizer", "_load", "_config_of",
                                              "_byte_pairs", "_word_pieces"),
-            "outpace.data.words": ("words_of", "_pattern_of")}),
+            "outpace.data.word_cache": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
             "outpace.cli.report": ("_read_subject", "_record", "_document")}),
         Reader("run", results.runs, _report, {

@@ -10,8 +10,8 @@ import torch
 
 from outpace.catalog.models import preset
 from outpace.data.tokenizer_training import train_tokenizer
+from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.custom_model import build_custom_model, write_custom_model
-from outpace.interop.folder import whole_folder
 from outpace.interop.huggingface import write_model
 from outpace.interop.models import open_model, read_spec
 from outpace.nn.transformer import Transformer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outpace.data.padded import RaggedSamples, concatenate_samples
+from outpace.data.padded_batches import RaggedSamples, concatenate_samples
 from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model

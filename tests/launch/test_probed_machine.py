@@ -10,7 +10,7 @@ from outpace.jobs.probe.request import ProbeRequest
 from outpace.probing.hardware.nvidia_smi import parse
 from outpace.probing.timing.section import ProbeSection
 from outpace.records.machine import Device, Machine
-from outpace.records.probed import Steadiness
+from outpace.records.probe_results import Steadiness
 from outpace.records.settings import TrainSettings
 from outpace.records.topology import nvlinks
 

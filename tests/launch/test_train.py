@@ -23,7 +23,7 @@ from outpace.records.run import Failure
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
 from outpace.training.checkpoint import MARKER
-from outpace.training.past_cache import DirectWriter
+from outpace.training.direct_io import DirectWriter
 
 TINY = {
     "model": "outpace-tiny",

@@ -7,7 +7,7 @@ from torch import nn
 from outpace.nn.compilation import compile_forwards, is_compiled, without_compilation
 from outpace.nn.model_options import apply_options
 from outpace.nn.offload import DiskStore, offload_activations
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 

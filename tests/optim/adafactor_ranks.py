@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.nn.spread import whole
+from outpace.nn.dtensor import whole
 from outpace.optim.adafactor import Adafactor
 
 # One that is not spread evenly, and one of which a rank has nothing.

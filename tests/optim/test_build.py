@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn.mixed import weights_dtype
+from outpace.nn.mixed_precision import weights_dtype
 from outpace.nn.transformer import Transformer
 from outpace.optim import build
 from outpace.optim.adafactor import Adafactor

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.optim import offload
 from outpace.optim.build import make_optimizer
 from outpace.optim.offload import with_offloading

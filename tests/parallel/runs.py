@@ -10,9 +10,9 @@ from forked import world
 
 from outpace.experiment.parity import Trial
 from outpace.jobs.ranks.process_groups import Groups
-from outpace.nn.mixed import lower_weights, make_mixed
+from outpace.nn.mixed_precision import lower_weights, make_mixed
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.optim.master import master_weights
 from outpace.parallel import Layout, LayoutRequest, apply

@@ -19,7 +19,7 @@ from outpace.experiment.parity import Trial, _checkpoint_parts, _state, referenc
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed_precision import make_mixed
 from outpace.parallel import Layout, LayoutRequest, StepHooks, apply
 from outpace.records.plan import Plan
 from outpace.training.checkpoint import Checkpointer, Progress

@@ -8,7 +8,7 @@ import torch
 
 import outpace
 from outpace.launch.forked_job import run_forked
-from outpace.nn.spread import whole
+from outpace.nn.dtensor import whole
 from tests.parallel.user_loops import (
     LOOPS,
     Stack,

@@ -18,8 +18,8 @@ from outpace.planner.model.adapters import AdapterSettings
 from outpace.planner.model.outline_flops import forward_flops, step_flops
 from outpace.planner.plan import plans, throughput
 from outpace.planner.plan_estimate import estimate_plan
-from outpace.planner.search.alternatives import CROWDED, LEAN, ROOMY
-from outpace.planner.search.find_alternatives import add_plans
+from outpace.planner.search.alternatives import add_plans
+from outpace.planner.search.plan_choice import CROWDED, LEAN, ROOMY
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings

@@ -11,7 +11,7 @@ from outpace.jobs.probe.collectives import probe_collectives
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.probing.timing.interleave import run_turns
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 CPU = torch.device("cpu")
 BUDGET_S = 14.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 RANKS = Path(__file__).with_name("shaped_link_ranks.py")
 

@@ -7,7 +7,7 @@ import pytest
 import outpace
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES
-from outpace.cli.emitted import FORMATS
+from outpace.cli.export_formats import FORMATS
 from outpace.cli.main import main
 from outpace.records import aliases
 from outpace.records.errors import BadInputError, suggest

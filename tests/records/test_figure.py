@@ -10,7 +10,7 @@ from outpace.cli.main import main
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key, Unit
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 
 def figure(value: float, unit: Unit = "FLOP/s") -> dict[str, object]:

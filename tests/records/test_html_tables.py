@@ -5,7 +5,7 @@ import re
 from outpace.records.figure import Figure, Key
 from outpace.records.measurement import Measurement, TimeParts
 from outpace.records.plan import Plan
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 
 def measurement(**changes):

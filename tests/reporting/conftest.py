@@ -12,7 +12,7 @@ from outpace.records.certificate import Certificate
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
-from outpace.records.probed import Advice, LinkFit, ProbeRecord
+from outpace.records.probe_results import Advice, LinkFit, ProbeRecord
 from outpace.records.tuning import PlanTrial, Tuning
 
 ROOT = Path(__file__).parents[2]

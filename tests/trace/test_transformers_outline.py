@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outpace.interop.outline import needs_trace, outline_from_config, read_outline_and_spec
 from outpace.interop.transformers_build import build_on_meta
-from outpace.jobs.planning.find_outline import find_outline
+from outpace.jobs.planning.model_outline import find_outline
 from outpace.planner.model.flops import keys_reached
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves
 
 from outpace.records.errors import BadInputError
-from outpace.training import past_cache, states
+from outpace.training import direct_io, states
 from outpace.training.checkpoint import (
     MARKER,
     UNFINISHED,
@@ -79,14 +79,14 @@ def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, gro
 def held(monkeypatch):
     """A disk that takes nothing until the event is set; and one that is set when it is asked."""
     go, asked = threading.Event(), threading.Event()
-    take = past_cache.DirectWriter.write
+    take = direct_io.DirectWriter.write
 
     def write(self, data):
         asked.set()
         assert go.wait(30)
         return take(self, data)
 
-    monkeypatch.setattr(past_cache.DirectWriter, "write", write)
+    monkeypatch.setattr(direct_io.DirectWriter, "write", write)
     yield go, asked
     go.set()
 
@@ -247,7 +247,7 @@ def test_a_save_that_fails_hinders_nobody(tmp_path, group, monkeypatch):
     saver, whole, trouble = make(tmp_path, group, lends=True)
     model, optimizer = trained()
     with monkeypatch.context() as patched:
-        patched.setattr(past_cache.DirectWriter, "write", fail)
+        patched.setattr(direct_io.DirectWriter, "write", fail)
         saver.save(model, optimizer, progress(3))
         assert asked.wait(30)
         saver.before_change()

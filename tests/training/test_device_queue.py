@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import lower_weights, make_mixed
+from outpace.nn.mixed_precision import lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import LayoutRequest, apply

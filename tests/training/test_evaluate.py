@@ -6,7 +6,7 @@ from torch import nn
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.evaluation_mode import evaluation_mode
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed_precision import make_mixed
 from outpace.parallel import Layout
 from outpace.records.errors import BadInputError
 from outpace.training.evaluate import evaluate

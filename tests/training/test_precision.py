@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn.mixed import fp32_matmuls, make_mixed
+from outpace.nn.mixed_precision import fp32_matmuls, make_mixed
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine

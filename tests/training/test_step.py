@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed_precision import make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import LayoutRequest, apply

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.custom_model.build import build_custom_model
 from outpace.interop.custom_model.model import CustomModel
-from outpace.interop.folder import whole_folder
 from outpace.interop.user_file import load_function, require_named
 from outpace.interop.weights import SINGLE, require_numbers
 from outpace.nn.extra_state import is_extra_state, pack, unpack

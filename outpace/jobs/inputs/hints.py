@@ -9,7 +9,7 @@ from outpace.data.sources import open_source
 from outpace.data.tokenizer import Tokenizer
 from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.config import read_config
-from outpace.interop.config_out import exported_type
+from outpace.interop.config_writer import exported_type
 from outpace.interop.models import OpenedModel
 from outpace.interop.tokenizer_class import export_difference, source_difference
 from outpace.nn.transformer import INIT_STD

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from outpace.data.corpus import Corpus, prepare
-from outpace.data.padded import PaddedDataset
+from outpace.data.padded_batches import PaddedDataset
 from outpace.data.samples import PREDICTED, TokenDataset
 from outpace.data.seeding import seed_generators
 from outpace.data.tokenizer import Tokenizer
@@ -31,9 +31,9 @@ from outpace.jobs.inputs.tasks import TaskModel, held_out_part, load_task_inputs
 from outpace.jobs.inputs.tokenizers import tokenizer_for
 from outpace.nn.nf4 import require_nf4
 from outpace.probing.hardware.machine import usable_cores
+from outpace.records.cache_folders import cache_folder
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify

@@ -14,7 +14,7 @@ from outpace.jobs.inputs.inputs import TrainingInputs, starts_pretrained
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import weights_dtype
+from outpace.nn.mixed_precision import weights_dtype
 from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
 from outpace.parallel.deferred_init import fills_later
 from outpace.planner.model.shapes import parameter_shapes

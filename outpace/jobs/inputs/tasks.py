@@ -13,9 +13,14 @@ import xxhash
 
 from outpace.data import classify
 from outpace.data.chat import LEARNED_DATE, ChatFormat, Conversations, encode_all, messages_of
-from outpace.data.encoded import load_or_encode
-from outpace.data.misread import unknown_hints
-from outpace.data.padded import MULTIPLE, PaddedDataset, RaggedSamples, round_up, shape_multiple
+from outpace.data.misread_tokens import unknown_hints
+from outpace.data.padded_batches import (
+    MULTIPLE,
+    PaddedDataset,
+    RaggedSamples,
+    round_up,
+    shape_multiple,
+)
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row import Row
 from outpace.data.rows import (
@@ -28,6 +33,7 @@ from outpace.data.rows import (
     splits_of,
     unread_file_hints,
 )
+from outpace.data.sample_cache import load_or_encode
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import known_labels, require_exportable, unsupported_task
 from outpace.interop.models import OpenedModel

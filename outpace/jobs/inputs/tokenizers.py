@@ -13,7 +13,7 @@ from outpace.data.entry_lock import entry_lock
 from outpace.data.tokenizer import Tokenizer
 from outpace.data.tokenizer_files import load_tokenizer
 from outpace.data.tokenizer_training import train_tokenizer
-from outpace.interop.config_out import exported_type
+from outpace.interop.config_writer import exported_type
 from outpace.interop.models import OpenedModel
 from outpace.interop.tokenizer_class import cut_as_qwen2, has_class_by_family
 from outpace.records.checksums import write_checksums

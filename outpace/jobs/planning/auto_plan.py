@@ -17,8 +17,8 @@ from outpace.jobs.defaults import (
 from outpace.jobs.inputs.tasks import NOT_CLASSIFY
 from outpace.jobs.machine_file import find_probe, has_probe_file, used_machine
 from outpace.jobs.memory.traced_plan import fullest
-from outpace.jobs.planning.find_outline import find_outline
 from outpace.jobs.planning.given_settings import KEPT
+from outpace.jobs.planning.model_outline import find_outline
 from outpace.jobs.planning.request import check_adapters, default_vary
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.adapters import ADAPTER_NAMES

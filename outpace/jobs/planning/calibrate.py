@@ -7,7 +7,8 @@ from typing import Any
 
 from outpace.catalog.node_names import find_node
 from outpace.interop.training_logs import read_log
-from outpace.jobs.planning.check_logged_runs import (
+from outpace.jobs.planning.given_settings import split_settings
+from outpace.jobs.planning.logged_run_checks import (
     Answers,
     check_clock,
     check_contradictions,
@@ -16,7 +17,6 @@ from outpace.jobs.planning.check_logged_runs import (
     check_possible,
     list_assumed,
 )
-from outpace.jobs.planning.given_settings import split_settings
 from outpace.jobs.planning.request import PlanQuestion, check_network, job
 from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.memory.peak import library_bytes

@@ -12,8 +12,8 @@ from outpace.catalog.node_names import find_node
 from outpace.catalog.nodes import NODES
 from outpace.jobs.machine_file import PROBE_FILE, find_probe
 from outpace.jobs.planning.export_format import assign_trainer, restrict_search
-from outpace.jobs.planning.find_outline import find_outline
 from outpace.jobs.planning.given_settings import parse_value, read_keep
+from outpace.jobs.planning.model_outline import find_outline
 from outpace.planner.calibration.cluster import (
     Cluster,
     network_share,

@@ -49,7 +49,7 @@ from outpace.probing.utilisation.gpu_throttling import (
 from outpace.records.figure import Figure, Key
 from outpace.records.interpreter import PYTHON
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord, ProgressDisplay, SectionName, Steadiness
+from outpace.records.probe_results import ProbeRecord, ProgressDisplay, SectionName, Steadiness
 from outpace.records.ranks import Ranks
 from outpace.training.threads import set_threads
 

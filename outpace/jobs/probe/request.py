@@ -14,7 +14,7 @@ from outpace.jobs.defaults import resolve_seq_len
 from outpace.probing.loader.dataset import LoaderData
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.probed import SectionName
+from outpace.records.probe_results import SectionName
 from outpace.records.settings import TrainSettings
 
 # Seconds per section, quick and full: all sections together take at most 60 s and 10 minutes.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from outpace.data.loader import Loader
-from outpace.data.padded import PaddedDataset
+from outpace.data.padded_batches import PaddedDataset
 from outpace.data.workers import worker_troubles
 from outpace.jobs.defaults import peak_flops_per_s
 from outpace.jobs.inputs.model import build_objective, weights_of
@@ -39,8 +39,8 @@ from outpace.jobs.train.utilisation import Recording
 from outpace.nn.compilation import compile_time_s
 from outpace.nn.kernels import without_faulty_kernels
 from outpace.nn.lora import parameter_counts
-from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
-from outpace.nn.scratch import Scratch
+from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, lower_weights, make_mixed
+from outpace.nn.scratch_files import Scratch
 from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout

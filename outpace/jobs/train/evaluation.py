@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from outpace.data.loader import Loader
-from outpace.data.padded import PaddedDataset
+from outpace.data.padded_batches import PaddedDataset
 from outpace.data.samples import TokenDataset
 from outpace.jobs.defaults import DEFAULT_EVAL_SAMPLES
 from outpace.jobs.train.context import Job
-from outpace.nn.mixed import MixedPrecision
+from outpace.nn.mixed_precision import MixedPrecision
 from outpace.parallel import Layout
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.records.measurement import Evaluation

@@ -8,7 +8,7 @@ from torch import nn
 
 from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
-from outpace.data.padded import PaddedDataset
+from outpace.data.padded_batches import PaddedDataset
 from outpace.data.tokenizer import Tokenizer
 from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.classifier import write_classifier

@@ -46,16 +46,16 @@ from outpace.jobs.train.sample_check import check_samples
 from outpace.launch.exit_deadline import ExitDeadline
 from outpace.nn.compilation import compiler_cache, find_disabling_variable
 from outpace.nn.fp8 import require_fp8
-from outpace.nn.mixed import fp32_matmuls
+from outpace.nn.mixed_precision import fp32_matmuls
 from outpace.nn.torch_versions import VERSION
 from outpace.parallel import why_not
 from outpace.parallel.offload import require
 from outpace.probing.hardware.machine import identify, usable_cores
+from outpace.records.cache_folders import cache_folder
 from outpace.records.errors import BadInputError
 from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
-from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings

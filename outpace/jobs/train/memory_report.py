@@ -20,8 +20,8 @@ from outpace.records.errors import BadInputError
 from outpace.records.memory import MemoryAccount, MemoryUse
 from outpace.trace.account import summarise_strips
 from outpace.trace.allocation_tracer import AllocationTracer
+from outpace.trace.depth_extrapolation import strip_of
 from outpace.trace.device import Rules
-from outpace.trace.extend import strip_of
 from outpace.trace.resident import resident_growth
 from outpace.trace.steps import states
 from outpace.training.callbacks import notify

@@ -11,7 +11,7 @@ from outpace.jobs.defaults import takes_cuda_graphs
 from outpace.jobs.train.context import Job
 from outpace.nn.extra_state import require_plain
 from outpace.nn.model_options import apply_options
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
 from outpace.parallel.parity.first_batch import FirstBatch

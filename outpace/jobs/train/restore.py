@@ -9,7 +9,7 @@ from torch import nn
 
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.run_record import changed_settings
-from outpace.nn.mixed import MixedPrecision
+from outpace.nn.mixed_precision import MixedPrecision
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 from outpace.training.callbacks import notify

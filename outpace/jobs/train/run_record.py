@@ -12,7 +12,7 @@ import torch
 
 from outpace.data.file_kinds import form_of
 from outpace.data.samples import TokenDataset
-from outpace.interop.trainer_logs import read_trainer_rate
+from outpace.interop.transformers_trainer_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.jobs.defaults import note_passes

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
+from outpace.nn.compiler_exclusion import has_compiled_parts, run_eagerly
 from outpace.nn.extra_state import is_extra_state
-from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.optim.build import Build
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit

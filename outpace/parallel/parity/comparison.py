@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.nn.spread import local, split_rows
+from outpace.nn.dtensor import local, split_rows
 from outpace.parallel.deferred_init import part_of
 from outpace.records.errors import first_names
 from outpace.records.pipelines import Schedule

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.nn.compiler_exclusion import has_compiled_parts, run_eagerly
+from outpace.nn.dtensor import is_spread
 from outpace.nn.fingerprint import fingerprint
-from outpace.nn.spread import is_spread
-from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.layout import Batch, Layout, StepHooks

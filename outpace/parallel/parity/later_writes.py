@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outpace.nn.compiler_exclusion import has_compiled_parts
+from outpace.nn.dtensor import is_spread, local
 from outpace.nn.fingerprint import fingerprint
-from outpace.nn.spread import is_spread, local
 from outpace.nn.torch_versions import fsdp_param_groups
-from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.moved_parameters import (

@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.spread import is_spread, local
+from outpace.nn.dtensor import is_spread, local
 from outpace.parallel.parity.user_collectives import is_collective
 from outpace.parallel.tensors import has_memory
 from outpace.records.errors import BadInputError, first_names

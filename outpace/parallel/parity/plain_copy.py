@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
+from outpace.nn.dtensor import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import all_parameters, concatenate, parameter_like, spread
 from outpace.records.errors import first_names

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.nn.dtensor import is_spread
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.model_options import apply_checkpointing
-from outpace.nn.spread import is_spread
 from outpace.parallel.batches import (
     copy_batch,
     cut,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from outpace.nn.spread import is_spread, local
+from outpace.nn.dtensor import is_spread, local
 from outpace.parallel.layout import Batch, Layout
 from outpace.parallel.parity.build_difference import BuildDifference
 from outpace.parallel.parity.comparison import Projection, Taker, square

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
+from outpace.nn.compiler_exclusion import has_compiled_parts, run_eagerly
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.cut_difference import compare_accumulated
 from outpace.parallel.parity.kept_state import find_kept_state

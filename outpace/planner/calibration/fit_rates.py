@@ -16,7 +16,7 @@ import numpy as np
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.plan_columns import Floats, PlanBatch, of_plans
-from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline

@@ -13,7 +13,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
 _EVEN = 8  # 16-bit numbers in 16 bytes, of which rows should be multiples

@@ -11,10 +11,10 @@ from outpace.planner.explain.reasons import compare_with_fastest
 from outpace.planner.explain.titles import title
 from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import ROOMIER, PlanChoice, quickest
+from outpace.planner.search.alternatives import add_plans
 from outpace.planner.search.branch_and_bound import SearchResult
-from outpace.planner.search.find_alternatives import add_plans
-from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.finalists import simulate_pipelines
+from outpace.planner.search.plan_choice import ROOMIER, PlanChoice, quickest
 from outpace.planner.search.space import memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.records.units import show_seconds

@@ -9,9 +9,9 @@ from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import masked_flops, step_flops
 from outpace.planner.plan_columns import Floats
 from outpace.planner.search.branch_and_bound import search
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.search.known_bytes import Needs
 from outpace.planner.search.search_request import SearchRequest
-from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan

@@ -11,10 +11,10 @@ from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_columns import MODES, PlanBatch
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import CROWDED, EQUAL, LEAN, ROOMY, count_effort
 from outpace.planner.search.axis_sizes import allowed_sizes, refused_size
 from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family
 from outpace.planner.search.nearest_batch import nearest_batches
+from outpace.planner.search.plan_choice import CROWDED, EQUAL, LEAN, ROOMY, count_effort
 from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.search.space import expand, has_plans, layouts, memory_options, to_plan
 from outpace.records.errors import join_and, join_or

@@ -26,7 +26,7 @@ from outpace.records.machine import Device, Machine
 from outpace.records.network import Network
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 
 # Precisions, the simplest to train with first. Of those that are about equally fast, the first is
 # used.

@@ -1,208 +1,140 @@
-"""Choice among plans that are about as fast: the simplest with free memory, and the leanest.
+"""Alternatives to the fastest plan: the simplest and the leanest that are about as fast."""
 
-The estimates of two plans on one machine share most of their error, but each may have an additional
-error of 2 %. If plans differ by less, the plan that an expert would run comes first: without an
-unnecessary axis or schedule, and with free memory. A plan that offloads more than another, or that
-fills a device's memory, must be more than 10 % faster. Offloading puts load on a host that all
-devices of a node share, and no published step uses it. The median error of estimated memory is 2 to
-5 %, but it is larger in some cases: a quarter or more of the plans that are estimated to need more
-than `CROWDED` of a device's memory do not run. So a plan that leaves memory free is preferred even
-if it takes more than 10 % longer.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 
-from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
-from outpace.planner.search.plan_masks import untrained_mask
-from outpace.planner.search.search_request import OFFLOADED, PlanFilter
-from outpace.planner.search.space import Options, expand_timed
-
-EQUAL = 1.02  # times the fastest step: up to this, the fastest plan is not preferred
-LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
-ROOMIER = 2.0  # times the fastest step: limit if no faster plan leaves memory free
-ROOMY = 0.9  # of a device's memory: above this, fragmentation or longer samples may exceed it
-# Of a device's memory. With a normal error whose median is 3 %, one in four plans estimated to need
-# this much exceeds the memory, and one in two of those estimated to need all of it.
-CROWDED = 0.97
-# Limit, in fastest steps, for a plan that leaves memory free if all faster ones fill it.
-WIDE = 4 / 3
-_ENOUGH = 0.5  # of a device's memory: using even less is no advantage
-_TIGHT = 2  # added cost of a plan that uses more than ROOMY
-# Costs of offloading. They exceed those of tensor and pipeline parallelism and of little free
-# memory, since a step then also waits for the host's memory, links and other programs.
-_OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
-_LAYOUTS = 2048  # expanded together; with fewer, calls take most of the time
-_FEW_LAYOUTS = 512
-_PIECE = 256  # number of plans whose memory is estimated first; each later piece is twice as large
-
-Estimates = Callable[[PlanBatch], Floats]
-_Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan
+from outpace.planner.plan_columns import PlanBatch, join_batches
+from outpace.planner.search.branch_and_bound import SearchResult, step_seconds
+from outpace.planner.search.known_bytes import Needs, remember
+from outpace.planner.search.plan_choice import (
+    CROWDED,
+    EQUAL,
+    LEAN,
+    ROOMIER,
+    ROOMY,
+    WIDE,
+    PlanChoice,
+    is_worth_room,
+    leanest,
+    quickest,
+    simplest,
+    with_offloads,
+)
+from outpace.planner.search.search_request import OFFLOADED, SearchRequest
+from outpace.planner.search.space import memory_options
+from outpace.planner.step_time.estimate import StepTimes, estimate
+from outpace.planner.step_time.setup import StepTimeQuestion
 
 
-@dataclass(frozen=True)
-class PlanChoice:
-    """Plans to choose among, with their costs.
+def find_alternatives(
+    question: StepTimeQuestion,
+    wanted: SearchRequest,
+    found: SearchResult,
+    needs: Needs,
+    floors: Needs,
+    memory_bytes: float,
+) -> SearchResult:
+    """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
-    `plain` are layouts without options, and `chosen` the options to combine with each of them. A
-    plan takes `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower
-    bounds of `needs` that are faster to compute. `accepts`: as in `SearchRequest`.
+    The simplest is chosen from the first group with a plan that takes at most `LEAN` times as long
+    as the fastest of all: plans that offload nothing and leave memory free; those that offload
+    nothing and do not crowd memory; all that offload nothing (then, plans that leave memory free
+    and take at most `WIDE` times as long are preferred); the same with one thing offloaded, then
+    with two. It is about as fast as the fastest of its group, and within the same limit. The
+    fastest of all replaces it if the fastest offloads no more, does not crowd memory, and is simple
+    enough to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the
+    leanest offloads nothing. If all plans that are about as fast fill a device's memory, the
+    leanest is the fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors`
+    are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are
+    those of the search.
     """
+    if found.layouts is None or not len(found.ranked):
+        return found
 
-    plain: PlanBatch
-    chosen: Sequence[Options]
-    seconds: Estimates
-    needs: Estimates
-    floors: Estimates
-    memory_bytes: float
-    accepts: PlanFilter | None = None
-
-
-def simplest(
-    choice: PlanChoice, most_s: float, device_bytes: float, trains_all: bool
-) -> PlanBatch | None:
-    """Return the simplest plan that fits and takes at most `most_s`; ties go to the most free
-    memory. Free memory is relative to `device_bytes`, even if the plans of `choice` may not use a
-    whole device's memory. `trains_all`: the trainer is not outpace, so plans that outpace cannot
-    train are not penalised.
-    """
-    parts = []
-    for part, took in _quick_plans(choice, most_s):
-        parts.append((part, took, count_effort(part, choice.chosen[0], trains_all)))
-    best: tuple[float, float, float, PlanBatch] | None = None
-    for cost in sorted({int(cost) for _, _, costs in parts for cost in np.unique(costs)}):
-        if best is not None and best[0] < cost:
-            break
-        found: _Least | None = None
-        for part, took, costs in parts:
-            rows = np.flatnonzero(costs == cost)
-            found = _least_of(choice, part.select(rows), took[rows], _ENOUGH * device_bytes, found)
-        if found is None:
-            continue
-        total = cost + _TIGHT * (found[0] > ROOMY * device_bytes)
-        if best is None or (total, *found[:2]) < best[:3]:
-            best = total, *found
-    return None if best is None else best[3]
-
-
-def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
-    """Return the plan with the least device memory that fits and takes at most `most_s`."""
-    best: _Least | None = None
-    for part, took in _quick_plans(choice, most_s):
-        best = _least_of(choice, part, took, 0.0, best)
-    return None if best is None else best[2]
-
-
-def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
-    """Return the options that offload at most `most` of activations, parameters and optimizer."""
-    return [one for one in chosen if sum(one[name] > 0 for name in OFFLOADED) <= most]
-
-
-def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
-    """Return the fastest plan that fits and takes at most `most_s`; None if there is none.
-
-    Each layout takes at least its `bound`, with any options. Lower bounds of bytes are checked
-    before seconds, and bytes are estimated for the fastest plans first.
-    """
-
-    def able(columns: PlanBatch) -> Bools:
-        fine: Bools = choice.floors(columns) <= choice.memory_bytes
-        return fine
-
-    best, order = None, np.argsort(bound, kind="stable")
-    for begin in range(0, len(order) if choice.chosen else 0, _FEW_LAYOUTS):
-        places = order[begin : begin + _FEW_LAYOUTS]
-        if bound[places[0]] > most_s:
-            break
-        some = choice.plain.select(places)
-        part, took = expand_timed(some, choice.chosen, choice.seconds, able, choice.accepts)
-        rest = np.flatnonzero(took <= most_s)
-        rest = rest[np.argsort(took[rest], kind="stable")]
-        for first in range(0, len(rest), _LAYOUTS):
-            rows = rest[first : first + _LAYOUTS]
-            fits = rows[choice.needs(part.select(rows)) <= choice.memory_bytes]
-            if len(fits):
-                best, most_s = part.select(fits[:1]), float(took[fits[0]])
-                break
-    return best
-
-
-def _least_of(
-    choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
-) -> _Least | None:
-    """Return the plan with the least memory among some, with its bytes and seconds, or `best`.
-
-    Among plans that need `enough` or less, the fastest is chosen. Plans with the lowest `floors`
-    come first, until none of the others can need less.
-    """
-    least = np.maximum(choice.floors(part), enough)
-    order = np.argsort(least, kind="stable")
-    size = _PIECE
-    while len(order):
-        rows, order, size = order[:size], order[size:], 2 * size
-        if least[rows[0]] > (choice.memory_bytes if best is None else best[0]):
-            break
-        nbytes = np.maximum(choice.needs(part.select(rows)), enough)
-        place = int(np.lexsort((took[rows], nbytes))[0])
-        own = float(nbytes[place]), float(took[rows[place]])
-        if own[0] <= choice.memory_bytes and (best is None or own < best[:2]):
-            best = *own, part.select(rows[[place]])
-    return best
-
-
-def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
-    """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
-    for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
-        some = choice.plain.select(slice(begin, begin + _LAYOUTS))
-        part, took = expand_timed(some, choice.chosen, choice.seconds, accepts=choice.accepts)
-        within = np.flatnonzero(took <= most_s)
-        if len(within):
-            yield part.select(within), took[within]
-
-
-def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
-    """Return whether a plan is so much simpler than another that free memory matters less. It is
-    then preferred even if only the other leaves memory free: a tensor or pipeline axis is too high
-    a price for the last tenth of memory. Arguments are as for `count_effort`.
-    """
-    mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
-    return bool(mine + _TIGHT <= theirs)
-
-
-def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
-    """Count the effort of layouts and options: a plan with less effort is simpler.
-
-    `plainest`: options whose optimizer is the default. `trains_all`: see `simplest`.
-    """
-    return _layout_costs(c, trains_all) + _options_costs(c, plainest)
-
-
-def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
-    """Count the effort of a layout relative to DDP: 1 for an axis of shards, 2 for others.
-
-    Plans that outpace cannot train count 3, unless another program trains them.
-    """
-    exotic = (c.pp > 1) & ~c.schedule_in("gpipe", "1f1b")
-    found: Ints = (
-        (c.zero > 0).astype(np.int64)
-        + c.strategy_in("hsdp")
-        + 2 * ((c.tp > 1).astype(np.int64) + (c.cp > 1) + (c.pp > 1) + exotic)
-        + (c.ep > 1)
-        + ((c.even_stages & (c.pp > 1)) | ((c.async_tp | ~c.sequence_parallel) & (c.tp > 1)))
-        + 3 * c.strategy_in("dp", "ps", "ring", "mp", "horovod")
-        + 2 * c.precision_in("fp8")
+    seconds, needs = step_seconds(question), remember(needs, found.known)
+    least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
+    own = found.columns.select([found.fastest])
+    roomy, offloads = ROOMY * memory_bytes, _offloads(own)
+    every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes, wanted.accepts)
+    by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
+    allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
+    simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
+    near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
+    simple_choice = replace(simple_choice, plain=near)
+    simple = simplest(simple_choice, simple_s, memory_bytes, question.other_program)
+    if (
+        simple is not None
+        and found.needs[found.fastest] <= CROWDED * memory_bytes
+        and offloads <= _offloads(simple)
+        and is_worth_room(own, simple, options[0], question.other_program)
+    ):
+        simple = None
+    small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
+    if small is not None and needs(small)[0] > roomy:
+        slow_s = ROOMIER * least_s
+        roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
+        small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
+    both = join_batches([one for one in (simple, small) if one is not None] or [near.select([])])
+    count = len(found.columns)
+    return replace(
+        add_plans(question, found, both, needs),
+        simplest=count if simple is not None else found.fastest,
+        leanest=count + len(both) - 1 if small is not None else found.fastest,
+        simple_s=simple_s,
+        lean_s=lean_s,
+        roomier=roomier is not None,
     )
-    return found if trains_all else found + 3 * untrained_mask(c)
 
 
-def _options_costs(c: PlanBatch, plainest: Options) -> Ints:
-    """Count the effort of options: most for offloading, little for recomputation and chunks."""
-    disk = OFFLOADS.index("disk")
-    found = np.zeros(len(c), np.int64)
-    for name in OFFLOADED:
-        place = getattr(c, name)
-        found += np.select([place == disk, place > 0], [_OFFLOAD_TO_DISK, _OFFLOAD], 0)
-    found += (c.modes[:, 0] < 1) + (c.optimizer != plainest["optimizer"]).astype(np.int64)
-    return found + c.chunked_loss + c.in_backward
+def add_plans(
+    question: StepTimeQuestion, found: SearchResult, more: PlanBatch, needs: Needs
+) -> SearchResult:
+    """Return `found` with further plans as its last rows."""
+    theirs = estimate(question, more)
+    times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(theirs, f.name)])
+             for f in fields(StepTimes)}  # fmt: skip
+    return replace(
+        found,
+        columns=join_batches([found.columns, more]),
+        times=StepTimes(**times),
+        needs=np.concatenate([found.needs, needs(more)]),
+    )
+
+
+def _simple_choice(
+    by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
+) -> tuple[PlanChoice, float]:
+    """Return the plans from which to choose the simplest, and the limit on its seconds.
+
+    `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
+    """
+    need = float(found.needs[found.fastest])
+    for choice in by_offloads:
+        has_fastest = len(choice.chosen) == len(by_offloads[-1].chosen)
+        for share in (ROOMY, CROWDED, 1.0):
+            part, most_s = replace(choice, memory_bytes=share * choice.memory_bytes), LEAN * least_s
+            if has_fastest and need <= part.memory_bytes:
+                equal_s = least_s
+            else:
+                equal_s = _quickest_s(part, found, most_s)
+            if share == 1 and equal_s < np.inf:
+                roomy = replace(choice, memory_bytes=ROOMY * choice.memory_bytes)
+                roomy_s = _quickest_s(roomy, found, WIDE * least_s)
+                if roomy_s < np.inf:
+                    part, equal_s, most_s = roomy, roomy_s, WIDE * least_s
+            if equal_s < np.inf:
+                return part, min(EQUAL * equal_s, most_s)
+    raise AssertionError("the fastest plan fits")
+
+
+def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:
+    """Return the seconds of the fastest plan that fits; infinity if it takes more than `most_s`."""
+    plan = quickest(choice, found.bound, most_s)
+    return np.inf if plan is None else float(choice.seconds(plan)[0])
+
+
+def _offloads(columns: PlanBatch) -> int:
+    """Return the largest number of things that any of the plans offloads."""
+    return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)

@@ -43,7 +43,7 @@ class SearchResult:
 
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
-    `leanest` are indices of plans that are about as fast as the fastest (see `alternatives`), −1 if
+    `leanest` are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if
     not searched or not to be listed; `simple_s` and `lean_s` are the limits on their seconds.
     `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest plan
     that does. `layouts` are all layouts without options; each takes at least `bound` seconds.

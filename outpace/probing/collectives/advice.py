@@ -7,7 +7,7 @@ from outpace.probing.collectives.groups import Nodes, Pair
 from outpace.probing.collectives.stragglers import slow_links, slow_ranks
 from outpace.probing.timing.intervals import normal_deviation
 from outpace.records.figure import Figure
-from outpace.records.probed import Advice, LinkFit, network_fit, node_bytes_per_s
+from outpace.records.probe_results import Advice, LinkFit, network_fit, node_bytes_per_s
 from outpace.records.units import show_count
 
 # Bekman, "Machine Learning Engineering", "Inter-node speed requirements": "at least 400Gbps", and

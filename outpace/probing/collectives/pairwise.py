@@ -14,7 +14,7 @@ from outpace.probing.timing.link_model import fit_link
 from outpace.probing.timing.measure import Effort, WrongResultError, figure_of, in_rounds
 from outpace.probing.timing.rank_clock import RanksClock, await_device
 from outpace.records.figure import Figure, Key
-from outpace.records.probed import LinkFit
+from outpace.records.probe_results import LinkFit
 
 # With fewer rounds, the noise is too uncertain to call any rank slow.
 _LEAST_SAMPLES, _MOST_SAMPLES = 12, 30

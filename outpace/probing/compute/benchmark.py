@@ -17,7 +17,7 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
 from outpace.records.hardware import Dtype
 from outpace.records.model import ModelSpec
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 
 Progress = Callable[[float], None]
 # The dtype of 16-bit training, if there is a choice.

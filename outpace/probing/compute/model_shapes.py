@@ -15,7 +15,7 @@ from outpace.probing.timing.measure import Case
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Dtype
 from outpace.records.model import ModelSpec
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 
 _PADDED_TO = (8, 64, 128)
 # Narrower heads take seconds on a processor, and are not used in practice.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from outpace.probing.timing.gain import Gain, gain
 from outpace.records.figure import Figure, Key
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 from outpace.records.units import show_count, show_seconds
 
 # A worker is worthwhile if exposed loading takes a larger share of a step than this.

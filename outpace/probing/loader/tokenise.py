@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.data.helpers import Encoders
+from outpace.data.parallel_encoding import Encoders
 from outpace.data.tokenizer import Tokenizer
 from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.measure import Case, Effort, HostClock, measure, rounds_of

@@ -21,7 +21,7 @@ from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.measure import Case, Effort, clock_of, measure, rounds_of
 from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure, Key
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 
 # Numbers of fp32 elements, below that of `large_elements`.
 _QUICK = (1 << 14, 1 << 18)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from outpace.probing.timing.gain import gain
 from outpace.records.figure import Figure
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 from outpace.records.units import show_seconds
 
 # Bytes for a billion parameters: of fp32 weights and AdamW's two moments, and of the moments only.

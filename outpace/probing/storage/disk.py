@@ -23,7 +23,7 @@ import psutil
 from outpace.probing.timing.measure import WrongResultError
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
-from outpace.training.past_cache import REFUSED, through_cache
+from outpace.training.direct_io import REFUSED, through_cache
 
 PAGE_BYTES = 4096
 BLOCK_PAGES = 1024  # pages of the largest block, after which the contents of pages repeat

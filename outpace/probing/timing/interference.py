@@ -11,7 +11,7 @@ import psutil
 
 from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
-from outpace.records.probed import Steadiness
+from outpace.records.probe_results import Steadiness
 
 # Shares above which use by others is reported: of one core's time, and of all time for the
 # hypervisor.

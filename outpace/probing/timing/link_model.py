@@ -15,7 +15,7 @@ from statistics import median
 from outpace.probing.timing.intervals import normal_deviation
 from outpace.probing.timing.measure import figure_of
 from outpace.records.figure import Figure, Key
-from outpace.records.probed import LinkFit
+from outpace.records.probe_results import LinkFit
 
 # As counted by nccl-tests ("doc/PERFORMANCE.md"): the part of the whole array that each link
 # carries. With `n` ranks, a reduced array crosses each link twice, except for the rank's own part.

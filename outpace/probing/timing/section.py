@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from outpace.records.figure import Figure
-from outpace.records.probed import Advice, LinkFit
+from outpace.records.probe_results import Advice, LinkFit
 
 
 @dataclass(frozen=True)

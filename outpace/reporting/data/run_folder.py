@@ -10,10 +10,10 @@ from pydantic_core import from_json
 from outpace.experiment.past_runs import mark_running, read_past_run
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
-from outpace.records.lines import CHECKSUM, describe_changes
+from outpace.records.line_checksums import CHECKSUM, describe_changes
 from outpace.records.measurement import WARMUP_STEPS, Evaluation, Measurement
 from outpace.records.memory import MemoryUse
-from outpace.records.past import State
+from outpace.records.past_run import State
 from outpace.records.run import Failure, RunRecord, resume_command
 from outpace.records.utilisation import Utilisation
 from outpace.reporting.data.step_log import StepLog, read_steps

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from outpace.probing.timing.link_model import COLLECTIVES, bus_factor
 from outpace.records.figure import Figure as Measured
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.records.units import show_count, show_seconds, show_share, show_size
 from outpace.reporting.charts.figures import (
     AxisChoice,

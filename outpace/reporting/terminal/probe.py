@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord, ProgressDisplay, Steadiness
+from outpace.records.probe_results import ProbeRecord, ProgressDisplay, Steadiness
 from outpace.records.units import show_bytes, show_seconds
 from outpace.reporting.terminal.console import Console
 from outpace.reporting.terminal.probe_tables import figure_tables, links_table

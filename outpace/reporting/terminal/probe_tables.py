@@ -11,7 +11,7 @@ from rich.text import Text
 from outpace.probing.timing.link_model import COLLECTIVES, bus_factor
 from outpace.probing.timing.measure import CONCLUSIVE
 from outpace.records.figure import Figure
-from outpace.records.probed import LinkFit, ProbeRecord
+from outpace.records.probe_results import LinkFit, ProbeRecord
 from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]

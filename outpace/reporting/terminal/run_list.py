@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outpace.experiment.past_runs import PastRunFolder, asked_settings, checkpoints
 from outpace.records.axes import layout_words
-from outpace.records.past import PastRun
+from outpace.records.past_run import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord, resume_command
 from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share

@@ -33,7 +33,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.machine import Device
 from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.plan import Plan
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 

@@ -17,7 +17,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan, PlanFile
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.precision import default_precision

@@ -19,7 +19,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.finding import Examination, Finding
 from outpace.records.machine import Machine
-from outpace.records.probed import ProbeRecord
+from outpace.records.probe_results import ProbeRecord
 from outpace.records.settings import TrainSettings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from torch import nn
 import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
-from outpace.nn.spread import local
+from outpace.nn.dtensor import local
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace.nn.spread import local
+from outpace.nn.dtensor import local
 from tests.parallel.parity.first_batch_cases import (
     Block,
     Quiet,

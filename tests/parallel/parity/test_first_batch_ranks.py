@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
-from outpace.nn.spread import local
+from outpace.nn.dtensor import local
 from tests.parallel.parity.first_batch_cases import (
     Quiet,
     Wide,

@@ -22,7 +22,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Architecture
 from outpace.records.machine import Device, Machine
-from outpace.records.probed import LinkFit, ProbeRecord
+from outpace.records.probe_results import LinkFit, ProbeRecord
 
 MACHINES = sorted(name for name, node in NODES.items() if node.accelerator is not None)
 GIB = 2**30

@@ -13,7 +13,7 @@ from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
-from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 

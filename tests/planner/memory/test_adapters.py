@@ -7,7 +7,7 @@ import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
-from outpace.jobs.planning.find_outline import find_outline
+from outpace.jobs.planning.model_outline import find_outline
 from outpace.planner.memory.peak import anatomy, least_bytes, peak_bytes, reserved_bytes
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.adapters import AdapterSettings, can_plan_adapters, nf4_bytes

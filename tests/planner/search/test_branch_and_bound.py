@@ -17,8 +17,8 @@ from outpace.planner.memory import peak
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.search.acceptance import Acceptance
+from outpace.planner.search.alternatives import find_alternatives
 from outpace.planner.search.branch_and_bound import FAMILIES, family, fits, search
-from outpace.planner.search.find_alternatives import find_alternatives
 from outpace.planner.search.search_request import VARIED, SearchRequest
 from outpace.planner.search.space import expand, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate

@@ -21,8 +21,8 @@ from outpace.planner.model.outline import outline, parameters
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import PRECISIONS, PlanBatch, of_plans
 from outpace.planner.search.branch_and_bound import least_s
+from outpace.planner.search.finalists import simulate_pipelines
 from outpace.planner.search.search_request import VARIED, SearchRequest
-from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import expand, layouts, memory_options
 from outpace.planner.step_time.estimate import StepTimes, estimate, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion

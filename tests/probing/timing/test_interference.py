@@ -18,7 +18,7 @@ from outpace.probing.timing.interference import (
 )
 from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure, Key
-from outpace.records.probed import Advice
+from outpace.records.probe_results import Advice
 
 
 def test_what_others_used_is_told_apart_from_what_ranks_of_ones_own_did():

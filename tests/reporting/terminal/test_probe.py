@@ -6,7 +6,7 @@ from rich.console import Console
 
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
-from outpace.records.probed import Advice, LinkFit, ProbeRecord, Steadiness
+from outpace.records.probe_results import Advice, LinkFit, ProbeRecord, Steadiness
 from outpace.reporting.terminal.probe import parts_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from outpace.catalog.models import PRESETS, preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.interop.models import open_model
-from outpace.jobs.planning.find_outline import find_outline
+from outpace.jobs.planning.model_outline import find_outline
 from outpace.planner.model.outline import outline, parameters
 from outpace.records.errors import BadInputError
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outpace.data.classify import EncodedSamples
-from outpace.data.padded import RaggedSamples
+from outpace.data.padded_batches import RaggedSamples
 from outpace.records.base import keep_memo
 
 _VALUES, _FILL = "values.", "fill."

@@ -5,9 +5,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.cli.conditions import condition_of
+from outpace.cli.run_filters import condition_of
 from outpace.experiment.past_runs import PastRunFolder
-from outpace.records.past import PastRun
+from outpace.records.past_run import PastRun
 
 NUMBERS = st.floats(-1e6, 1e6)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.data.classify import EncodedSamples
-from outpace.data.encoded import load_or_encode
-from outpace.data.padded import concatenate_samples
+from outpace.data.padded_batches import concatenate_samples
+from outpace.data.sample_cache import load_or_encode
 
 
 def _made(lengths, segments=False, labels=True):

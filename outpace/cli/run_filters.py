@@ -11,7 +11,7 @@ from outpace.cli import options
 from outpace.cli.parser import whole_number
 from outpace.experiment.past_runs import PastRunFolder, field_names, field_owner
 from outpace.records.errors import BadInputError, suggest
-from outpace.records.past import PastRun
+from outpace.records.past_run import PastRun
 from outpace.records.units import read_bytes
 
 _FORM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", re.DOTALL)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.experiment.arms import RunFailure
+from outpace.experiment.interleaved_runs import TurnResult, TurnTraining, train_in_turn
 from outpace.experiment.trials import fit_together, paired_s
-from outpace.experiment.turns import TurnResult, TurnTraining, train_in_turn
 from outpace.records.machine import Device, Machine
 from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
@@ -116,7 +116,7 @@ def test_where_we_are_killed_nothing_stays_stopped(entrant, tmp_path):
     program = """
 import pathlib, sys
 sys.path[:] = [sys.argv[1], *(one for one in sys.path if one not in ("", sys.argv[2]))]
-from outpace.experiment.turns import TurnTraining, train_in_turn
+from outpace.experiment.interleaved_runs import TurnTraining, train_in_turn
 path = pathlib.Path(".").resolve()
 train_in_turn(
     [TurnTraining({"seed": 30}, path / n, path / (n + ".toml"), 3) for n in "ab"], 9, 60.0

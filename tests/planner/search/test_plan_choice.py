@@ -12,7 +12,10 @@ from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import outline
-from outpace.planner.search.alternatives import (
+from outpace.planner.search.alternatives import find_alternatives
+from outpace.planner.search.branch_and_bound import search
+from outpace.planner.search.known_bytes import remember
+from outpace.planner.search.plan_choice import (
     CROWDED,
     EQUAL,
     LEAN,
@@ -25,9 +28,6 @@ from outpace.planner.search.alternatives import (
     simplest,
     with_offloads,
 )
-from outpace.planner.search.branch_and_bound import search
-from outpace.planner.search.find_alternatives import find_alternatives
-from outpace.planner.search.known_bytes import remember
 from outpace.planner.search.plan_masks import untrained_mask
 from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.search.space import expand, layouts, memory_options, to_plan

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.trace.extend import Entry, IrregularError, Strip, course_of, extend
+from outpace.trace.depth_extrapolation import Entry, IrregularError, Strip, course_of, extend
 
 SIZES = st.sampled_from([4, 64, 256, 4096])
 OPERATORS = st.sampled_from(["aten.mm", "aten.add", "aten.gelu"])

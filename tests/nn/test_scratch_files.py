@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 from outpace.records.errors import BadInputError
 
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-from outpace.nn.scratch import Scratch
+from outpace.nn.scratch_files import Scratch
 (placed,), _ = Scratch(Path(sys.argv[1])).copy_permanently([torch.ones(1000)])
 os.kill(os.getpid(), signal.SIGKILL)
 """

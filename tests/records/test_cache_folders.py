@@ -7,8 +7,8 @@ import pytest
 
 from outpace.cli import main as command
 from outpace.interop.user_file import load_function, require_named
+from outpace.records.cache_folders import cache_folder, user_cache
 from outpace.records.errors import BadInputError
-from outpace.records.places import cache_folder, user_cache
 
 
 @pytest.fixture

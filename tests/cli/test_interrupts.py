@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from outpace.cli.stopping import interrupt_once
+from outpace.cli.interrupts import interrupt_once
 
 
 def press():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace.nn.parts import Part, take_part
+from outpace.nn.model_part import Part, take_part
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
 

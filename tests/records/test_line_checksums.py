@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outpace.records.base import Record
-from outpace.records.lines import (
+from outpace.records.line_checksums import (
     CHECKSUM,
     ChangedLineError,
     describe_changes,

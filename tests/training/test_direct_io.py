@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.training import past_cache
-from outpace.training.past_cache import DirectWriter, blocks
+from outpace.training import direct_io
+from outpace.training.direct_io import DirectWriter, blocks
 
 SIZES = st.lists(st.one_of(st.integers(0, 5000), st.integers(0, 9 << 20)), max_size=5)
 
@@ -49,13 +49,13 @@ def test_a_file_system_that_cannot_is_written_through_its_cache(tmp_path, monkey
     asked = []
 
     def refusing_open(path, flags, *mode):
-        if flags & past_cache._DIRECT:
+        if flags & direct_io._DIRECT:
             asked.append("open")
             raise OSError(22, "Invalid argument")
         return real["open"](path, flags, *mode)
 
     def refusing_write(file, data):
-        if fcntl.fcntl(file, fcntl.F_GETFL) & past_cache._DIRECT:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & direct_io._DIRECT:
             asked.append("write")
             raise OSError(22, "Invalid argument")
         return real["write"](file, data)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from outpace.launch.fork import can_fork
+from outpace.launch.forked_ranks import can_fork
 from outpace.records.interpreter import PYTHON
 from outpace.records.ranks import RANK_NAME
 

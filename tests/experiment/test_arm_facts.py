@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.catalog.models import preset
-from outpace.experiment.facts import describe_differences, other_clocks, read_facts
+from outpace.experiment.arm_facts import describe_differences, other_clocks, read_facts
 from outpace.experiment.results import Curve, losses_in_words, steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError

@@ -11,12 +11,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.config import CONFIG_FILE, OWN_TYPE, read_config
 from outpace.interop.config_check import quiet_transformers
-from outpace.interop.config_out import add_old_rotary_keys, hf_config
-from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, group, tensor_naming
+from outpace.interop.config_writer import add_old_rotary_keys, hf_config
 from outpace.interop.origin import TokenIds, kept_ids, with_stops, write_generation_config
+from outpace.interop.tensor_names import Naming, group, tensor_naming
 from outpace.interop.weights import INDEX
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec

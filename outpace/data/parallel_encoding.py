@@ -25,7 +25,7 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from outpace.data.helpers import main; main()"
+    "from outpace.data.parallel_encoding import main; main()"
 )
 # Encoding shorter texts in this process takes less time than starting helpers.
 ALONE_CHARACTERS = 12 << 20

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from outpace.data.padded import FILLER, IGNORED, PaddedDataset, concatenate_samples, shape_multiple
+from outpace.data.padded_batches import (
+    FILLER,
+    IGNORED,
+    PaddedDataset,
+    concatenate_samples,
+    shape_multiple,
+)
 
 LENGTHS = (3, 8, 9, 17, 1)
 
