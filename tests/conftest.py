@@ -4,19 +4,24 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 FORKED = Path(__file__).parent / "parallel" / "forked.py"
 SERVED = str(Path(__file__).with_name("served.py"))
@@ -33,16 +38,23 @@ IMPORTED = (
 
 # Other work on the machine may make any example slow. What fails is made small but not explained:
 # that traces every line, for minutes, and takes pytest's time limit for one more way to fail.
-hypothesis.settings.register_profile(
-    "outpace",
+# The examples are the same in every run; `--hypothesis-profile=explore` draws others.
+_DRAWN = hypothesis.settings(
     deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
     phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 )
+hypothesis.settings.register_profile("explore", _DRAWN)
+hypothesis.settings.register_profile("outpace", _DRAWN, derandomize=True, database=None)
 hypothesis.settings.load_profile("outpace")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let signals reach what tests start, also in the background, and collect less often."""
+    if config.getoption("--hypothesis-profile") != "explore":
+        # Examples also have numbers and words of the modules that happen to be imported: of the
+        # tests before them in the same process.
+        providers.is_local_module_file = lambda path: False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
@@ -54,6 +66,26 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+
+
+def _seed() -> None:
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Draw the same numbers in a fixture, whichever tests came before it."""
+    _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Draw the same numbers in a test, whichever tests came before it."""
+    _seed()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -219,6 +251,24 @@ def runnable() -> Callable[[Iterable[str]], list[str]]:
         return [case for case, why in reasons.items() if why is None]
 
     return keep
+
+
+@pytest.fixture
+def hold_port() -> Iterator[Callable[[], int]]:
+    """`hold_port()`: a port that the kernel gives to no other program until the test ends.
+
+    Servers with SO_REUSEADDR, as torch's have it, may listen there.
+    """
+    with ExitStack() as held:
+
+        def hold() -> int:
+            one = held.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            return port
+
+        yield hold
 
 
 @pytest.fixture

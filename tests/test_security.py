@@ -345,16 +345,13 @@ def stop(processes):
 @pytest.mark.parametrize(
     "how", [pytest.param("alone", marks=SLOW), "nproc", pytest.param("as srun does", marks=SLOW)]
 )
-def test_a_training_listens_on_the_loopback_interface_alone(words, tmp_path, how):
+def test_a_training_listens_on_the_loopback_interface_alone(words, tmp_path, how, hold_port):
     run = tmp_path / "run"
     command = [*known_elsewhere(), sys.executable, "-m", "outpace", *words, f"--out={run}"]
     command += ["--steps=100000"]
     command += ["--nproc=2"] if how == "nproc" else []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
-             "MASTER_PORT": port}  # fmt: skip
+             "MASTER_PORT": str(hold_port())}  # fmt: skip
     given = [{**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     started = [
         subprocess.Popen(command, env={**os.environ, **more}, stderr=subprocess.PIPE, text=True)

@@ -162,7 +162,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monke
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     (folder,) = (tmp_path / "comparisons").iterdir()
     name = folder.relative_to(tmp_path)

@@ -102,7 +102,7 @@ def test_two_processes_at_once_make_one_entry(lines, prepare, tokenizer, tmp_pat
     for one in both:
         one.stdin.write("go\n")
         one.stdin.flush()
-    found = [one.communicate(timeout=60)[0].split() for one in both]
+    found = [one.communicate(timeout=600)[0].split() for one in both]
     assert found[0][0] == found[1][0]
     assert sorted(worked for _, worked in found) == ["False", "True"]
     stream = prepare(lines[0]).streams[0]

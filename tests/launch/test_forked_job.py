@@ -40,7 +40,7 @@ def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
     assert len(killed) == 2 and all(alive for _, alive in killed)
     for rank in (0, 1):
         child = int((tmp_path / f"child-{rank}").read_text())
-        until_s = time.monotonic() + 10.0
+        until_s = time.monotonic() + 600.0
         while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
             assert time.monotonic() < until_s
             time.sleep(0.05)
@@ -79,7 +79,7 @@ def test_gradients_that_a_fork_cannot_compute_are_refused(tmp_path, monkeypatch)
     module = torch.nn.Linear(2, 2)
     with pytest.raises(BadInputError, match=r"Call outpace\.verify before any backward pass"):
         outpace.verify(module, loss=_squares, batch=(torch.ones(4, 2),), plans=["ddp"])
-    for end in run_forked(2, act, 60.0, tmp_path):
+    for end in run_forked(2, act, 240.0, tmp_path):
         assert end.refused and "has already computed gradients on a host" in end.said
 
 

@@ -15,7 +15,7 @@ from outpace.launch.forked_ranks import can_fork
 from outpace.records.interpreter import PYTHON
 from outpace.records.ranks import RANK_NAME
 
-LIMIT_S = 120
+LIMIT_S = 600
 PROGRAM = """
 import atexit, json, os, signal, stat, sys
 from outpace.launch import local
@@ -87,7 +87,7 @@ def test_a_forked_rank_that_fails_is_named(does, words, code):
 
 def test_ranks_are_known_by_name_and_share_what_the_launcher_has_imported(tmp_path):
     command = [*PYTHON, "-m", "outpace", "train", "--model", "outpace-tiny", "--nproc", "2",
-               "--device", "cpu", "--steps", "2000", "--out", str(tmp_path / "run")]  # fmt: skip
+               "--device", "cpu", "--steps", "1000000", "--out", str(tmp_path / "run")]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until_s, names = time.monotonic() + LIMIT_S, {}
         while len(names) < 2 and time.monotonic() < until_s and process.poll() is None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.launch.launcher_env import free_port
 from outpace.records.base import TEMPORARY_PREFIX
 from outpace.records.ranks import RANK_NAME
 
@@ -59,12 +58,12 @@ def start(started):
 
 
 @pytest.fixture
-def start_ranks(start):
+def start_ranks(start, hold_port):
     """Ranks that no launcher looks after."""
 
     def run(*words, cwd, world_size=2, **environ):
         place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hold_port()),
                  **environ}  # fmt: skip
         return [start(*words, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **place)
                 for rank in range(world_size)]  # fmt: skip
@@ -218,13 +217,13 @@ def server(answer):
 
 
 @pytest.fixture
-def rank_alone(start):
+def rank_alone(start, hold_port):
     """Exit code and words of one rank of two, of which the other is not there."""
 
     def run(words, cwd, rank=1, **environ):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                  "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
+                 "MASTER_PORT": str(hold_port()), **environ}  # fmt: skip
         (found,) = end_in_time([start(*words, "--comm-timeout-s", 2, cwd=cwd, **place)])
         return found
 
@@ -270,9 +269,9 @@ def test_a_rank_does_not_wait_for_ever_to_meet(
 
 
 @pytest.mark.slow
-def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words, start):
+def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words, start, hold_port):
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hold_port())}  # fmt: skip
     process = start(*words, "--comm-timeout-s", 600, cwd=Path(tmp_path), **place)
     time.sleep(15)
     process.send_signal(signal.SIGTERM)
@@ -610,9 +609,9 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path, start_ranks):
     assert not (tmp_path / "run").exists()
 
 
-def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks):
+def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks, hold_port):
     """Rank 1 of the second comes with that of the first; its rank 0 finds the port in use."""
-    place, few = {"MASTER_PORT": str(free_port())}, (*words, "--steps", 2)
+    place, few = {"MASTER_PORT": str(hold_port())}, (*words, "--steps", 2)
     first, second = (
         start_ranks(*few, "--out", f"run-{job}", cwd=tmp_path, SLURM_JOB_ID=job, **place)
         for job in ("12", "13")
@@ -626,9 +625,11 @@ def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks):
     assert "found another job at this MASTER_ADDR" in refused_1 and "SLURM_JOB_ID=1" in refused_1
 
 
-def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(tmp_path, words, start, start_ranks):
+def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(
+    tmp_path, words, start, start_ranks, hold_port
+):
     """Either may be of another job: nothing is trained, unless it comes after training began."""
-    place = {"MASTER_PORT": str(free_port())}
+    place = {"MASTER_PORT": str(hold_port())}
     processes = start_ranks(*words, "--out", "run", cwd=tmp_path, **place)
     processes.append(
         start(*words, "--out", "run", cwd=tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2",

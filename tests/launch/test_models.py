@@ -124,7 +124,7 @@ def test_what_a_plan_sets_is_not_said_to_change_nothing(command, corpus, token_c
         "outpace", "train", "--plan=auto", "--model=outpace-tiny", f"--data={corpus}",
         f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}", "--seq-len=32",
         "--global-batch=4", "--steps=1", "--sample-tokens=0", "--device=cpu", "--measure-only",
-        "--eval-batches=0", timeout=120, check=True,
+        "--eval-batches=0", check=True,
     )  # fmt: skip
     assert "plan auto" in (tmp_path / "run" / "run.json").read_text()
     assert "changes nothing" not in done.stdout + done.stderr

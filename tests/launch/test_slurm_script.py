@@ -18,8 +18,9 @@ from outpace.records.errors import BadInputError
 PROGRAMS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": 'case "$1" in show) printf "host1\\nhost2\\n" ;; esac',
-    # By the time it is back, what it told to end has.
-    "scancel": 'kill -TERM "$(cat training)"; sleep 0.3',
+    # By the time it is back, what it told to end has: its parent's shell knows of it at once.
+    "scancel": 'kill -TERM "$(cat training)"; '
+    'while [ -d "/proc/$(cat training)" ]; do sleep 0.05; done; sleep 0.3',
     "outpace": 'trap "exit $ENDS" TERM; echo $$ >training; '
     "for at in $(seq $STEPS); do sleep 0.1; done; exit $CODE",
 }
@@ -62,7 +63,7 @@ def started(
 
 
 def ended(process: "subprocess.Popen[str]", cluster: Path) -> tuple[int, list[str]]:
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=600)
     assert errors == ""
     return process.returncode, (cluster / "calls").read_text().splitlines()
 
@@ -79,7 +80,7 @@ def test_what_ends_by_itself_is_not_put_back(cluster: Path, code: int) -> None:
 @pytest.mark.parametrize("ends", [75, 0])
 def test_near_its_limit_it_saves_and_is_put_back(cluster: Path, ends: int) -> None:
     text = script(job(), SlurmOptions(time="1:00:00"), str(cluster / "bin"))
-    process = started(cluster, text, 100, ends=ends)
+    process = started(cluster, text, 6000, ends=ends)
     while not (cluster / "training").exists() or not (cluster / "training").read_text():
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
@@ -96,14 +97,14 @@ def test_what_twice_saves_nothing_within_its_time_is_not_put_back(cluster: Path)
     for number, back in enumerate((True, False, True, True)):
         for name in ("training", "calls"):
             (cluster / name).unlink(missing_ok=True)
-        process = started(cluster, text, 100)
+        process = started(cluster, text, 6000)
         while not (cluster / "training").exists() or not (cluster / "training").read_text():
             time.sleep(0.02)
         if number == 3:
             (checkpoints / "step-5").mkdir(parents=True)
             (checkpoints / "step-5" / "complete.json").touch()
         process.send_signal(signal.SIGUSR1)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=600)
         calls = (cluster / "calls").read_text().splitlines()
         assert ("scontrol <requeue><7>" in calls) is back and process.returncode == 75
         assert ("nothing was saved within the time limit, twice" in errors) is not back

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
-from outpace.launch.launcher_env import free_port
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
 from outpace.records.measurement import StepRecord
 from outpace.records.run import Failure
@@ -374,7 +373,7 @@ SLOW_TO_LOAD = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.gloo)])
 def test_a_start_loads_nothing_that_a_plain_run_does_not_need(
-    tmp_path, corpus, token_cache, processes
+    tmp_path, corpus, token_cache, processes, hold_port
 ):
     """Half of a start was torch's compiler, its DTensors and its checkpoints."""
     settings = {**TINY, "sample_tokens": 0, "data": corpus, "cache_dir": token_cache,
@@ -386,7 +385,7 @@ def test_a_start_loads_nothing_that_a_plain_run_does_not_need(
     )
     command = [sys.executable, "-c", code, "train", "--measure-only", *flags]
     place = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}  # fmt: skip
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{hold_port()}"}  # fmt: skip
     ranks = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True,
@@ -395,5 +394,5 @@ def test_a_start_loads_nothing_that_a_plain_run_does_not_need(
         for rank in range(processes)
     ]  # fmt: skip
     for rank in ranks:
-        said, _ = rank.communicate(timeout=120)
+        said, _ = rank.communicate(timeout=600)
         assert rank.returncode == 0 and said.splitlines()[-1] == "loaded []"

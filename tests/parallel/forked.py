@@ -31,7 +31,7 @@ from outpace.cli.main import main as outpace_main
 from outpace.jobs.ranks.process_groups import Groups, process_groups
 from outpace.records.ranks import Ranks
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 300.0
 
 
 def world(size: int, action: Callable[[Groups], Any]) -> list[Any]:
@@ -50,9 +50,10 @@ def fork(size: int, action: Callable[[Ranks], Any]) -> list[Any]:
     The environment is what torchrun makes. The caller must not have used autograd or threads.
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()  # no other program is given its port; rank 0 may listen there
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
@@ -65,6 +66,7 @@ def fork(size: int, action: Callable[[Ranks], Any]) -> list[Any]:
     found = [_hear(pipe) for pipe in pipes]
     for process in processes:
         process.join()
+    held.close()
     failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
     if failed:
         raise RuntimeError("\n".join(failed))

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
@@ -232,7 +233,6 @@ def train(folder: Path) -> dict[str, Any]:
     import outpace
     from outpace.interop.models import open_model
     from outpace.jobs.inputs.model import load_model
-    from outpace.launch.launcher_env import free_port
 
     path = folder / "ministral.json"
     path.write_text(outpace.ModelSpec.parse(SPEC, "test").model_dump_json())
@@ -247,16 +247,18 @@ def train(folder: Path) -> dict[str, Any]:
     outpace.train(progress=False, out=str(folder / "single"), **common)
     for strategy in ("ddp", "late"):
         settings = {**common, "strategy": strategy, "out": str(folder / strategy)}
-        context, port = multiprocessing.get_context("fork"), free_port()
-        ranks = [
-            context.Process(target=train_rank, args=(rank, port, settings)) for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"a rank under {strategy} ended with {process.exitcode}")
+        context = multiprocessing.get_context("fork")
+        with socket.socket() as held:  # no other program is given its port; rank 0 may listen there
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            places = [(rank, held.getsockname()[1], settings) for rank in range(2)]
+            ranks = [context.Process(target=train_rank, args=place) for place in places]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+                if process.exitcode:
+                    raise SystemExit(f"a rank under {strategy} ended with {process.exitcode}")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "late/model")
     ids = torch.arange(32)[None]
     opened = open_model(str(folder / "late"), folder / "cache")

@@ -209,7 +209,7 @@ def main() -> None:
         local = ranks.world_size // int(rest.pop(0))
         ranks = Ranks(rank=ranks.rank, world_size=ranks.world_size,
                       local_rank=ranks.rank % local, local_world_size=local)  # fmt: skip
-    with process_groups(ranks, CPU, LIMIT_S if "hang" in rest else 60.0) as groups:
+    with process_groups(ranks, CPU, LIMIT_S if "hang" in rest else 600.0) as groups:
         said = {"probe": probe, "spoil": spoil, "die": die, "beside": beside}[what](groups, *rest)
     if ranks.rank == 0 and said is not None:
         print(json.dumps(said))

@@ -88,7 +88,7 @@ def test_a_wrong_value_on_one_rank_is_said_by_all(on_ranks):
 def lost(how, folder):
     """What the ranks say when something happens to rank 2, by rank; and what is on stderr."""
     command = [sys.executable, str(FORKED), "4", str(RANKS), "die", str(folder), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = {
         int(path.name): json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()
     }
@@ -107,7 +107,7 @@ def lost(how, folder):
     ],
 )
 def test_a_lost_rank_is_said_by_the_others_with_what_they_were_at(how, said_of_it, tmp_path):
-    """A dead rank at once, long before the 60 s that ranks wait for each other; a hung one then."""
+    """A dead rank at once, long before the 600 s that ranks wait for others; a hung one then."""
     found, stderr = lost(how, tmp_path)
     assert "rank 2: died without a word" in stderr
     assert set(found) == {0, 1, 3}
@@ -115,7 +115,7 @@ def test_a_lost_rank_is_said_by_the_others_with_what_they_were_at(how, said_of_i
         assert said["text"].startswith("RankLostError: all-reduce"), said
         assert "over the axis all" in said["text"]
         assert re.search(said_of_it, said["text"])
-        assert said["after_s"] < 40
+        assert said["after_s"] < 300
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -166,11 +165,9 @@ def test_memory_growth_beyond_the_limit_ends_the_run_and_lists_what_holds_it(
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("ours", [True, False], ids=["our launcher", "another"])
-def test_all_ranks_end_when_one_is_out_of_memory(words, tmp_path, ours):
+def test_all_ranks_end_when_one_is_out_of_memory(words, tmp_path, ours, hold_port):
     """Rank 0 waits in an exchange for rank 1, which is out of memory in its second step."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(hold_port())
     more = ["--strategy", "ddp", "--save-every", "1", "--memory-limit", "700MiB"]
     began_s = time.monotonic()
     ranks = [

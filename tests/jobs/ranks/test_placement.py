@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from outpace.jobs.ranks.placement import first_stray_rank
-from outpace.launch.launcher_env import free_port
 from outpace.records.ranks import Ranks
 
 
@@ -39,10 +38,10 @@ def test_the_first_rank_that_is_not_beside_the_one_before(hosts, stray):
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_cyclic_placement_is_said_before_step_1(tmp_path):
+def test_a_cyclic_placement_is_said_before_step_1(tmp_path, hold_port):
     words = ["train", "--model=outpace-tiny", "--seq-len=16", "--global-batch=4", "--steps=1",
              "--strategy=tp", "--threads=1", "--sample-tokens=0", "--out=run"]  # fmt: skip
-    port = str(free_port())
+    port = str(hold_port())
     ranks = []
     for place in placed(0, 1, 0, 1):
         named = {name.upper(): str(value) for name, value in place.model_dump().items()}
@@ -51,6 +50,6 @@ def test_a_cyclic_placement_is_said_before_step_1(tmp_path):
             env={**os.environ, **named, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ))  # fmt: skip
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, said
     assert "rank 1 is on a different host from rank 0, though" in " ".join(said[0].split())

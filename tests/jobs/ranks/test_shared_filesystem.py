@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from outpace.launch.launcher_env import free_port
-
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 TINY = ("--model=outpace-tiny", "--seq-len=32", "--global-batch=8", "--steps=2", "--threads=1",
         "--sample-tokens=0", "--eval-batches=1", "--precision=fp32", "--out=run")  # fmt: skip
@@ -25,19 +23,18 @@ def started(rank, port, folder, *words):
     )  # fmt: skip
 
 
-def both(first, second, *words):
+def both(port, first, second, *words):
     """Exit codes and errors."""
-    port = free_port()
     ranks = [started(0, port, first, *words), started(1, port, second, *words)]
-    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    said = [rank.communicate()[1] for rank in ranks]
     return [rank.returncode for rank in ranks], said
 
 
-def test_a_folder_that_one_host_does_not_see_is_refused_before_training(tmp_path):
-    codes, said = both(tmp_path / "a", tmp_path / "b")
+def test_a_folder_that_one_host_does_not_see_is_refused_before_training(tmp_path, hold_port):
+    codes, said = both(hold_port(), tmp_path / "a", tmp_path / "b")
     assert codes == [2, 2], said
     assert "is not visible on" in said[0] and "Pass an --out that all hosts share" in said[0]
     assert not list(tmp_path.glob("*/run/*"))
-    assert both(tmp_path / "a", tmp_path / "b", "--measure-only")[0] == [0, 0]
-    assert both(tmp_path / "c", tmp_path / "c")[0] == [0, 0]
+    assert both(hold_port(), tmp_path / "a", tmp_path / "b", "--measure-only")[0] == [0, 0]
+    assert both(hold_port(), tmp_path / "c", tmp_path / "c")[0] == [0, 0]
     assert not list((tmp_path / "c" / "run").glob(".outpace-*"))

@@ -150,18 +150,16 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path, quick):
         [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True
     )
     try:
-        free = shutil.disk_usage(tmp_path).free
         while not names(tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate()
     finally:
         process.kill()
     assert "KeyboardInterrupt" in said
     assert names(tmp_path) == []
-    assert free - shutil.disk_usage(tmp_path).free < 1 << 30  # others use the disk, too
 
 
 def figure(what, value, unit="B/s", **of):

@@ -26,10 +26,11 @@ class Library:
         pass
 
     def __init__(self, reasons=0, pids=(OWN,)):
-        self.reasons, self.pids = reasons, pids
+        self.reasons, self.pids, self.looks = reasons, pids, 0
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle):  # noqa: N802
         assert handle == "handle"
+        self.looks += 1
         if self.reasons is None:
             raise self.NVMLError("Not Supported")
         return self.reasons
@@ -73,9 +74,10 @@ def test_what_is_seen_for_a_moment_is_kept(monkeypatch):
     library, seen = Library(), []
     watch = GpuWatch(library, "handle", "GPU 3", {OWN}, True)
     with watch.record(seen):
-        time.sleep(0.05)
         library.reasons, library.pids = HEAT, (OWN, OTHER)
-        time.sleep(0.2)
+        before = library.looks
+        while library.looks < before + 3:  # the first may have begun before
+            time.sleep(0.01)
         library.reasons, library.pids = 0, (OWN,)
     assert seen == [GpuObservation("GPU 3", frozenset({"temperature (hardware)"}), 1)]
     with watch.record(seen):

@@ -5,20 +5,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import psutil
-import pytest
 
 from outpace.probing.utilisation.host_load import HostReader, Processes, Rate
 from outpace.probing.utilisation.sampler import Sampler
 
 SPIN = "while True: pass"
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 # A child that spins for half a second of processor time and ends, of a parent that waits for it.
 SHORT = (
     "import subprocess, sys, time\n"
     "code = 'import time\\nwhile time.process_time() < 0.5: pass'\n"
-    "subprocess.run([sys.executable, '-S', '-c', code]); print('done', flush=True); time.sleep(60)"
+    "subprocess.run([sys.executable, '-S', '-c', code]); print('done', flush=True); time.sleep(600)"
 )
 
 
@@ -41,17 +41,20 @@ def spent_s(child: subprocess.Popen[str]) -> float:
 
 def test_a_process_that_spins_is_busy_and_one_that_sleeps_is_not():
     with running(SPIN) as spinning, running(SLEEP) as sleeping:
-        time.sleep(0.3)
-        busy, idle = Sampler([spinning.pid]), Sampler([sleeping.pid])
-        before_s, began_s = spent_s(spinning), time.monotonic()
-        time.sleep(1.5)
-        host, resting = busy.read().host, idle.read().host
-        # What the kernel gave it: other work on this machine may have had the core for a while.
-        got = (spent_s(spinning) - before_s) / (time.monotonic() - began_s)
-    assert host.run_cores == pytest.approx(got, abs=0.1)
-    assert 0.1 < host.run_cores <= 1.1
+        assert sleeping.stdout is not None and sleeping.stdout.readline() == "asleep\n"
+        most_s = spent_s(spinning)
+        with mock.patch("time.monotonic", return_value=100.0):
+            busy, idle = (HostReader(Processes([one.pid])) for one in (spinning, sleeping))
+        least_s = spent_s(spinning)
+        while spent_s(spinning) - least_s < 0.5:
+            time.sleep(0.05)
+        least_s = spent_s(spinning) - least_s
+        host, resting = busy.read(101.0), idle.read(101.0)
+        most_s = spent_s(spinning) - most_s
+    # What the kernel gave it: other work on this machine may have had the core for a while.
+    assert least_s - 0.01 < host.run_cores < most_s + 0.01
     assert resting.run_cores < 0.05
-    assert host.utilisation is not None and host.utilisation * len(host.cores) > 0.8 * got
+    assert host.utilisation is not None and 0 < host.utilisation <= 1
     assert all(0 <= core <= 1 for core in host.cores)
     assert 1 << 20 < host.run_memory_bytes < host.memory_bytes < host.memory_total_bytes
 
@@ -71,7 +74,7 @@ def test_a_run_that_has_ended_is_unknown():
         sampler = Sampler([child.pid])
         assert not sampler.run_ended
         child.kill()  # not waited for: still in the process table
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 120
         while not sampler.run_ended and time.monotonic() < deadline_s:
             load = sampler.read()
     assert sampler.run_ended
