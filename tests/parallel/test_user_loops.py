@@ -38,7 +38,7 @@ REFUSED = {
     **{(one, "TargetCopy"): COPIED for one in PIPELINES},
 }
 ALONE = "forward is called between steps"
-OF_A_STAGE = ("vector", "clip_infinity")  # norms of parameters that one rank has
+OF_A_STAGE = ("vector",)  # the norm of parameters that one rank has
 FORWARDS = ("eval_first_rank", "eval_all_ranks", "eval_before")
 # Whole trainings; in pipelines, by the names of what parallelize returned.
 REFUSED_TRAININGS = {
@@ -142,6 +142,17 @@ def test_each_stage_updates_its_own_parameters(tmp_path):
     """By the names of what parallelize returned; the optimizer may be given all parameters."""
     require_equal(tmp_path, "1f1b", "Ema", "Decay", "Clamp", "ClipGradValue", by="model")
     require_equal(tmp_path, "1f1b", "ClipGradValue", "Walk", direct=True)
+
+
+def test_stages_are_clipped_by_the_norm_of_all(tmp_path):
+    """By torch; the first and the last stage share a matrix, which counts once."""
+    require_equal(tmp_path, "1f1b", "ClipGradNorm", "clip_infinity", by="model")
+    require_equal(tmp_path, "interleaved", "ClipGradNorm", by="model", check="off")
+
+
+def test_clipping_on_one_stage_alone_is_refused_on_all_ranks(tmp_path):
+    said = "rank 0 alone computes a norm of gradients"
+    require_refused(tmp_path, "1f1b", "ClipGradNormRank0", said, by="model", check="off")
 
 
 def test_an_optimizer_that_would_miss_stages_of_this_rank_is_refused(tmp_path):

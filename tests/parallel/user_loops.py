@@ -219,6 +219,12 @@ class ClipGradNorm(GradientNorm):
         self.norms.append(float(nn.utils.clip_grad_norm_([p for _, p in named], 0.1)))
 
 
+class ClipGradNormRank0(ClipGradNorm):
+    def gradients(self, named, module):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            super().gradients(named, module)
+
+
 class ClipGradValue(Loop):
     def gradients(self, named, module):
         nn.utils.clip_grad_value_([p for _, p in named], 0.01)

@@ -35,6 +35,7 @@ from outpace.parallel.custom.stage_blocks import (
     stages_of,
 )
 from outpace.parallel.custom.stage_checkpoints import without_reentry
+from outpace.parallel.custom.stage_norms import measure_all_stages
 from outpace.parallel.custom.stage_saving import StageExtraState, drop_buffers
 from outpace.parallel.custom.staged_objective import StagedObjective
 from outpace.parallel.fusion import fuse
@@ -43,6 +44,7 @@ from outpace.parallel.loop_settings import LoopSettings
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.rank_objects import gather_objects
+from outpace.parallel.refusals import CommonPlace
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import (
     all_parameters,
@@ -185,6 +187,8 @@ class CustomPipeline(SpreadLayout):
         copies = [one for one in models if one is not self._user_module]
         self._settings = LoopSettings(self._user_module, copies)  # type: ignore[arg-type]
         self._absent.refuse_use()
+        self._place = CommonPlace()
+        measure_all_stages(self, self._group, self._place)
 
     def _list_watched(self) -> set[nn.Module]:
         """Return the user's module and its blocks, of which stages may run copies."""
@@ -193,6 +197,7 @@ class CustomPipeline(SpreadLayout):
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Let stages use other stages' parameters, which are NaN."""
+        self._place.announce()
         self._settings.apply()
         with super().in_call(), self._absent.allow():
             yield
