@@ -511,6 +511,6 @@ def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether fp32 sums run at half of the chip's rate, so power does not limit it."""
+    """Return whether fp32 sums run at half of the chip's rate, so power does not limit the chip."""
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -54,11 +54,11 @@ class SoftwareStack(Record):
     the input again. `fuses_accumulation`: matmuls that give weights' gradients add them to fp32
     buffers. `copies_units`: gathered buffers are copied into parameters, and gradients into buffers
     to reduce. `blocks_launches`: the host waits for each kernel before it launches the next
-    (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of matmuls in 8 bits are cast. `stops_early`:
+    (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of 8-bit matmuls are cast. `stops_early`:
     recomputation ends as soon as everything that the backward reads exists, so that a block's last
     matmul is not repeated (torch's checkpoint without `use_reentrant`, since torch 2.1:
     torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch never repeat
-    what nothing reads. `gathers_fp8`: inputs of matmuls in 8 bits are cast before they are gathered
+    what nothing reads. `gathers_fp8`: inputs of 8-bit matmuls are cast before they are gathered
     over tensor parallelism, and `shards_fp8`: weights before they are gathered. `scatters_sums`:
     overlapped tensor parallelism also overlaps the scatter of an input's gradient that several
     matmuls add up to. `ring`: the implementation of its context parallelism. `gathers_keys`: keys
@@ -67,7 +67,7 @@ class SoftwareStack(Record):
     how often pipelines gather sharded parameters in a pass. `copies_hidden`: sequence parallelism
     splits hidden states along their second dimension, so that gathers and reduce-scatters copy them
     into and from the order of ranks. `pads_tokens`: each expert's tokens are copied to pad their
-    number for matmuls in 8 bits, and results copied back.
+    number for 8-bit matmuls, and results are copied back.
     """
 
     name: str

@@ -46,7 +46,7 @@ class _InterruptHandler:
 
 @contextmanager
 def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Interrupt once on SIGINT, after calling `told`; a second SIGINT calls `end`.
+    """Raise KeyboardInterrupt at the first SIGINT, after calling `told`; a second one calls `end`.
 
     It does nothing outside of the main thread, or if SIGINT is ignored.
     """

@@ -244,7 +244,7 @@ def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> N
 
 
 def _is_share(value: Any) -> bool:
-    """Return whether a value is between 0 and 1, as other tools give shares of steps."""
+    """Return whether a value is a fraction, by which some tools give a part of all steps."""
     try:
         return isinstance(value, (str, float)) and 0 < float(value) < 1
     except ValueError:

@@ -115,7 +115,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
             continue
         for place in value if isinstance(value, tuple) else (value,):
-            if _is_named(place) or _lies_there(place) or Path(f"{place}.bin").is_file():
+            if _is_named(place) or _exists(place) or Path(f"{place}.bin").is_file():
                 continue
             where = (
                 "" if Path(place).is_absolute() else
@@ -134,7 +134,7 @@ def _is_named(place: str) -> bool:
 
 
 def require_as_written(run: Path) -> None:
-    """Refuse a run.json that was edited, because its training would differ. BadInputError."""
+    """Raise BadInputError for a run.json that was edited, because its training would differ."""
     read_object(run / RUN_FILE)
 
 
@@ -145,7 +145,7 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
     """
     for name in FIXED:
         if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):
-            if name in _PATHS and of_run.get(name) is not None and _lies_there(asked[name]):
+            if name in _PATHS and of_run.get(name) is not None and _exists(asked[name]):
                 continue
             kept = of_run.get(name)
             was = "chosen by outpace" if kept is None else as_words(kept)
@@ -156,10 +156,10 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             )
 
 
-def _lies_there(value: Any) -> bool:
+def _exists(value: Any) -> bool:
     """Return whether the named files, patterns, functions and data sets exist."""
     if isinstance(value, (tuple, list)):
-        return all(map(_lies_there, value))
+        return all(map(_exists, value))
     file = str(value).rpartition(":")[0]
     return (
         Path(value).exists()

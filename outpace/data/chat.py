@@ -379,7 +379,7 @@ class ChatFormat:
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids start in a span, so the assistant writes them.
+        """Encode the text; also return which ids start in a span: those that the assistant writes.
 
         `spans` defaults to the spans of all its answers.
         """
@@ -554,8 +554,8 @@ def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMess
             done += 1
     except IsolatedError as error:
         raise BadInputError(
-            f"{listed[min(done, len(listed) - 1)].where}: the tokenizer and its chat template "
-            f"cannot be used with it: {error}"
+            f"{listed[min(done, len(listed) - 1)].where}: the chat template or the tokenizer "
+            f"fails on this conversation: {error}"
         ) from None
 
 

@@ -154,7 +154,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     if fractional:
         hints.append(
             f"labels such as {fractional[0]!r} are numbers with a fraction, and are treated as "
-            f"{len(seen):,} classes without an order: outpace does not learn numbers on a scale "
+            f"{len(seen):,} classes without an order: outpace does not predict numbers on a scale "
             "(regression)"
         )
     count = sum(map(len, parts))
@@ -234,7 +234,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
         value = int(value)
     if not isinstance(value, int):
         raise BadInputError(
-            f"{row.where}: the label {excerpt(value)} is not a class. --task classify learns one "
+            f"{row.where}: the label {excerpt(value)} is not a class. --task classify needs one "
             "class for each row: a name or a whole number, not a number on a scale or several."
         )
     return classes[value] if 0 <= value < len(classes) else shorten(str(int(value)))
@@ -248,7 +248,7 @@ def _is_none(value: Any) -> bool:
 def with_stored_names(
     parts: Sequence[Sequence[Example]], known: Sequence[str]
 ) -> list[list[Example]] | None:
-    """Return the examples with the labels of a stored classifier; None if theirs differ.
+    """Return the examples with the labels of a stored classifier; None if the labels differ.
 
     The first of the `parts` decides: its labels are the classifier's names, in any case, or numbers
     of its classes, which is how transformers reads whole numbers.

@@ -100,8 +100,8 @@ def describe_form(columns: Collection[str]) -> str | None:
     if {"chosen", "rejected"} <= set(columns):
         return (
             "such a row is a pair of a preferred and a rejected answer, for preference training "
-            "(DPO and the like), which outpace does not do. To learn the preferred answers with "
-            "--task chat, write each as 'messages', or as 'prompt' and 'completion'."
+            "(DPO and the like), which outpace does not do. To train on the preferred answers "
+            "with --task chat, write each as 'messages', or as 'prompt' and 'completion'."
         )
     if "input_ids" in columns:
         return (
@@ -207,9 +207,9 @@ def _message_column(values: Mapping[str, Any]) -> str | None:
 def _advise(values: Collection[str]) -> str:
     """Say what to do with rows that have these columns and are not conversations."""
     if not _CLASSES.isdisjoint(values):
-        return "To learn labels of texts, use --task classify."
+        return "To train a classifier of texts, use --task classify."
     if "text" in values:
-        return "To learn texts as they are, leave --task chat out."
+        return "To train on texts as they are, leave --task chat out."
     return "Rename the columns to two of these names." if values else "Leave such rows out."
 
 
@@ -292,8 +292,8 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
     """Return what a message has under the first of two names that is not empty.
 
-    Where data sets with other names were joined, one of them is null or empty. Raises BadInputError
-    if both have a value and these differ.
+    Where data sets with different names were joined, one of them is null or empty. Raises
+    BadInputError if both have a value and these differ.
     """
     found = [one[name] for name in names if one.get(name) not in _EMPTY]
     if len(found) > 1 and found[0] != found[1]:

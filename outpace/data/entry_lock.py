@@ -50,7 +50,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
 
 
 def _stopped_holder(holder: Path) -> tuple[int, str] | None:
-    """Return id and name of a lock's holder if it is a stopped process of this host; else None."""
+    """Return the PID and name of a lock's holder if it is a stopped process on this host."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())
         if told["host"] == socket.gethostname():

@@ -323,7 +323,7 @@ def _width_of(path: Path, size: int) -> str:
 
 
 def _require_ids(path: Path, words: Array) -> None:
-    """Refuse ids of 32 or 64 bits with a header, or with negative numbers that mark padding.
+    """Refuse 32- and 64-bit ids with a header, or with negative numbers that mark padding.
 
     These look like 16-bit ids, and if read as such, every second id would be 0. In real 16-bit ids,
     numbers in the upper halves of words are as large as in the lower halves.
@@ -336,34 +336,34 @@ def _require_ids(path: Path, words: Array) -> None:
     place = int(np.flatnonzero(told & ~narrow)[0])
     value = int(words.view(words.dtype.str.replace("u", "i"))[place])
     raise BadInputError(
-        f"{path} holds ids of {8 * words.itemsize} bits, but its word {place:,} is {value:,}, not "
-        "an id: a number that marks padding, or a part of a header. Write the ids alone, as in "
+        f"{path} holds {8 * words.itemsize}-bit ids, but its word {place:,} is {value:,}, not an "
+        "id: a number that marks padding, or a part of a header. Write the ids alone, as in "
         "ids[ids >= 0].astype('uint32').tofile(FILE)."
     )
 
 
 def _require_little_endian(path: Path, words: Array) -> None:
-    """Refuse ids of 32 or 64 bits with the most significant byte first, as Java writes them."""
+    """Refuse 32- and 64-bit ids with the most significant byte first, as Java writes them."""
     low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
     if high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
         raise BadInputError(
-            f"{path} holds ids of 32 or 64 bits with the most significant byte first. Write them "
+            f"{path} holds 32- or 64-bit ids with the most significant byte first. Write them "
             "with the least significant one first, as numpy's ids.astype('<u4').tofile(FILE)."
         )
 
 
 def _require_no_gaps(path: Path, pairs: Array) -> None:
-    """Refuse ids of 32 bits after a header of two bytes, in which every second 16-bit word is 0."""
+    """Refuse 32-bit ids after a two-byte header, in which every second 16-bit word is 0."""
     first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
-            f"{path}: nearly every second of its ids of 16 bits is below 16, so they are ids of 32 "
-            "bits behind a header. Write the ids alone, as numpy's tofile does."
+            f"{path}: nearly every second of its 16-bit ids is below 16, so they are 32-bit ids "
+            "behind a header. Write the ids alone, as numpy's tofile does."
         )
 
 
 def _require_no_floats(path: Path, halves: Array) -> None:
-    """Refuse floating-point ids, numpy's default: as such, all of them are whole numbers."""
+    """Refuse ids in NumPy's default dtype: whole numbers, if read as floats."""
     for dtype, width in (("<f8", 4), ("<f4", 2)):
         if len(halves) % width:
             continue
@@ -372,13 +372,13 @@ def _require_no_floats(path: Path, halves: Array) -> None:
             whole = (values >= 0) & (values < _MOST_IDS) & (np.floor(values) == values)
         if whole.all() and values.any():
             raise BadInputError(
-                f"{path} holds floating-point numbers of {16 * width} bits, not ids. Write them "
+                f"{path} holds {16 * width}-bit floating-point numbers, not ids. Write them "
                 "with numpy as integers, as in ids.astype('uint32').tofile(FILE)."
             )
 
 
 def _require_two_bytes(path: Path, pairs: Array) -> None:
-    """Refuse text, and ids of one byte, which would be read in pairs.
+    """Refuse text, and one-byte ids, which would be read in pairs.
 
     Their bytes are distributed alike in even and odd places, or have only values up to 127. The
     lower bytes of two-byte ids, most of which are above 255, have all values.
@@ -389,21 +389,21 @@ def _require_two_bytes(path: Path, pairs: Array) -> None:
     alike = len(pairs) >= _COMPARED_PAIRS and np.abs(even - odd).sum() / 2 < _SAME_BYTES
     if pairs.max() < 128 or (alike and _entropy_bits(even) < _RANDOM_BITS):
         raise BadInputError(
-            f"{path} is text, or holds ids of one byte, by the values of its bytes, not ids of "
-            "16, 32 or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
+            f"{path} is text, or holds one-byte ids, by the values of its bytes, not 16-, 32- or "
+            "64-bit ids. Name a text .txt; write ids as uint16 with numpy, as in "
             "ids.astype('uint16').tofile(FILE)."
         )
 
 
 def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
-    """Refuse ids of 16 bits with the most significant byte first. Upper bytes have fewer values
-    than lower ones, and are smaller, since frequent tokens have small ids.
+    """Refuse 16-bit ids with the most significant byte first. Upper bytes have fewer values than
+    lower ones, and are smaller, since frequent tokens have small ids.
     """
     even, odd = _byte_shares(pairs)
     first, second = pairs.mean(axis=0)
     if _entropy_bits(odd) > _entropy_bits(even) + _FEWER_BITS and first < _SMALLER * second:
         raise BadInputError(
-            f"{path} holds ids of 16 bits with the most significant byte first, by the values of "
+            f"{path} holds 16-bit ids with the most significant byte first, by the values of "
             "its bytes. Write them with the least significant one first, as numpy's "
             "ids.astype('<u2').tofile(FILE)."
         )

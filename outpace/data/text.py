@@ -147,7 +147,7 @@ def _remedy(row: Row, before: int) -> str:
             if before
             else ". Name it with --text-field."
         )
-    return ". They are conversations: --task chat learns them."
+    return ". They are conversations: --task chat trains on them."
 
 
 def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:

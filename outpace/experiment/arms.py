@@ -84,7 +84,7 @@ def train_once(
 
 
 def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
-    """Empty folder `run`, write settings to `config`, and return the command that trains there."""
+    """Empty `run`, write the settings to `config`, and return the command that trains there."""
     if run.is_symlink():
         run.unlink()  # the link only, not its target
     elif run.exists():

@@ -322,7 +322,7 @@ def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the class converts a key, which it does not have, to other values."""
+    """Return whether the class has no such key, but converts its value to others."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()

@@ -320,7 +320,7 @@ def merge_into(
         inner = weights[names[0]].shape[1:] if names else None
         if names is None or pair.b.shape[0] != sum(rows) or pair.a.shape[1:] != inner:
             raise BadInputError(
-                f"{folder} has an adapter of {module}, {tuple(pair.b.shape)} · "
+                f"{folder} has an adapter for {module}, {tuple(pair.b.shape)} · "
                 f"{tuple(pair.a.shape)}, which does not fit the model in {base}."
             )
         for name, part in zip(names, pair.b.split(rows), strict=True):

@@ -29,7 +29,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 def read_torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return what torchtitan logged, None without steps of torchtitan."""
+    """Return what torchtitan logged; None if it logged no steps."""
     # Lines that begin with "validate step" have the speed of evaluations; wps is tps before 2025.
     step = re.compile(
         rf"(?<!validate )step:\s*(\d{{1,15}})\s+loss:\s*\S+.*memory:\s*{NUMBER}GiB\([^)]*\)"
@@ -167,7 +167,7 @@ _MEGATRON: Mapping[str, str] = {
 
 
 def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return what Megatron logged, None without steps of Megatron."""
+    """Return what Megatron logged; None if it logged no steps."""
     lines, grown = _of_the_last_batch(lines)
     times = find_numbers(rf"elapsed time per iteration \(ms\):\s*{NUMBER}", lines)
     if not times:
@@ -294,7 +294,7 @@ _DEEPSPEED_MODEL_RANKS = re.compile(
 
 
 def read_deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return what DeepSpeed logged, None without steps of DeepSpeed."""
+    """Return what DeepSpeed logged; None if it logged no steps."""
     rates = find_numbers(rf"CurrSamplesPerSec={NUMBER}", lines)
     if not rates:  # before 0.6.6, only the mean since the second step
         rates = find_numbers(rf"[ ,]SamplesPerSec={NUMBER}", lines)[-1:]
@@ -328,7 +328,7 @@ def _deepspeed_stage(lines: Sequence[str]) -> int | None:
 
 
 def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[str, Any]:
-    """Read precision and offloading from DeepSpeed's settings; versions name them otherwise."""
+    """Read precision and offloading from DeepSpeed's settings, whose names vary by version."""
     found: dict[str, Any] = {}
     zero = " ".join(line for line in lines if "zero_config" in line)
     for name, theirs in (("parameters", "param"), ("optimizer", "optimizer")):
@@ -376,7 +376,7 @@ _NANOTRON: Mapping[str, str] = {
 
 
 def read_nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return what nanotron logged, None without steps of nanotron."""
+    """Return what nanotron logged; None if it logged no steps."""
     times = _read_abbreviated(rf"(?:elapsed_)?time_per_iteration_ms: {_HUMAN}", lines)
     if not times:
         return None
@@ -431,10 +431,10 @@ def _nanotron_settings(text: str) -> dict[str, Any]:
 def _nanotron_batch(
     lines: Sequence[str], times: Sequence[Range], total: Sequence[Range], found: Mapping[str, Any]
 ) -> int | None:
-    """Return the sequences of a step; None if the log does not say them exactly.
+    """Return the number of sequences per step; None if the log does not give it exactly.
 
-    Since March 2025, the lines of steps count tokens under the same name, which their own rate
-    and time show.
+    Since March 2025, step lines count tokens under the same name. Their rate and time tell the two
+    apart.
     """
     exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
     if exact:

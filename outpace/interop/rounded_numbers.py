@@ -27,7 +27,7 @@ class Range:
         return Range(self.low * other.low, self.high * other.high)
 
     def only_whole_number(self, multiple_of: int = 1) -> int | None:
-        """Return the only positive multiple of a number in the range; None unless there is one."""
+        """Return the only positive multiple of a number in the range, if there is exactly one."""
         first = max(1, math.ceil(self.low / multiple_of))
         last = math.floor(self.high / multiple_of)
         return first * multiple_of if first == last else None

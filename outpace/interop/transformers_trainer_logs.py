@@ -79,8 +79,8 @@ def _value(name: str, line: str) -> float | None:
 
 
 def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
-    """Return results on one line each: of a file such as all_results.json, or of a table. A table
-    repeats a line of results, if there is one.
+    """Put the results of a file such as all_results.json, or of a table, on one line. A table is
+    ignored if there is a line with the same results.
     """
     if any(_RATE.search(line) for line in lines):
         text = "\n".join(lines).strip()

@@ -211,7 +211,7 @@ def evaluate(
     Defaults: `data` is the run's held-out data; `batches` cover all of it; `task` is the run's, or
     chat if the data are conversations; `seq_len` is the run's, or that of outpace train if there is
     no run. `on_hint` is called with notes on how model and data were read. Raises BadInputError if
-    they cannot be.
+    one of them cannot be read.
     """
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:
@@ -271,7 +271,7 @@ def _note_kept_state(
     mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> Iterator[list[Batch]]:
-    """Say if a custom model's loss depends on state that it keeps; return all steps again."""
+    """Report if a custom model's loss depends on state that it keeps; return all steps."""
     first = next(steps)
     state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
     said = explain_evaluated_state(state)

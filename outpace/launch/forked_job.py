@@ -1,4 +1,4 @@
-"""Runs a function in a group of forked processes, with a time limit.
+"""A function on a group of forked processes, with a time limit.
 
 This is for functions that may hang or crash: the caller learns how each rank ended, and no process
 is left behind.

@@ -292,7 +292,7 @@ class _Part:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Close the part's input, which makes its host end everything."""
+        """Close the agent's input, upon which the agent ends everything on its host."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: NF4 with double quantization, by bitsandbytes.
+"""4-bit weights: NF4 with double quantization, by bitsandbytes.
 
 Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest
 magnitude and rounded to 16 levels, the quantiles of a normal distribution. The scales themselves

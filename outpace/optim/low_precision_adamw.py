@@ -1,4 +1,4 @@
-"""AdamW with moments in 16, 8 or 4 bits, over weights of 32 or 16 bits.
+"""AdamW with moments in 16, 8 or 4 bits, for 32-bit or 16-bit weights.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, §2: each block of a
 moment is divided by its largest magnitude and stored as indices (codes) into a table of 256 values.

@@ -214,7 +214,7 @@ class PartOfSequence(nn.Module):
         self.model.check_length(length)
         if length % (2 * ranks):
             raise BadInputError(
-                f"strategy cp cuts each sequence into 2 × {ranks} equal chunks, but {length} "
+                f"strategy cp splits each sequence into 2 × {ranks} equal chunks, but {length} "
                 f"tokens are not a multiple of {2 * ranks}. Use --seq-len "
                 f"{-(-length // (2 * ranks)) * 2 * ranks}, or fewer ranks."
             )

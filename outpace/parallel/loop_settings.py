@@ -21,11 +21,11 @@ class LoopSettings:
         self.note()
 
     def note(self) -> None:
-        """Take the current settings as known to the copies."""
+        """Record the current settings as those that the copies have."""
         self._known = [dict(_list_settings(part)) for part in self._parts] if self._copies else []
 
     def apply(self) -> None:
-        """Give the copies what has changed since `note`."""
+        """Give the copies the settings that have changed since `note`."""
         for number, known in enumerate(self._known):
             for name, value in _list_settings(self._parts[number]):
                 if name not in known or known[name] != value:

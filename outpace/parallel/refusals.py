@@ -82,11 +82,12 @@ class CommonPlace:
         self.announce()
 
     def announce(self) -> None:
-        """Tell the other ranks that a call has begun; without waiting for an answer."""
+        """Tell the other ranks that a call has begun, without waiting for an answer."""
         self._set(0)
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks read the same. Raises BadInputError if one has begun another call.
+        """Wait until all ranks read the same value. Raises BadInputError if one has begun another
+        call.
 
         `what` is a clause for the message.
         """

@@ -1,9 +1,9 @@
 """Reads and writes of shards by a user's loop, between steps.
 
 Elementwise operations on DTensors compute what one process does, also together with whole tensors,
-which all ranks have. But `item()` and `float()` return a number of this rank's part where a sum or
-a maximum over ranks is pending, shards cannot be written to whole tensors, and `p.data = …` has no
-effect.
+which all ranks have. But `item()` and `float()` return a number computed from this rank's part if a
+sum or a maximum over ranks is pending, shards cannot be written to whole tensors, and `p.data = …`
+has no effect.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def read_whole_values(place: CommonPlace) -> None:
 
 
 def combine_with_whole(allowed: bool) -> None:
-    """Let operations, such as those on lists, take whole tensors together with DTensors, or not.
+    """Allow or forbid operations (such as those on lists) on whole tensors together with DTensors.
 
     In a step, a user's module that does so is refused, since it may have only a part of its input.
     """
@@ -46,7 +46,7 @@ def combine_with_whole(allowed: bool) -> None:
 
 
 def refuse_copies(sharded: Iterable[nn.Module]) -> None:
-    """Refuse copies of sharded modules with what to do instead; torch refuses them, too."""
+    """Refuse copies of sharded modules, as torch does, and say what to do instead."""
     for part in sharded:
         vars(part)["__deepcopy__"] = _refuse_copy
 
@@ -61,7 +61,9 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
 
 
 def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
-    """Return a whole tensor. Collective, which all ranks begin, if ranks have parts of it."""
+    """Return a whole tensor. If ranks have parts of it, this is collective, and all ranks must
+    begin it.
+    """
     if is_spread(tensor) and not all(one.is_replicate() for one in tensor.placements):
         place.wait_for_all(what)
     return whole(tensor)
@@ -107,7 +109,7 @@ class ShardStorages:
         self.note()
 
     def note(self) -> None:
-        """Take the current memory as right."""
+        """Record the current memory as the right one."""
         self._known = [storage_id(shard) for shard in self._shards.values()]
 
     def require_unchanged(self) -> None:

@@ -3,9 +3,10 @@
 Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
 unit: in every micro-batch, its parameters are gathered before they are used, and its gradients
 reduced and scattered right after its backward. ZeRO-3 frees the gathered parameters after the
-forward and gathers them again for the backward; ZeRO-2 keeps them until the backward. All of them
-keep parameters outside of blocks, whose backward directly follows their forward. HSDP works like
-ZeRO-3 within a group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
+forward and gathers them again for the backward; ZeRO-2 keeps them until the backward. All three
+keep parameters outside of blocks gathered, since their backward directly follows their forward.
+HSDP works like ZeRO-3 within a group of ranks, and averages gradients between the groups (Zhao et
+al., §3.2.2).
 """
 
 from collections.abc import Sequence

@@ -91,8 +91,8 @@ def test_usual_forms_mean_the_same(values):
     ("values", "said"),
     [
         ({"text": "a"}, "line 1 has 'text', but a conversation is one of"),
-        ({"text": "a"}, "To learn texts as they are, leave --task chat out."),
-        ({"text": "a", "label": 1}, "To learn labels of texts, use --task classify."),
+        ({"text": "a"}, "To train on texts as they are, leave --task chat out."),
+        ({"text": "a", "label": 1}, "To train a classifier of texts, use --task classify."),
         ({"source": "a", "target": "b"}, "Rename the columns to two of these names."),
         (
             {"dialog": [{"role": "user", "content": "a"}], "id": 1},
@@ -105,7 +105,7 @@ def test_usual_forms_mean_the_same(values):
         ),
         ({"from": "human", "value": "a"}, "Write the messages of each into one row"),
         ({"messages": '[{"role": "user"}]'}, "it is JSON inside a text. Decode it"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To train on the preferred answers"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
         ({"prompt": "a", "completion": "b", "label": False}, "marks its answer as unwanted"),
         (

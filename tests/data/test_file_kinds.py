@@ -24,7 +24,7 @@ def litdata(ids, items=1):
         (litdata, "is a chunk of litdata"),
         (lambda ids: litdata(ids, 2000), "is a chunk of litdata"),
         (lambda ids: b"GGUF\x03\0\0\0" + ids, "is a GGUF model"),
-        (lambda ids: b"ab" + ids, "are ids of 32 bits behind a header"),
+        (lambda ids: b"ab" + ids, "are 32-bit ids behind a header"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
@@ -57,7 +57,7 @@ def tf_record(example):
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
         ("x.tar", b"a.txt".ljust(257, b"\0") + b"ustar" + b"word " * 999, "is a tar archive, not"),
-        ("x.bin", b"A text. " * 250, "x.bin is text, or holds ids of one byte, by the"),
+        ("x.bin", b"A text. " * 250, "x.bin is text, or holds one-byte ids, by the"),
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),

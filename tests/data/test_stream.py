@@ -196,7 +196,7 @@ def test_wide_ids_among_other_words_are_not_read_as_16_bits(tmp_path, prepare, d
     ids = np.random.default_rng(0).integers(0, 50_000, 999)
     ids[place] = value
     (tmp_path / "x.bin").write_bytes(ids.astype(dtype).tobytes())
-    said = rf"holds ids of {8 * np.dtype(dtype).itemsize} bits, but its word {place:,} is {value:,}"
+    said = rf"holds {8 * np.dtype(dtype).itemsize}-bit ids, but its word {place:,} is {value:,}"
     with pytest.raises(BadInputError, match=said):
         prepare(tmp_path / "x.bin", tokenizer=None)
 
@@ -211,10 +211,10 @@ def test_padded_ids_of_16_bits_stay_so(tmp_path, prepare):
 @pytest.mark.parametrize(
     ("dtype", "said"),
     [
-        ("<f4", "floating-point numbers of 32 bits"),
-        ("<f8", "floating-point numbers of 64 bits"),
-        (">u2", "16 bits with the most significant byte first"),
-        ("<u1", "holds ids of one byte"),
+        ("<f4", "32-bit floating-point numbers"),
+        ("<f8", "64-bit floating-point numbers"),
+        (">u2", "16-bit ids with the most significant byte first"),
+        ("<u1", "holds one-byte ids"),
     ],
 )
 def test_ids_of_other_dtypes_are_refused(tmp_path, prepare, dtype, said):

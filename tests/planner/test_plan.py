@@ -611,7 +611,7 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
         ("mixtral-8x7b", "ep=16", {"nodes": 2}, "ep 16 does not divide the 8 experts of mixtral"),
         ("llama-3-8b", "pp=64", {"nodes": 8}, "pp 64 is more than the 32 layers of llama-3-8b"),
         ("llama-3-8b", "cp=8", {"seq_len": 2048}, "cp 8 leaves fewer than 1024 of 2048 tokens"),
-        ("llama-3-8b", "cp=4", {"seq_len": 8188}, "cp 4 cuts sequences into 8 parts, which"),
+        ("llama-3-8b", "cp=4", {"seq_len": 8188}, "cp 4 splits sequences into 8 parts, but"),
         ("llama-3-8b", "tp=4,pp=4", {}, "tp 4 × pp 4 = 16 does not divide the 8 devices"),
         ("llama-3-8b", "dp_shard=3", {}, "dp_shard 3 does not divide the 8 devices"),
         ("llama-3-8b", "pp=8,pp_microbatches=3", {},

@@ -138,7 +138,7 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
 
 
 def weights_in_16_bits(plan: Plan) -> list[str]:
-    """Explain how to get weights in 16 bits without masters, and how their optimizer differs."""
+    """Explain how to get 16-bit weights without masters, and how their optimizer differs."""
     name = plan.precision
     return [
         ScriptEdit(f"precision {name}: load the model in {name[:4]} in the script."),

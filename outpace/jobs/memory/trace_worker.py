@@ -144,7 +144,7 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
 
 
 def time_of(ask: TraceRequest) -> float | None:
-    """Return the planner's step time in seconds; None if it does not know it."""
+    """Return the planner's step time in seconds; None if unknown."""
     from outpace.jobs.memory.step_time import step_time_s  # loaded here, too
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"

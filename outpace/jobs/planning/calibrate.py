@@ -126,7 +126,8 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     file = CorrectedMachine.load(path, option="--machine ")
     if file.node is None:
         raise BadInputError(
-            f"{path} was corrected from a probe. Pass the probe's machine.json and all logs."
+            f"{path} is the corrected form of a probe, and cannot be corrected again. Pass the "
+            "probe's own machine.json, with all logs."
         )
     check_network(asked, file, path)
     devices = file.devices_per_node

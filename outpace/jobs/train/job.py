@@ -193,7 +193,7 @@ def _fit_memory(
     settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
     inputs: TrainingInputs, tracer: Tracer,
 ) -> MemoryFit:  # fmt: skip
-    """Return what judges whether plans fit, and give it the memory that was touched ahead."""
+    """Return the run's `MemoryFit`, which knows of prefaulted memory, and hand that memory over."""
     ahead = context.page_prefaulter
     # A trace assumes a head over the vocabulary.
     account = tracer if context.foresee and inputs.is_transformer else None

@@ -59,7 +59,7 @@ class AbsentParameters:
         self.refused = False
 
     def refuse_use(self) -> None:
-        """Refuse what needs values from now on."""
+        """Refuse, from now on, any use that needs values."""
         self.refused = True
 
     @contextmanager

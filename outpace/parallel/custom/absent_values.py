@@ -37,7 +37,7 @@ def _absent_value(dtype: torch.dtype) -> Any:
 def forget_all_but(
     kept: Sequence[Tensor], module: nn.Module, absent: AbsentParameters | None = None
 ) -> None:
-    """Replace all other parameters with NaN (0 for integers) that takes no memory.
+    """Replace all parameters except `kept` with NaN (0 for integers), which takes no memory.
 
     They remain parameters, so a loss over all parameters is also NaN. `absent` can later refuse any
     use of them.

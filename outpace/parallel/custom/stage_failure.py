@@ -16,7 +16,9 @@ _OTHERWISE = "Use strategy ddp or zero1."
 
 
 def explain_known(error: Exception) -> str | None:
-    """Return advice about an error, if its cause is known unless one process raises it, too."""
+    """Return advice about an error if its cause is known, provided that a single process does not
+    raise it.
+    """
     return explain_writes_outside() if _SHARED_MEMORY in str(error) else None
 
 

@@ -1,8 +1,8 @@
 """Values in which a step counts or averages samples, for the loop to read between steps.
 
 Examples are a router's load, a histogram, and how often each code is used, in buffers or in numbers
-and tensors in plain attributes. On data-parallel ranks each forward and backward changes its own
-copy by its own samples. Of buffers, rank 0's copy is kept.
+and tensors in plain attributes. Each data-parallel rank changes its own copy, by its own samples.
+Buffers keep rank 0's values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ _MOST_SENT = 4_096  # values of a buffer
 
 
 def batchnorm_state(model: nn.Module) -> Collection[int]:
-    """Return the `id` of each buffer of batch normalisations, which training never reads."""
+    """Return the `id` of each batch normalisation's buffers, which training never reads."""
     return {
         id(buffer)
         for part in model.modules()

@@ -127,7 +127,7 @@ def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCaus
     """Find whether the loss of several samples is a mean of their losses with some weights.
 
     It is then between their losses. The ratios of the weights of three samples, computed from their
-    pairs, also fit each other.
+    pairs, are also consistent.
     """
     samples = cut(some, samples_in(some))[:3]
     places = list(combinations(range(len(samples)), 2))

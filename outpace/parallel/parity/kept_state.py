@@ -440,7 +440,7 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return the shapes of the state that another batch leaves, and a batch's loss after it."""
+        """Return the shapes of the state after another batch, and the loss of `batch` with it."""
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)

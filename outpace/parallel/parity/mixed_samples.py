@@ -51,7 +51,7 @@ _FIRST = 7
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """A difference in the `loss`, or else in the `gradient` of the parameters `names`.
+    """A difference in the `loss` or, if there is none, in the `gradient` of the parameters `names`.
 
     `cause`: why the loss differs, if known.
     """

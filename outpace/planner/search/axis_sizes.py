@@ -71,8 +71,8 @@ def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
         return f"{name} has no attention to split by cp"
     if wanted.seq_len % (2 * size):
         return (
-            f"cp {size} cuts sequences into {2 * size} parts, which does not divide "
-            f"{wanted.seq_len}"
+            f"cp {size} splits sequences into {2 * size} parts, but {wanted.seq_len} tokens are "
+            "not a multiple of that"
         )
     if size > max(1, wanted.seq_len // _SHORTEST_PART):
         return (

@@ -158,7 +158,7 @@ class PageFile:
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
         if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
             raise WrongResultError(
-                f"pages {page} to {page + pages - 1} were read instead of others"
+                f"reading pages {page} to {page + pages - 1} returned other pages"
             )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:

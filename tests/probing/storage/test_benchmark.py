@@ -83,7 +83,7 @@ def test_pages_that_are_wrong_are_found_out(tmp_path, pages):
         os.close(plain)
     for bad in (9, 20):
         with pytest.raises(
-            WrongResultError, match=f"pages {bad} to {bad} were read instead of others"
+            WrongResultError, match=f"reading pages {bad} to {bad} returned other pages"
         ):
             pages.read(0, bad, 1)
     pages.read(0, 30, 1)
