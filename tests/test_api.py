@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_is_told_of_it(method, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py", method, "text.txt", "run", "cache"], cwd=tmp_path,
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "--workers 1: " in done.stderr

@@ -160,4 +160,4 @@ def test_program(program, home, tmp_path, command):
     program = program.replace("steps=200", f"steps=2{short}").replace('"gpt2"', '"outpace-tiny"')
     strict = "import warnings; warnings.filterwarnings('error', '', DeprecationWarning, '__main__')"
     (tmp_path / "program.py").write_text(f"{strict}\n{program}")
-    command(tmp_path / "program.py", cwd=home, timeout=120, check=True)
+    command(tmp_path / "program.py", cwd=home, check=True)

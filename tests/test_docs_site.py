@@ -36,7 +36,7 @@ def build(folder, *plant):
         page.writelines(f"\n{text}\n" for text in plant)
     return subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--clean", "--strict"],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=200,
+        cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def anchors(path):
 def test_reference_pages_say_what_the_code_declares():
     done = subprocess.run(
         [sys.executable, "scripts/reference.py", "--check"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=200,
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -21,7 +21,7 @@ def run(folder, *command):
         start_new_session=True,
     )  # fmt: skip
     try:
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=600)
     finally:
         with suppress(ProcessLookupError):  # the launcher's processes, too
             os.killpg(process.pid, signal.SIGKILL)

@@ -30,9 +30,9 @@ def test_a_real_pipeline_waits_as_its_schedule_plays(on_ranks):
         # benchmarks/idle.py to say, on a machine that does nothing else.
         assert one["makespan_s"] > one["simulated_makespan_s"] * 0.99
         assert one["measured"] > one["replayed"] - 0.01
-    # Stages that waited for one another in turn would be idle for 3/4 of each schedule.
+    # Stages that waited for one another in turn would be idle for 3/4 of each step.
     for idle in ("measured", "simulated"):
-        assert said["zbv"][idle] < said["gpipe"][idle] < said["mp"][idle]
+        assert said["zbv"][idle] < 3 / 7 and said["gpipe"][idle] < 3 / 4
 
 
 @pytest.mark.parametrize("strategy", [name for name in SCHEDULES if name != "mp"])

@@ -288,9 +288,7 @@ def test_a_tokenizers_own_code_is_not_run_even_if_someone_answers_yes(tmp_path, 
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     command = [sys.executable, "-m", "outpace", *words, f"--tokenizer={folder}"]
     command.append(f"--out={tmp_path / 'run'}")
-    done = subprocess.run(
-        command, input="y\n" * 9, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "uses its own code (auto_map), which outpace does not run" in done.stderr
     assert not hacked.exists()
@@ -336,7 +334,7 @@ def stop(processes):
         process.send_signal(signal.SIGINT)
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+            process.wait(600)
         process.kill()
         process.communicate()
 
@@ -433,9 +431,7 @@ def test_modules_in_the_current_folder_are_not_imported(words, tmp_path, hacked)
         (tmp_path / f"{name}.py").write_text(f"open({str(hacked)!r}, 'w')\n")
     # As the command `outpace` does, which has its own folder in the path and not this one.
     command = [sys.executable, "-P", "-m", "outpace", *words, "--nproc=2", "--steps=1", "--out=run"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not hacked.exists()
 

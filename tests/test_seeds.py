@@ -48,7 +48,7 @@ def quick(name: str) -> str:
     before = {path.name: path.stat().st_mtime_ns for path in (SEEDS.parent / "results").iterdir()}
     done = subprocess.run(
         [sys.executable, str(SEEDS / f"{name}.py"), "--quick"],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     after = {path.name: path.stat().st_mtime_ns for path in (SEEDS.parent / "results").iterdir()}

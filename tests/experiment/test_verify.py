@@ -23,7 +23,7 @@ FAULTS = Path(__file__).with_name("faults.py")
 def do(*arguments):
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

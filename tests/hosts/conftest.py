@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def do(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"no networks of one's own here: {' '.join(words)}: {done.stderr.strip()}")
 
@@ -152,10 +152,10 @@ class Cluster:
         """Exit code, standard output and standard error."""
         process = self.start(*words, cwd=cwd)
         try:
-            output, errors = process.communicate(timeout=150)
+            output, errors = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=600)
             pytest.fail(f"it did not end:\n{output}\n{errors}")
         return process.returncode, output, errors
 

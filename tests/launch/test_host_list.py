@@ -48,7 +48,7 @@ def test_scontrol_says_the_same(text, tmp_path):
     )
     done = subprocess.run(
         ["scontrol", "show", "hostnames", text], env={"SLURM_CONF": str(settings)},
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert list(expand(text)) == done.stdout.split()
 

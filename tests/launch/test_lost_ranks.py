@@ -28,7 +28,7 @@ MOMENTS = ("start", "step", "evaluation", "save", "end")
 TIMEOUT_S = 6
 # The time limit, a look at all ranks, an end in order, and the launcher's patience with the rest:
 # by far more than these take, by far less than the six hours that a save may.
-LIMIT_S = 90
+LIMIT_S = 600
 STEPS = 40
 TINY = ("train", "--model", "outpace-tiny", "--seq-len", 32, "--global-batch", 8, "--steps", STEPS,
         "--save-every", 2, "--eval-every", 2, "--eval-batches", 1, "--sample-tokens", 0,
@@ -611,7 +611,7 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path, start_ranks):
 
 def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks, hold_port):
     """Rank 1 of the second comes with that of the first; its rank 0 finds the port in use."""
-    place, few = {"MASTER_PORT": str(hold_port())}, (*words, "--steps", 2)
+    place, few = {"MASTER_PORT": str(hold_port())}, (*words, "--steps", 2, "--comm-timeout-s", 60)
     first, second = (
         start_ranks(*few, "--out", f"run-{job}", cwd=tmp_path, SLURM_JOB_ID=job, **place)
         for job in ("12", "13")

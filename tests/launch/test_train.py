@@ -287,7 +287,7 @@ def test_a_checkpoint_is_of_its_step_however_slow_the_disk(run, monkeypatch):
 
     def write(self, data):
         lent.append(go.is_set())
-        assert go.wait(60)
+        assert go.wait(600)
         return take(self, data)
 
     asked = {"steps": 4, "save_every": 2, "keep": 9}

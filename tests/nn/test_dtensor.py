@@ -25,5 +25,5 @@ def test_rows_are_gathered_in_any_size(tmp_path):
             assert torch.equal(found, whole) and found.is_contiguous()
             assert found.data_ptr() != part.to_local().data_ptr()
 
-    ends = run_forked(2, act, 120.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]

@@ -113,7 +113,7 @@ def marks(ranks) -> dict:
         exchanged = torch.futures.Future()
 
         def end() -> None:
-            parts.append("in time" if marked.wait(20.0) else "too late")
+            parts.append("in time" if marked.wait(300.0) else "too late")
             exchanged.set_result(bucket.buffer())
 
         threading.Thread(target=end).start()

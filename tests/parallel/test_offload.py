@@ -19,7 +19,7 @@ def held_by(*cases):
     """What two steps held in each case, or how they failed."""
     done = subprocess.run(
         [sys.executable, HERE / "offload_memory.py", *cases],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, check=False,
         # glibc keeps what it has once given out, but for large pieces.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip

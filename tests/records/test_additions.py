@@ -15,7 +15,7 @@ ADDITIONS = runpy.run_path(str(PROGRAM))["ADDITIONS"]
 def ask(folder, what):
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), what],
-        check=False, capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
+        check=False, capture_output=True, text=True, cwd=PROGRAM.parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -83,7 +83,7 @@ def held(monkeypatch):
 
     def write(self, data):
         asked.set()
-        assert go.wait(30)
+        assert go.wait(600)
         return take(self, data)
 
     monkeypatch.setattr(direct_io.DirectWriter, "write", write)
@@ -108,7 +108,7 @@ def test_who_changes_what_is_lent_waits_for_no_disk(tmp_path, group, held, begun
     model, optimizer = trained()
     saved = [tensor.detach().clone() for tensor in kept(model, optimizer)]
     saver.save(model, optimizer, progress(3))
-    assert not begun or asked.wait(30)
+    assert not begun or asked.wait(600)
     saver.before_change()
     assert not whole
     change(model, optimizer)
@@ -249,7 +249,7 @@ def test_a_save_that_fails_hinders_nobody(tmp_path, group, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(direct_io.DirectWriter, "write", fail)
         saver.save(model, optimizer, progress(3))
-        assert asked.wait(30)
+        assert asked.wait(600)
         saver.before_change()
         assert not saver.wait()
     assert "the disk is gone" in trouble[0]

@@ -40,8 +40,7 @@ def limit_mib():
     """By what a process holds that does nothing: with torch for CUDA 130 MiB more than without."""
     code = "import outpace.jobs.train.job, outpace.probing.hardware.process_memory as memory; "
     code += "print(memory.anonymous_bytes())"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
-                          timeout=120)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return round(int(done.stdout) / 2**20) + BESIDE_MIB
 
 
@@ -60,7 +59,7 @@ def words(tmp_path, corpus, token_cache):
 def outpace(mode, words, **options):
     return subprocess.run(
         [sys.executable, str(LIMITED), mode, *words],
-        capture_output=True, text=True, check=False, timeout=280, **options,
+        capture_output=True, text=True, check=False, **options,
     )  # fmt: skip
 
 
@@ -180,7 +179,7 @@ def test_all_ranks_end_when_one_is_out_of_memory(words, tmp_path, ours, hold_por
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [process.communicate(timeout=200)[1] for process in ranks]
+    said = [process.communicate(timeout=600)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [4, 4], said
     assert "Traceback" not in said[0] + said[1]
     if not ours:

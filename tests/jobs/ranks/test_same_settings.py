@@ -51,7 +51,7 @@ def test_ranks_with_other_settings_are_refused(setting, command, corpus, token_c
     script = tmp_path / "unlike.py"
     script.write_text(UNLIKE)
     places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}")
-    done = command(FORKED, 2, script, *setting, *FLAGS, *places, timeout=120)
+    done = command(FORKED, 2, script, *setting, *FLAGS, *places)
     assert done.returncode != 0
     assert OTHER.format(setting[0]) in done.stdout + done.stderr
     assert "Start all ranks with the same options." in done.stdout + done.stderr
@@ -75,8 +75,7 @@ def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cac
     ):
         other = ("--model", second)
         out = f"--out={tmp_path / 'run'}"
-        done = command(FORKED, 2, script, *other, *FLAGS, *places, f"--model={first}", out,
-                       timeout=120)  # fmt: skip
+        done = command(FORKED, 2, script, *other, *FLAGS, *places, f"--model={first}", out)
         assert done.returncode != 0
         assert OTHER.format(what) in done.stdout + done.stderr
         assert str(second).removesuffix(":build") in done.stdout + done.stderr
@@ -99,7 +98,7 @@ def test_ranks_with_other_chat_templates_are_refused(command, token_cache, tmp_p
     given = ("--task=chat", f"--data={tmp_path / 'chats.jsonl'}", f"--cache-dir={token_cache}",
              f"--out={tmp_path / 'run'}", f"--tokenizer={tmp_path / 'one'}")  # fmt: skip
     other = ("--tokenizer", tmp_path / "two")
-    done = command(FORKED, 2, script, *other, *FLAGS, *given, timeout=120)
+    done = command(FORKED, 2, script, *other, *FLAGS, *given)
     assert OTHER.format("chat template") in done.stdout + done.stderr
 
 
@@ -110,7 +109,7 @@ def test_settings_of_one_rank_may_differ(command, corpus, token_cache, tmp_path)
     own = (f"--cache-dir={tmp_path / 'own'}", f"--out={tmp_path / 'other'}", "--threads=2",
            "--profile", "--expect-step-time-s=9")  # fmt: skip
     places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}")
-    done = command(FORKED, 2, script, *own, *FLAGS, *places, timeout=120)
+    done = command(FORKED, 2, script, *own, *FLAGS, *places)
     assert "has another" not in done.stdout + done.stderr
     assert (tmp_path / "run" / "model").is_dir()
 
@@ -137,9 +136,7 @@ def test_ranks_with_another_scale_of_an_adapter_are_refused(command, corpus, tok
     places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--tokenizer={tmp_path / 'words'}")
     for second, refused in (("two", True), ("like", False)):
         words = ("--model", tmp_path / second, *FLAGS, *places, f"--model={tmp_path / 'one'}")
-        done = command(
-            FORKED, 2, script, *words, f"--out={tmp_path / f'{second}-run'}", timeout=120
-        )
+        done = command(FORKED, 2, script, *words, f"--out={tmp_path / f'{second}-run'}")
         said = "has a different adapter_config.json (without the base's name) from rank 0"
         assert (said in done.stdout + done.stderr) == refused
         assert ('"lora_alpha": 8' in done.stdout + done.stderr) == refused

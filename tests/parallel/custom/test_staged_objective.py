@@ -51,7 +51,7 @@ def test_methods_that_write_to_parameters_are_refused_in_stages(tmp_path, strate
         assert float(model.evaluate(model.share(batch))) < before  # the averages are zeros
         assert float(model.forward_backward(model.share(batch))) == before
 
-    ends = run_forked(2, act, 120.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     if said is None:
         assert [end.said for end in ends] == [None, None]
     else:

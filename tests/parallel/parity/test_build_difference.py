@@ -39,7 +39,7 @@ def train(folder, build, strategy="ddp"):
         batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
         model.forward_backward(model.share(batch))
 
-    return run_forked(2, act, 120.0, folder)
+    return run_forked(2, act, 240.0, folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -163,7 +163,7 @@ def test_a_loss_that_runs_a_backward_is_refused_by_all_ranks(tmp_path, change):
         model = outpace.parallelize(Net(change), plan, loss=chunked)
         model.forward_backward(model.share(pairs()))
 
-    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.refused and re.search(WORDS, end.said) for end in ends)
 
 
