@@ -38,7 +38,7 @@ from outpace.interop.custom_model import CustomModel, build_custom_model
 from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
 from outpace.nn.extra_state import require_plain
 from outpace.parallel import why_not
-from outpace.parallel.batches import explain_lengths, samples_in
+from outpace.parallel.batches import RUNS_WHOLE, explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, SINGLE, ComparisonLimits
@@ -389,9 +389,9 @@ class _Bench:
         else:
             where = "; ".join(f"rank {rank} was in {end.at}" for rank, end in late)
             said = f"it hangs: no end within {self._limit_s:.0f} s ({where})"
-        lengths = explain_lengths(self._trial.batches[0])
-        if failed and lengths and self._fails_cut(way):
-            return make_verdict(plan, allowed, reason=f"{said}: {lengths}", refused=True)
+        if failed and self._fails_cut(way):
+            why = explain_lengths(self._trial.batches[0]) or f"{RUNS_WHOLE}."
+            return make_verdict(plan, allowed, reason=f"{said}: {why}", refused=True)
         after = " (after resuming)" if phase == "resume" else ""
         return make_verdict(plan, allowed, reason=f"{said}{after}")
 

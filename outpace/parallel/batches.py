@@ -30,6 +30,7 @@ NEEDS_WHOLE = (
     "something in it has a fixed number of samples, or refers to other samples of the batch (by "
     "an index). Make it accept any part of a batch, or use mp, which does not cut it"
 )
+RUNS_WHOLE = f"it runs on the whole batch, but not on a micro-batch of it, so {NEEDS_WHOLE}"
 
 
 class SampleList(list[Any]):

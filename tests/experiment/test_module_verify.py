@@ -188,6 +188,17 @@ def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     assert verdict.refused and "those with 16 stay whole in each part" in verdict.reason
 
 
+def test_groups_of_a_fixed_number_of_samples_are_refused_where_they_are_split():
+    """All tensors are split alike, so only one process with the whole batch tells."""
+
+    def loss(module, given):
+        made = module(given[0])
+        return (made - made.view(-1, 8, *made.shape[1:]).mean(0)).square().mean()
+
+    [verdict] = verify_custom(CustomModel(Stack(), loss), batch, plans=["ddp"]).verdicts
+    assert verdict.refused and "runs on the whole batch, but not on a micro-batch" in verdict.reason
+
+
 def test_targets_that_name_their_images_by_places_are_refused():
     """The module never fails on a part: other images' targets are taken there."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from outpace.parallel.batches import NEEDS_WHOLE, explain_lengths, move_batch
+from outpace.parallel.batches import RUNS_WHOLE, explain_lengths, move_batch
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
@@ -101,5 +101,5 @@ def explain_failure(
     if known == {False} or (lengths is None and known != {True}):
         return PlainFailure(reason)
     if lengths is None:
-        lengths = f"it runs on the whole batch, but not on a micro-batch of it, so {NEEDS_WHOLE}"
+        lengths = RUNS_WHOLE
     return PlainFailure(f"{reason}: {lengths.removesuffix('.')}", by_cut=known == {True})
