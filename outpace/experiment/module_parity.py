@@ -112,7 +112,7 @@ class ReferenceFacts:
     written: tuple[str, ...] = ()  # parameters that the forward writes to
     cut_cause: CutCause = ""  # why a batch that is split has another loss, if it has
     has_batchnorm: bool = False
-    counted: tuple[str, ...] = ()  # buffers whose changes depend on samples
+    counted: tuple[str, ...] = ()  # buffers and attributes whose changes depend on samples
     moved: tuple[str, ...] = ()  # buffers that forwards change and that training depends on
 
 
@@ -154,7 +154,10 @@ def reference(
     ]
     facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
     facts.has_batchnorm = bool(batch_norms(module))
-    facts.counted = tuple(find_counted_buffers(objective, StepHooks(), True, trial.batch(1)) or ())
+    asked = objective, StepHooks(), True, trial.batch(1), None, None
+    facts.counted = tuple(
+        name.removeprefix("model.") for name in find_counted_buffers(*asked) or ()
+    )
     facts.moved = find_moved_buffers(objective, StepHooks(), True, trial.batch(1))
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:

@@ -8,7 +8,7 @@ from outpace.experiment.module_parity import (
     ReferenceFacts,
 )
 from outpace.parallel.parity.comparison import LOST_IN_SPLIT, MISSING, ComparisonLimits
-from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS
+from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS, explain_counted_attributes
 from outpace.parallel.parity.cut_cause import PLACED, batchnorm_cure, explain_cause
 from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.state_messages import (
@@ -54,7 +54,8 @@ def verdict_of(
     worst_key = max(whole, key=lambda key: _size(whole[key]))
     worst = max(numbers, default=0.0)
     if not wrong:
-        return make_verdict(plan, allowed, worst=worst, worst_key=worst_key)
+        note = _explain_attributes(course, plan)
+        return make_verdict(plan, allowed, worst=worst, worst_key=worst_key, cause=note)
     if not faults and course.facts.cut_cause == "places":
         return make_verdict(plan, allowed, reason=f"{PLACED}.", refused=True)
     only_buffers = not faults and all(kind.startswith("buffer") for kind, _, _ in wrong)
@@ -95,6 +96,15 @@ def verdict_of(
         plan, allowed, worst=worst, worst_key=worst_key, reason=f"{reason}. {cause}",
         cause=cause, differences=differences,
     )  # fmt: skip
+
+
+def _explain_attributes(course: ReferenceCourse, plan: Plan) -> str | None:
+    """Explain plain attributes that cover only a rank's samples; None if there are none."""
+    names = sorted({*course.facts.counted} - course.state.keys() - course.unsaved.keys())
+    if not names or plan.data_parallel == 1:
+        return None
+    said = explain_counted_attributes(names, plan.data_parallel)
+    return said[0].upper() + said[1:]
 
 
 CUT_ALIKE = "one process that splits it in the same way computes the same"

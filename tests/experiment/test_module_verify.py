@@ -188,6 +188,27 @@ def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     assert verdict.refused and "those with 16 stay whole in each part" in verdict.reason
 
 
+class CountingStack(Stack):
+    """Counts samples in a dict; logs and what each forward sets again count nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.totals, self.log, self.last = {}, [], [0.0]
+
+    def forward(self, x):
+        self.totals["seen"] = self.totals.get("seen", 0) + len(x)
+        self.log.append(float(x.mean()))
+        self.last[0] = float(x.max())
+        return super().forward(x)
+
+
+def test_counts_in_attributes_are_named_although_all_is_equal():
+    own = CustomModel(CountingStack(), squares)
+    ddp, pipeline = verify_custom(own, batch, plans=["ddp", "1f1b"]).verdicts
+    assert ddp.passed and pipeline.passed and pipeline.cause is None
+    assert "A step counts or averages samples in totals (a plain attribute)" in ddp.cause
+
+
 def test_groups_of_a_fixed_number_of_samples_are_refused_where_they_are_split():
     """All tensors are split alike, so only one process with the whole batch tells."""
 

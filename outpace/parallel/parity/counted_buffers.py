@@ -1,8 +1,8 @@
 """Values in which a step counts or averages samples, for the loop to read between steps.
 
 Examples are a router's load, a histogram, and how often each code is used, in buffers or in numbers
-and tensors in plain attributes. Each data-parallel rank changes its own copy, by its own samples.
-Buffers keep rank 0's values.
+and tensors in plain attributes, also in their lists and dicts. Each data-parallel rank changes its
+own copy, by its own samples. Buffers keep rank 0's values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -54,7 +54,8 @@ def find_counted_buffers(
     Left out are batch normalisations, and values that no checkpoint contains and each forward
     sets again, such as caches. None if no forward with parts of the batch succeeds.
 
-    Numbers and tensors in `attributes` follow, as named in `kept_attributes`; None stands for all.
+    `attributes` with numbers or tensors follow, as named in `kept_attributes`; None stands for all.
+    A list or dict must keep its length and keys: a log of losses counts nothing.
     `backward`: also run the backward, whose hooks may count.
     """
     model = model_of(plain)
@@ -75,7 +76,9 @@ def find_counted_buffers(
             found = [n for n in after if any(one.get(n) != after[n] for one in after_halves)]
             if found and not saved.keys() >= {*found}:
                 twice = _prints_after([both, both], *asked)
-                found = [n for n in found if n in saved or twice.get(n) != after[n]]
+                found = [
+                    n for n in found if n in saved or _only_numbers_change(after[n], twice.get(n))
+                ]
             return found
     return None
 
@@ -105,11 +108,27 @@ def _prints_after(
             found |= {
                 name: value
                 for name, value in state.attributes().items()
-                if is_numeric(value)
+                if _has_numbers(value)
                 and " (a buffer" not in name
                 and (attributes is None or name in attributes)
             }
         return found
+
+
+def _only_numbers_change(value: Any, later: Any) -> bool:
+    """Return whether only numbers of a value have changed after another forward."""
+    return bool(value != later and _form_of(value) == _form_of(later))
+
+
+def _form_of(value: Any) -> Any:
+    """Return a comparable value without its numbers."""
+    if is_numeric(value):
+        return None
+    return tuple(map(_form_of, value)) if type(value) is tuple else value
+
+
+def _has_numbers(value: Any) -> bool:
+    return is_numeric(value) or (type(value) is tuple and any(map(_has_numbers, value)))
 
 
 def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:

@@ -74,13 +74,14 @@ class OneForgotten(RouterOverRanks):
 
 
 class Notes(Quiet):
-    """Counts in plain attributes, and in hooks of the backward, next to calls and a cache."""
+    """Counts in plain attributes, lists, dicts and hooks of the backward, beside a cache."""
 
     def __init__(self):
         super().__init__()
         self.hits, self.seen, self.calls, self.last = torch.zeros(6), 0, 0, None
         self.register_buffer("signs", torch.zeros(6))
         self.large = torch.zeros(3)
+        self.usage, self.totals, self.log = [0] * 6, {}, []
         self.head.register_full_backward_hook(self.note)
 
     def note(self, part, inputs, outputs):
@@ -96,6 +97,9 @@ class Notes(Quiet):
         self.hits += (h.detach() > 0).sum((0, 1))
         self.seen += len(x)
         self.calls += 1
+        self.usage[0] += int((h.detach() > 0).sum())
+        self.totals["seen"] = self.totals.get("seen", 0) + len(x)
+        self.log.append(float(h.detach().mean()))
         self.last = h.detach()[0]
         for block in self.blocks:
             h = block(h)
@@ -159,7 +163,7 @@ def test_counts_in_attributes_and_in_hooks_of_the_backward_are_reported(tmp_path
     assert second["warnings"] == [] and "loss" in first
     buffers, attributes = first["warnings"]
     assert "a step counts or averages samples in signs (a buffer)" in buffers
-    assert "counts or averages samples in hits, large, seen (plain attributes)" in attributes
+    assert "counts or averages samples in hits, large, seen and 2 more (plain" in attributes
     assert "no checkpoint contains them, so they would cover 1/2 of each batch" in attributes
 
 
