@@ -63,6 +63,7 @@ def prepare(
     _check_weights(sources, weights)
     streams, hashes = [], []
     hints: list[str] = []
+    written: set[str] = set()
     for reference in sources:
         source = open_source(reference)
         content = cached_fingerprint(source, text_field, cache_dir)
@@ -79,6 +80,7 @@ def prepare(
         entry = entry_path(cache_dir, content, tokenizer, fraction, text_field)
         index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
         told = index.misread
+        written |= set(told.specials)
         total = sum(part.tokens for part in index.splits.values())
         hints += misread_hints(reference, total, told.specials, told.unknown, told.lost, told.nuls)
         streams.append(_choose(entry, index, split, eval_fraction))
@@ -91,7 +93,11 @@ def prepare(
                 "data. Give more, or name validation data with --eval-data."
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"
-    name += "|opened" if tokenizer and tokenizer.opening_ids else ""
+    if tokenizer and tokenizer.opening_ids:
+        # Texts that begin with the token by themselves were once given a second one.
+        ids = tokenizer.opening_ids
+        opening = {token for token, number in tokenizer.special_tokens.items() if number in ids}
+        name += "|opened" if opening and opening.isdisjoint(written) else "|opened once"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
     key = xxhash.xxh3_128_hexdigest(joined.encode())
     return Corpus(tuple(streams), weights, key, tuple(hints))

@@ -12,6 +12,9 @@ from outpace.data.sources import Source, fingerprint
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo
 
+# How samples are made of files. Raise it if the same files give other samples than before: a run
+# that cannot be resumed for it is then told so.
+READING = 1
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_S = 2.0
 

@@ -51,6 +51,7 @@ class RunRecord(Record):
     tokenizer: str | None = None
     train_data: str
     eval_data: str | None
+    reading: int = entry("version of how outpace makes samples of files; 0: not recorded", 0)
     base_weights: str | None = None
     versions: dict[str, str]
     commit: str | None

@@ -246,7 +246,20 @@ def test_a_run_is_resumed_with_its_data_and_model_elsewhere(
     (home / "moved" / "e.jsonl").write_text(json.dumps({"text": "others " * 2000}) + "\n")
     code, said = said_by(capsys, resume, "--steps=6", *moved)
     assert code == 2 and "cannot be resumed: the t" in said
-    assert "changed since it started" in said
+    assert "changed since it started. Restore" in said
+
+
+def test_a_run_whose_data_an_earlier_outpace_read_otherwise_says_so(
+    begun: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume, home = begun
+    path = home / "run" / "run.json"
+    record = RunRecord.load(path)
+    earlier = {"train_data": "0" * 32, "reading": 0, "commit": "0123456789" * 4}
+    record.model_copy(update=earlier).save(path)
+    code, said = said_by(capsys, resume, "--steps=5")
+    assert code == 2 and "the training data has changed since it started, or this outpace" in said
+    assert "from the one that started it (commit 01234567). Restore the original, finish" in said
 
 
 @pytest.mark.parametrize(

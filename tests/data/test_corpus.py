@@ -2,10 +2,13 @@ import os
 
 import pytest
 import tokenizers
+import xxhash
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents
+from outpace.data.hashes import cached_fingerprint
+from outpace.data.sources import open_source
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 from tests.data.text_files import A, B, tokens, write_lines
@@ -85,3 +88,24 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, 
     corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.replace(opened, {}))
     assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1, 0, 2, 1]]
     assert corpus.fingerprint != without.fingerprint
+
+
+def test_a_run_whose_texts_had_two_opening_tokens_has_other_data(tmp_path, prepare):
+    """Its positions are of other tokens. Where no text has the token, they are the same."""
+    inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(inner, "</s>", {"bos_token": "<s>"})
+
+    def fingerprints(text):
+        path = write_lines(tmp_path / f"{len(text)}.jsonl", {"text": "a b"}, {"text": text})
+        content = cached_fingerprint(open_source(str(path)), "text", tmp_path / "cache")
+        words = [content, f"{tokenizer.fingerprint}|opened", "all", "0.05", "None"]
+        before = xxhash.xxh3_128_hexdigest("|".join(words).encode())
+        return before, prepare(path, tokenizer=tokenizer, split="all").fingerprint
+
+    before, now = fingerprints("b a")
+    assert before == now
+    before, now = fingerprints("<s>b a")
+    assert before != now

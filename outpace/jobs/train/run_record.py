@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from outpace.data.file_kinds import form_of
+from outpace.data.hashes import READING
 from outpace.data.samples import TokenDataset
 from outpace.interop.transformers_trainer_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
@@ -110,12 +111,18 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
         )
         if was != is_now
     ]
-    if changed:
-        raise BadInputError(
-            f"the run in {run_dir.path} cannot be resumed: {changed[0]} has changed since it "
-            "started. Restore the original, or start another run from its weights with --model "
-            f"{run_dir.path}."
-        )
+    if not changed:
+        return
+    why, remedy = f"{changed[0]} has changed since it started", "Restore the original"
+    of_data = changed[0].startswith(("the training data", "the validation data"))
+    if of_data and earlier.reading != now.reading:
+        of = f" (commit {earlier.commit[:8]})" if earlier.commit else ""
+        why += f", or this outpace reads it differently from the one that started it{of}"
+        remedy += ", finish the run with that outpace"
+    raise BadInputError(
+        f"the run in {run_dir.path} cannot be resumed: {why}. {remedy}, or start another run from "
+        f"its weights with --model {run_dir.path}."
+    )
 
 
 def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
@@ -215,6 +222,7 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
         tokenizer=inputs.tokenizer.fingerprint if inputs.tokenizer else None,
         train_data=inputs.train_fingerprint,
         eval_data=inputs.eval_fingerprint,
+        reading=READING,
         base_weights=_base_fingerprint(job),
         versions=versions(),
         commit=head,
