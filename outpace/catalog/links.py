@@ -34,7 +34,7 @@ def find_link(name: str) -> Link:
         return LINKS[plain[wanted]]
     raise BadInputError(
         f"link {name!r} is not in the catalog.{suggest(wanted, plain)} It has "
-        f"{nearest_of(wanted, plain)}; docs/reference/catalog.md has all."
+        f"{nearest_of(wanted, plain)}; docs/reference/catalog.md lists all."
     )
 
 

@@ -33,7 +33,7 @@ def find_node(name: str) -> Node:
     meant = f" Did you mean {join_or(alike)}?" if alike else _suggest(wanted, known, plain)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
-        f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
+        f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md lists all."
     )
 
 

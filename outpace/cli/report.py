@@ -132,7 +132,7 @@ def _read_subject(path: Path) -> _Subject:
         if not found:
             raise BadInputError(
                 f"{path} holds nothing to report on: none of {_RUN}, {', '.join(_IN_FOLDERS)}. "
-                "Give the directory of a run, a comparison or a tuning."
+                "Give the directory of a training run, a comparison or a tuning run."
             )
         path = found[0]
     elif path.name == _RUN and path.is_file():

@@ -263,7 +263,7 @@ def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Pla
         ) from None
     changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
     if changed.difference(_NOT_OF_TRIALS):
-        raise BadInputError(f"{folder} holds a tuning with other settings. Use another --out.")
+        raise BadInputError(f"{folder} holds a tuning run with other settings. Use another --out.")
     return [PlanTrial.parse(values, str(path)) for values in whole_lines(path)]
 
 

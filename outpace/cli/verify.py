@@ -258,7 +258,7 @@ def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
         if word not in known:
             raise BadInputError(
                 f"{flag} {word}: there is no such {flag.strip('-')}.{suggest(word, known)} "
-                f"Use some of {', '.join(known)}, or all."
+                f"Use any of {', '.join(known)}, or all."
             )
     return [word for word in known if word in words]
 

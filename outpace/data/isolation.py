@@ -88,7 +88,7 @@ def _receive(
         code = os.waitstatus_to_exitcode(status)
         why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise IsolatedError(
-            f"its process ended by {why}: it may need more than the "
+            f"its process ended with {why}: it may need more than the "
             f"{show_bytes(memory_limit_bytes)} that it is given"
         ) from None
     if isinstance(value, MemoryError):

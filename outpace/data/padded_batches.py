@@ -25,8 +25,8 @@ Ints = NDArray[np.int64]
 class RaggedSamples:
     """Samples stored one after the other: sample i is [starts[i], starts[i + 1]) of each array.
 
-    `values` are by name; `fill` holds the padding values. `labels` is set if each sample has a
-    single target instead of one per token.
+    `values` holds the arrays by name, and `fill` the padding values. `labels` is set if each sample
+    has a single target instead of one per token.
     """
 
     starts: Ints

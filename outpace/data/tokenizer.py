@@ -251,7 +251,7 @@ def _templates(told: Any) -> dict[str, str]:
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadInputError(
-                f"its chat_template is {excerpt(told)}; it must be a text, or a list of  "
+                f"its chat_template is {excerpt(told)}; it must be a text, or a list of "
                 "templates with name and template"
             )
         found[name] = text

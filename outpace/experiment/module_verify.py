@@ -210,7 +210,7 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
         return one
     if one not in STRATEGIES:
         raise BadInputError(
-            f"there is no strategy {one!r}.{suggest(one, STRATEGIES)} Use some of "
+            f"there is no strategy {one!r}.{suggest(one, STRATEGIES)} Use any of "
             f"{', '.join(STRATEGIES)}."
         )
     reason = refused_strategy(one)

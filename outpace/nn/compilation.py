@@ -100,7 +100,7 @@ class CompiledForward:
 
 
 def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the environment variable that disables torch.compile, as set; None if none is."""
+    """Return the setting of a variable that disables torch.compile; None without one."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if environ.get(name) == "1":
             return f"{name}=1"

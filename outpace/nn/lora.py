@@ -130,7 +130,7 @@ def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
     for target in plan.lora_targets:
         if target not in there:
             raise BadInputError(
-                f"--lora-targets {target}: the model's MLP has no gate. Use some of "
+                f"--lora-targets {target}: the model's MLP has no gate. Use any of "
                 f"{', '.join(name for name in PLACES if name in there)}, or all."
             )
     return set(plan.lora_targets)

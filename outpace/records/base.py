@@ -151,8 +151,7 @@ def require_fetched(folder: Path) -> None:
         if path.is_symlink() and not path.exists():
             raise BadInputError(
                 f"{path} is a link to {path.readlink()}, which does not exist. Fetch {folder} "
-                "again,  "
-                "or copy it with the files that its links lead to (cp -rL)."
+                "again, or copy it with the files that its links lead to (cp -rL)."
             )
         if path.suffix in _UNFETCHED and not path.with_suffix("").exists():
             raise BadInputError(

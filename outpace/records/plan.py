@@ -295,7 +295,7 @@ class Plan(Record):
                     )
             return
         if not self.lora_targets:
-            raise ValueError("lora_targets names no matrix. Use some of q, k, v, …, or all")
+            raise ValueError("lora_targets names no matrix. Use any of q, k, v, …, or all")
         if self.tp > 1 and self.base == "nf4":
             raise ValueError(
                 "base nf4 cannot be combined with tp: a block of 64 values with a common "

@@ -26,7 +26,9 @@ def _time(text: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise ValueError(f"{text!r} is not a time with its zone, such as 2026-11-22T12:00:00+00:00")
+        raise ValueError(
+            f"{text!r} is not a time with a time zone, such as 2026-11-22T12:00:00+00:00"
+        )
     return text
 
 

@@ -40,8 +40,8 @@ def test_it_raises_what_the_work_raises():
     [
         (loop, "not finished after 1 s of computing"),
         (lambda: "a" * (8 * GIB), "asks for more than 1.00 GiB of memory"),
-        (os.abort, "ended by SIGABRT"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"),
+        (os.abort, "ended with SIGABRT"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended with SIGKILL"),
     ],
 )
 def test_it_ends_what_takes_too_much(work, said):

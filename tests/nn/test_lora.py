@@ -83,7 +83,7 @@ def test_parameters_are_counted_whatever_their_form():
 
 
 def test_what_is_refused():
-    with pytest.raises(BadInputError, match=r"--lora-targets gate: .* no gate\. Use some of q, k"):
+    with pytest.raises(BadInputError, match=r"--lora-targets gate: .* no gate\. Use any of q, k"):
         adapted(GPT2, lora_targets=("q", "gate"))
     for values, said in [
         ({"base": "nf4"}, "base nf4 belongs to LoRA and 4-bit weights cannot be trained"),

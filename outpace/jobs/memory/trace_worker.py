@@ -48,7 +48,7 @@ def require_traced_kernels(accelerator: Accelerator | None) -> None:
 class AccountSummary(Record):
     """The part of an account that is needed to choose between plans, with the estimated step time.
 
-    `step_s`: None if the planner does not know it.
+    `step_s`: None if unknown.
     """
 
     peak_memory_bytes: int

@@ -172,7 +172,7 @@ def square(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoundDifference:
-    """A difference of a layout, its likely cause, and the relative difference of losses."""
+    """A difference under a layout, its likely cause, and the relative difference of losses."""
 
     what: str
     cause: str

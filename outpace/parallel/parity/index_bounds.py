@@ -36,7 +36,7 @@ class IndexBounds(TorchDispatchMode):
         if getattr(func, "namespace", None) == "aten":
             for indices, least, size in _indices_of(func.overloadpacket.__name__, args):
                 if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
-                    raise IndexError(f"an index is outside of a dimension with size {size}")
+                    raise IndexError(f"an index is outside of a dimension of size {size}")
         return func(*args, **(kwargs or {}))
 
 

@@ -183,7 +183,7 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what a plan offloads and no case does; cases offload at most activations."""
+    """Name what a plan offloads but no case does; cases offload at most activations."""
     plan = like.plan
     if plan is None:
         return

@@ -106,7 +106,7 @@ class AdapterSettings:
         for name in self.targets:
             if name != "all" and name not in sizes:
                 raise BadInputError(
-                    f"lora_targets {name}: the MLP of {outline.name} has no {name}. Use some of "
+                    f"lora_targets {name}: the MLP of {outline.name} has no {name}. Use any of "
                     f"{', '.join(sizes)}, or all."
                 )
         every = "all" in self.targets

@@ -128,7 +128,7 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
 
 
 def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
-    """Return why arms with figures were excluded because too many of their runs failed."""
+    """Return the failure for which each excluded arm was excluded, if it has figures."""
     kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
     found: dict[str, str | None] = {}
     for one in comparison.outcomes:

@@ -1,4 +1,4 @@
-"""The report of a tuning."""
+"""The report of a tuning run."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -130,7 +130,7 @@ def test_what_can_be_planned_with_adapters():
 
 
 def test_a_target_that_the_model_lacks_is_named():
-    with pytest.raises(BadInputError, match=r"lora_targets gate: .* Use some of q, k, v, out, up"):
+    with pytest.raises(BadInputError, match=r"lora_targets gate: .* Use any of q, k, v, out, up"):
         peak_bytes(MemoryQuestion(outline(GPT, "x"), 64), columns_of(lora(lora_targets=("gate",))))
 
 
