@@ -176,7 +176,8 @@ def _run_rank(
 def _require_gradients() -> None:
     """Raise BadInputError if torch refuses to compute gradients in this fork.
 
-    It does so where the forking process has used its threads for gradients on accelerators.
+    It does so where the forking process has started threads for gradients on accelerators. A torch
+    that is built for accelerators also starts them without one, after a trace such as compiling's.
     """
     try:
         torch.zeros((), requires_grad=True).backward()
@@ -184,9 +185,9 @@ def _require_gradients() -> None:
         if "fork" not in str(error):
             raise
         raise BadInputError(
-            "this program has already computed gradients on a host with an accelerator, so torch "
-            "cannot compute them in processes forked from it. Call outpace.verify before any "
-            "backward pass (in a notebook, restart the kernel), or use "
+            "this program has already computed gradients with an accelerator, or with a compiled "
+            "model, so torch cannot compute them in processes forked from it. Call outpace.verify "
+            "before any backward pass (in a notebook, restart the kernel), or use "
             "`outpace verify --model FILE.py:FUNCTION`."
         ) from None
 

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,14 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     placements = list(tensor.placements)
+    # torch 2.11 would detach the result of one with a graph in place, which DTensor cannot do.
+    gathered: Any = tensor.detach()
     # Gather the last split first: torch would do the same, with a warning.
     for axis in range(len(placements)):
         placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+        gathered = gathered.redistribute(placements=placements)
+    found: Tensor = gathered.to_local()
+    return found
 
 
 def splits(placement: "Placement", dim: int) -> bool:

@@ -42,8 +42,20 @@ class RealSmallTensors(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+def fake_tensor_mode() -> FakeTensorMode:
+    """Return torch's mode for fake tensors; processes forked later can still compute gradients.
+
+    Where torch is built for an accelerator but the host has none, the mode pretends that there is
+    one. The next backward pass would then start threads for it, after which torch refuses gradients
+    in forks. A backward pass before the mode settles for good that there is none.
+    """
+    if not torch.accelerator.is_available():
+        torch.zeros((), requires_grad=True).backward()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make new tensors fake: they have shapes, but memory only if they are small."""
-    with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
+    with fake_tensor_mode(), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
 from outpace.trace.assumed_values import AssumedValues
+from outpace.trace.fake import fake_tensor_mode
 
 _aten = torch.ops.aten
 # Positions of the two operands among the arguments.
@@ -80,7 +81,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
                 return _record_forward(module, inputs, None, assumed)
     try:
         with _quiet():
-            return _record_forward(module, inputs, FakeTensorMode(allow_non_fake_inputs=True))
+            return _record_forward(module, inputs, fake_tensor_mode())
     except BadInputError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise BadInputError(
