@@ -127,10 +127,10 @@ class ParallelModule:
         """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW.
 
         `groups` are torch's parameter groups, of parameters of `named_parameters()`; None is a
-        single group of all that are trained.
+        single group of all that required gradients in `parallelize`, also if they are frozen now.
         """
         if groups is None:
-            held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
+            held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
             groups = [{"params": held}]
         listed = [{**group, "params": list(group["params"])} for group in groups]
         optimizer = place_optimizer(
@@ -174,7 +174,7 @@ class ParallelModule:
                 f"{first_names(late)} did not require gradients when outpace.parallelize laid out "
                 "the module, but now do, so ranks and optimizers are not prepared to train them. "
                 "To train parameters from a later step on, let them require gradients until "
-                "make_optimizer has been called, then call requires_grad_(False) on them, and "
+                "parallelize has returned, then call requires_grad_(False) on them, and "
                 "requires_grad_(True) before that step."
             )
 

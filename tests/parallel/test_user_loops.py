@@ -11,6 +11,7 @@ from outpace.launch.forked_job import run_forked
 from outpace.nn.dtensor import whole
 from tests.parallel.user_loops import (
     LOOPS,
+    WRONG,
     Stack,
     batches,
     squares,
@@ -66,7 +67,7 @@ def run(tmp_path, strategy, *loops, limit_s=240.0, **options):
         told = {}
         for name in loops:
             rank.note_phase(name)
-            found, state = train_parallel((LOOPS | TRAININGS)[name](), strategy, **options)
+            found, state = train_parallel((LOOPS | TRAININGS | WRONG)[name](), strategy, **options)
             if isinstance(found, dict):
                 found = {n: whole(t.detach()).clone() for n, t in found.items()}
             told[name] = found, state
@@ -152,7 +153,7 @@ def test_stages_are_clipped_by_the_norm_of_all(tmp_path):
 
 def test_clipping_on_one_stage_alone_is_refused_on_all_ranks(tmp_path):
     said = "rank 0 alone computes a norm of gradients"
-    require_refused(tmp_path, "1f1b", "ClipGradNormRank0", said, by="model", check="off")
+    require_refused(tmp_path, "1f1b", "ClippingRank0", said, by="model", check="off")
 
 
 def test_an_optimizer_that_would_miss_stages_of_this_rank_is_refused(tmp_path):
@@ -166,6 +167,13 @@ def test_optimizers_have_the_groups_that_the_loop_gave(tmp_path):
 
 def test_parameters_frozen_since_the_backward_are_updated_on_all_ranks(tmp_path):
     require_equal(tmp_path, "zero1", "freeze_before_step", "freeze_at_first")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_parameters_frozen_when_the_optimizer_is_made_are_updated_once_they_train(
+    tmp_path, strategy
+):
+    require_equal(tmp_path, strategy, "unfreeze_after_optimizer")
 
 
 def test_modes_and_rates_that_a_loop_sets_reach_all_stages(tmp_path):

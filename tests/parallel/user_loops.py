@@ -219,7 +219,7 @@ class ClipGradNorm(GradientNorm):
         self.norms.append(float(nn.utils.clip_grad_norm_([p for _, p in named], 0.1)))
 
 
-class ClipGradNormRank0(ClipGradNorm):
+class ClippingRank0(ClipGradNorm):
     def gradients(self, named, module):
         if not dist.is_initialized() or dist.get_rank() == 0:
             super().gradients(named, module)
@@ -356,6 +356,7 @@ class AddGradients(Loop):
 
 LOOPS = {kind.__name__: kind for kind in list(globals().values())
          if isinstance(kind, type) and issubclass(kind, Loop) and kind is not Loop}  # fmt: skip
+WRONG = {"ClippingRank0": LOOPS.pop("ClippingRank0")}  # replicas would differ from then on
 
 
 def train_plain(loop):

@@ -142,6 +142,22 @@ def unfreeze(run):
         finish(optimizer)
 
 
+@loop()
+def unfreeze_after_optimizer(run):
+    """Unfreezes in turn what is frozen when the optimizer of all parameters is made."""
+    later = [p for name, p in run.named() if name.startswith(("blocks.1", "blocks.3"))]
+    trained = [p for p in later if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    optimizer = run.make_optimizer()
+    for number, batch in enumerate(batches()):
+        if number == 1:
+            for p in trained:
+                p.requires_grad_(True)
+        run.backward(batch)
+        finish(optimizer)
+
+
 def reload(state):
     file = io.BytesIO()
     torch.save(state, file)
