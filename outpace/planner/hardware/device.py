@@ -31,7 +31,8 @@ class DeviceRates:
     Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is the
     minimum host time of an operator. `curve` has points of a matmul's FLOPs and the fraction of the
     best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is the
-    fraction of the rate for rows that are not a multiple of 16 bytes. `memory_bytes` is available
+    fraction of the rate for rows that are not a multiple of 16 bytes, and `unaligned_batches` that
+    of batched matmuls in 16 bits, forward and backward, if it differs. `memory_bytes` is available
     to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
     `attention_backward` are fractions of the rate of 16-bit matmuls; `attention_narrow` is the
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
@@ -73,6 +74,7 @@ class DeviceRates:
     host_memory_bytes_per_s: float
     disk_bytes_per_s: float
     unaligned: float = 1.0
+    unaligned_batches: tuple[float, float] | None = None
     optimizer_share: float = 1.0
     hides: float = 1.0
     beside_collectives: float = 1.0
@@ -184,6 +186,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
         unaligned=efficiency.UNALIGNED[chip.architecture],
+        unaligned_batches=efficiency.UNALIGNED_BATCHES.get(chip.architecture),
         triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
         overlaps_tiles=efficiency.overlaps_tiles(chip),
         any_fp8_layout=efficiency.takes_any_fp8_layout(chip),

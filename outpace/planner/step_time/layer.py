@@ -484,11 +484,14 @@ def _attention(
         back = 2.5 * flops / (speed * backward * flex[1])
         return ahead + device.fixed_s, back + 2 * device.fixed_s
     batch = cells.samples * heads
-    s = np.full_like(own, float(keys))
-    scores = sustained_matmul_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
-                       cells.item, batch)  # fmt: skip
-    mix = sustained_matmul_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
-                    cells.item, batch)  # fmt: skip
+    forward_s = backward_s = _scores_matmuls_s(device, cells, attention, own, keys, batch)
+    if device.unaligned_batches is not None:  # measured in 16 bits
+        forward_s, backward_s = (
+            np.where(cells.item < 4, _scores_matmuls_s(
+                replace(device, unaligned=share), cells, attention, own, keys, batch
+            ), forward_s)
+            for share in device.unaligned_batches
+        )  # fmt: skip
     entries = batch * own * keys
     # Softmax reads and writes scores; dropout reads and writes them, and writes a mask of one byte
     # each.
@@ -496,7 +499,25 @@ def _attention(
     # Dropout likewise; softmax reads its outputs and their gradients, and writes.
     back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
     rate = device.memory_bytes_per_s
-    return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
+    return forward_s + ahead_bytes / rate, 2 * backward_s + back_bytes / rate
+
+
+def _scores_matmuls_s(
+    device: DeviceRates,
+    cells: Cells,
+    attention: AttentionShape,
+    queries: Floats,
+    keys: int,
+    batch: Floats,
+) -> Floats:
+    """Return the seconds of a forward's batched matmuls: scores, and the weighted sum of values."""
+    every = np.full_like(queries, float(keys))
+    wide, mixed = (
+        np.full_like(queries, width) for width in (attention.head_dim, attention.value_dim)
+    )
+    scores = sustained_matmul_s(device, cells.rate, queries, every, wide, cells.item, batch)
+    mix = sustained_matmul_s(device, cells.rate, queries, mixed, every, cells.item, batch)
+    return scores + mix
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:

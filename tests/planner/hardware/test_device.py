@@ -100,6 +100,26 @@ def test_rows_that_are_no_multiple_of_16_bytes_cost():
     assert took(device, 12800, 1020, 4096, item=4.0) == pytest.approx(even)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "softmax", "phase", "measured_s"),
+    [
+        # Written attention in fp16 with 197 keys on an A100 (xformers pull requests 434 and 530):
+        # scores and weighted sum; then the gradients of values, weights, queries and keys.
+        ([(197, 197, 64), (197, 64, 197)], 2, 0, 1731.0e-6),
+        ([(197, 197, 64), *3 * [(197, 64, 197)]], 3, 1, 4737.1e-6),
+    ],
+    ids=["forward", "backward"],
+)  # fmt: skip
+def test_batched_matmuls_of_unaligned_rows_on_an_a100(shapes, softmax, phase, measured_s):
+    """Also (384, 1024, 1024) by (384, 1024, 140) in bf16 (pytorch issue 83272)."""
+    device = of_accelerator(ACCELERATORS["A100 SXM 40 GB"])
+    device = replace(device, unaligned=device.unaligned_batches[phase])
+    seconds = sum(took(device, *shape, batch=1024.0) for shape in shapes)
+    seconds += 1024 * 197 * 197 * 2 * softmax / device.memory_bytes_per_s
+    assert seconds == pytest.approx(measured_s, rel=0.3)
+    assert took(device, 1024, 140, 1024, batch=384.0) == pytest.approx(9.232e-3, rel=0.3)
+
+
 def test_a_dtype_that_a_chip_has_not_is_computed_in_the_next_wider():
     pascal = of_accelerator(ACCELERATORS["GTX 1080 Ti"])
     assert pascal.rate("bf16") == pascal.rate("fp32")

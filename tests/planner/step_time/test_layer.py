@@ -82,6 +82,26 @@ def test_matmuls_are_the_flops_of_the_outline(name):
     assert matmuls * RATE == pytest.approx(alone, rel=1e-9)
 
 
+def test_written_attention_of_heads_that_are_no_multiple_of_8_is_slow_on_an_a100():
+    """BLOOM's trials: 128 heads of 108 took a third longer than 64 of 216 (bigscience 9e64edec,
+    train/tr11-176B-ml/chronicles-prequel.md, "NHEADs comparison")."""
+    a100 = of_accelerator(ACCELERATORS["A100 SXM 80 GB"])
+    model = of("gpt3-175b")
+    seconds = {}
+    for width in (104, 108, 112):
+        attention = model.stacks[0].attention.model_copy(
+            update={"heads": 16, "kv_heads": 16, "head_dim": width, "value_dim": width}
+        )
+        stack = model.stacks[0].model_copy(update={"attention": attention})
+        cut = model.model_copy(update={"stacks": (stack,)})
+        for kernel in ("unfused", "fused"):
+            work = works(a100, cut, 2048, kernel, rate=a100.rate("fp16"), samples=4)[0][1]
+            seconds[width, kernel] = work.attention_s + work.attention_back_s
+    assert seconds[108, "unfused"] > 4 * seconds[112, "unfused"]
+    assert seconds[112, "unfused"] < 1.2 * seconds[104, "unfused"]
+    assert seconds[108, "fused"] < seconds[112, "fused"]
+
+
 def test_fused_causal_attention_is_half_and_a_window_less():
     model = of("llama-3-8b")
     (_, fused), (_, whole) = (works(FLAT, model, 4096, kernel)[0] for kernel in
