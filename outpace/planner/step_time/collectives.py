@@ -36,26 +36,45 @@ class _Pass:
         return _Pass(count * self.seconds, self.matmuls)
 
 
-def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
-    """Return the exposed time of keys and values that circulate during attention.
+@dataclass(frozen=True)
+class Ring:
+    """Seconds of keys and values that circulate in all layers, during one micro-batch.
+
+    `forward_s` and `backward_s` are exposed; `sent_s` and `sent_back_s` are the times on the link.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    sent_s: Floats
+    sent_back_s: Floats
+
+    @property
+    def exposed_s(self) -> Floats:
+        """Return the exposed time of both passes."""
+        return self.forward_s + self.backward_s
+
+
+def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
+    """Return the time of keys and values that circulate during attention.
 
     They travel around the ring once in the forward and once in the backward, as their gradients do;
     if attention is recomputed, they travel once more. Attention to each rank's keys takes equally
     long. If keys and values are gathered, only the first part hides some of that time. Gradients of
-    a part are sent during the next part, except those of the last part.
+    a part are sent during the next part, except those of the last part. While the device waits for
+    the host, parts arrive and are merged.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
-        return np.zeros(len(c))
+        nothing = np.zeros(len(c))
+        return Ring(nothing, nothing, nothing, nothing)
     layers = setup.layers
     full = c.modes[:, MODES.index("full")]
     ahead = passes.forward("attention_s") * layers
     back = passes.backward("attention_s") * layers - full * ahead
-    keys_s, grads_s, merged_s = _ring_parts(setup)
+    keys_s, grads_s, (merged_s, merged_back_s) = _ring_parts(setup)
     others: Floats = (c.cp - 1).astype(np.float64)
     one = np.ones_like(others)
     forward_s = _beside_parts_s(setup, keys_s, ahead, one if stack.gathers_keys else others)
-    again_s = full * forward_s
     if stack.gathers_keys:
         last_s = grads_s / c.cp
         gathered_s = _beside_parts_s(setup, keys_s, back, one)
@@ -63,10 +82,16 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
     else:
         last_s = grads_s / c.cp * (stack.ring != "engine")
         backward_s = last_s + _beside_parts_s(setup, keys_s + grads_s - last_s, back, others)
-    exposed = forward_s + again_s + backward_s
-    ahead_s, back_s = merged_s
-    exposed = exposed + (1 + full) * ahead_s + back_s
-    return np.where(c.cp > 1, setup.micro * exposed, 0.0)
+    forward_s = forward_s + merged_s
+    backward_s = full * forward_s + backward_s + merged_back_s
+    idle_s, idle_back_s = layers * passes.forward("idle_s"), layers * passes.backward("idle_s")
+    return Ring(*(
+        np.where(c.cp > 1, found, 0.0)
+        for found in (
+            np.maximum(forward_s - idle_s, 0.0), np.maximum(backward_s - idle_back_s, 0.0),
+            keys_s, (1 + full) * keys_s + grads_s,
+        )
+    ))  # fmt: skip
 
 
 def _beside_parts_s(
@@ -167,19 +192,29 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Float
     return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once, tokens=tokens)
 
 
-def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:
+def exposed_data_s(
+    setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime, keys: Ring
+) -> Floats:
     """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-    If a pipeline's ranks differ, exposed time may make another rank the slowest.
+    If a pipeline's ranks differ, exposed time may make another rank the slowest. What is exposed of
+    context parallelism's `keys` hides these collectives, too; on the same link, they wait for it.
     """
     c, collectives = setup.columns, _collectives(setup)
+    near = c.tp * c.cp <= setup.fabric.per_node
+    shared = near == (c.tp * c.cp * c.data_parallel <= setup.fabric.per_node)
     ahead, back = (
-        _Pass(seconds, np.clip(products_s / np.maximum(seconds, 1e-30), 0.0, 1.0))
-        for seconds, products_s in (
-            (passes.forward("seconds"), passes.forward("products_s")),
-            (passes.backward("seconds"), passes.backward("products_s")),
+        _Pass(
+            np.maximum(seconds + (exposed_s - shared * sent_s) / setup.layers, 0.0),
+            np.clip(products_s / np.maximum(seconds, 1e-30), 0.0, 1.0),
         )
-    )
+        for seconds, products_s, exposed_s, sent_s in (
+            (passes.forward("seconds"), passes.forward("products_s"),
+             keys.forward_s, keys.sent_s),
+            (passes.backward("seconds"), passes.backward("products_s"),
+             keys.backward_s, keys.sent_back_s),
+        )
+    )  # fmt: skip
     busy = setup.micro * pipeline.pace_s
     exposed: Floats = np.max(
         [

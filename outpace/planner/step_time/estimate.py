@@ -11,9 +11,10 @@ import numpy as np
 
 from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.planner.step_time.collectives import (
+    Ring,
     experts_s,
     exposed_data_s,
-    ring_s,
+    ring,
     slowest_s,
     whole_data_s,
 )
@@ -98,7 +99,8 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     parts = _parts(setup, passes, pipeline)
     products_s, attention_s = parts.matmuls * parts.fit, parts.attention * parts.fit
     slowest = slowest_s(setup, (parts.matmuls + parts.attention) * parts.fit)
-    nothing, exposed_s = np.zeros(len(columns)), exposed_data_s(setup, passes, pipeline)
+    keys = ring(setup, passes)
+    nothing, exposed_s = np.zeros(len(columns)), exposed_data_s(setup, passes, pipeline, keys)
     found = StepTimes(
         products_s=products_s,
         attention_s=attention_s,
@@ -106,12 +108,12 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         host_s=np.maximum(parts.busy - parts.device_s, 0.0),
         bubble_s=columns.passes * bubble_s(setup, pipeline, _weights_share(passes)),
         tensor_s=parts.tensor * parts.fit,
-        context_s=ring_s(setup, passes),
+        context_s=setup.micro * keys.exposed_s,
         pipeline_s=sends_s(setup),
         expert_s=experts_s(setup, parts.busy),
         data_s=exposed_s + slowest,
         optimizer_s=nothing,
-        offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s)).seconds,
+        offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s, keys)).seconds,
         loading_s=nothing,
     )
     # How far the host is ahead of the GPU when it reaches the optimizer.
@@ -131,22 +133,26 @@ def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
-    busy, exposed_s = setup.micro * pipeline.pace_s, exposed_data_s(setup, passes, pipeline)
-    return offloading_parts(setup, _free_link_s(setup, busy, exposed_s))
+    keys = ring(setup, passes)
+    busy, exposed_s = setup.micro * pipeline.pace_s, exposed_data_s(setup, passes, pipeline, keys)
+    return offloading_parts(setup, _free_link_s(setup, busy, exposed_s, keys))
 
 
-def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats) -> Floats:
+def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ring) -> Floats:
     """Return the seconds of a step in which the host's link is free for copies.
 
-    `busy`: seconds of passes; `exposed_s`: seconds in which collectives are not hidden by them. If
-    collectives use the same link, only the passes that hide none of them remain.
+    `busy`: seconds of passes; `exposed_s`: seconds in which collectives are not hidden by them, nor
+    by context parallelism's `keys`. If collectives use the same link, only the time that hides none
+    of them remains.
     """
     c = setup.columns
     if not (c.offload_parameters + c.offload_activations).any():
         return busy
+    busy = busy + setup.micro * keys.exposed_s
     if setup.fabric.inside_bytes_per_s > setup.device.host_bytes_per_s:
         return busy + exposed_s
-    return busy - np.clip(whole_data_s(setup) - exposed_s, 0.0, busy)
+    sent_s = setup.micro * (keys.sent_s + keys.sent_back_s)
+    return busy - np.clip(whole_data_s(setup) - exposed_s + sent_s, 0.0, busy)
 
 
 def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:
@@ -173,7 +179,7 @@ def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
 def _weights_share(passes: StepPasses) -> Floats:
     """Return the share of a layer's passes that goes to gradients of weights."""
     both_s = passes.forward("seconds") + passes.backward("seconds")
-    return passes.backward("weights_s") / np.maximum(both_s, 1e-30)
+    return passes.backward("deferred_s") / np.maximum(both_s, 1e-30)
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:

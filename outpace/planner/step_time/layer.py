@@ -77,6 +77,7 @@ class LayerWork:
     exclusively; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time
     of the MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time
     of every second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
+    `weights_s` and `weights_operators` are the part of a backward for gradients of weights.
     """
 
     forward_s: Floats
@@ -84,6 +85,7 @@ class LayerWork:
     weights_s: Floats
     forward_operators: Floats
     backward_operators: Floats
+    weights_operators: Floats
     products_s: Floats
     attention_s: Floats
     attention_back_s: Floats
@@ -214,12 +216,15 @@ def layer(
     calls, calls_back = _calls(device, outline, stack, cells, operators)
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
     tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine does not compile
+    launched_back = np.where(tight, kernels_back, calls_back)
+    computed, stored = _weights_operators(outline, stack)
     return LayerWork(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
         forward_operators=np.where(tight, kernels, calls),
-        backward_operators=np.where(tight, kernels_back, calls_back),
+        backward_operators=launched_back,
+        weights_operators=np.minimum(np.where(tight, computed, computed + stored), launched_back),
         products_s=matmuls,
         attention_s=inner,
         attention_back_s=inner_back,
@@ -795,12 +800,16 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
     """Return how many more operators a backward has than its forward: a matmul has two gradients, a
     bias has a sum, and every parameter's gradient is stored or accumulated.
     """
-    matmuls = biases = 0
-    for weight in weights(stack, outline.hidden):
-        matmuls, biases = matmuls + 1, biases + weight.bias
-    parameters = matmuls + biases + stack.norms * (2 if stack.norm_bias else 1)
-    parameters += _count_inner_norms(stack)
-    return float(matmuls + biases + parameters)
+    computed, stored = _weights_operators(outline, stack)
+    norms = stack.norms * (2 if stack.norm_bias else 1) + _count_inner_norms(stack)
+    return computed + stored + norms
+
+
+def _weights_operators(outline: Outline, stack: Stack) -> tuple[float, float]:
+    """Return the operators that compute gradients of matmuls' weights, and that store them."""
+    own = list(weights(stack, outline.hidden))
+    count = float(len(own) + sum(weight.bias for weight in own))
+    return count, count
 
 
 class EndsTime(NamedTuple):

@@ -21,7 +21,8 @@ _CHECKPOINT_OPERATORS = 6
 class PassTime:
     """A pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
-    `weights_s` is the device's time for gradients of weights, which some schedules defer.
+    `weights_s` and `weights_host_s` are the device's and the host's time for gradients of weights
+    if the schedule defers them, which is then a pass by itself.
 
     A host runs ahead of its accelerator, so a pass takes the time of the slower of the two; if they
     are the same device, or take turns (`alone`), it takes the sum.
@@ -33,13 +34,29 @@ class PassTime:
     products_s: Floats
     attention_s: Floats
     weights_s: Floats
+    weights_host_s: Floats
     alone: bool
 
     @property
     def seconds(self) -> Floats:
+        return self.deferred_s + self._slower(
+            self.device_s + self.tensor_s - self.weights_s, self.host_s - self.weights_host_s
+        )
+
+    @property
+    def idle_s(self) -> Floats:
+        """Return the seconds in which the device waits for its host."""
         if self.alone:
-            return self.device_s + self.tensor_s + self.host_s
-        return np.maximum(self.device_s + self.tensor_s, self.host_s)
+            return np.zeros_like(self.device_s)
+        return self.seconds - self.device_s - self.tensor_s
+
+    @property
+    def deferred_s(self) -> Floats:
+        """Return the seconds of the pass for gradients of weights."""
+        return self._slower(self.weights_s, self.weights_host_s)
+
+    def _slower(self, device_s: Floats, host_s: Floats) -> Floats:
+        return device_s + host_s if self.alone else np.maximum(device_s, host_s)
 
 
 @dataclass(frozen=True)
@@ -192,6 +209,7 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
         products_s=w.products_s,
         attention_s=w.attention_s,
         weights_s=np.zeros_like(w.forward_s),
+        weights_host_s=np.zeros_like(w.forward_s),
         alone=_is_alone(setup),
     )
 
@@ -222,13 +240,16 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     beside_s = tensor.sums_s - tensor.alone_s
     tensor_s = _tensor_s(setup, beside_s, own * w.products_s) + tensor.alone_s + tensor.scatter_s
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
+    splits = setup.columns.schedule_in("zb", "zbv", "dualpipev")
+    deferred = np.where(splits, w.weights_operators * efficiency.BACKWARD_SHARE, 0.0)
     return PassTime(
         device_s=w.backward_s + again_s,
         host_s=_launched_s(setup, launched),
         tensor_s=tensor_s + most * again_tensor_s,
         products_s=(own + most) * w.products_s - most * last_s + second_s,
         attention_s=w.attention_back_s + full * w.attention_s,
-        weights_s=w.weights_s,
+        weights_s=np.where(splits, w.weights_s, 0.0),
+        weights_host_s=_launched_s(setup, deferred),
         alone=_is_alone(setup),
     )
 
@@ -308,5 +329,5 @@ def _end_passes(setup: StepTimeSetup) -> EndPasses:
             device_s, products_s = setup.spread(seconds), setup.spread(matmuls)
             host_s = _launched_s(setup, setup.spread(work.operators) * share)
             alone = _is_alone(setup)
-            found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, alone))
+            found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, zero, alone))
     return EndPasses(*found)

@@ -87,7 +87,7 @@ def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
     """Return the stages of the first plan: its blocks, the embedding first and the head last."""
     c, layers = setup.columns, setup.outline.layers
     ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])
-    grads = float(passes.backward("weights_s")[0])
+    grads = float(passes.backward("deferred_s")[0])
     ends = passes.ends
     number = int(c.pp[0] * c.stages_per_rank[0])
     spread = even(layers, number)

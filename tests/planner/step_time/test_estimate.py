@@ -826,6 +826,46 @@ def test_a_faster_link_never_makes_a_plan_slower(space, rate, faster):
     assert (after <= before * (1 + 1e-9)).all()
 
 
+@pytest.mark.parametrize(
+    ("machine", "hidden", "layers", "width", "batch", "kernel", "values"),
+    [
+        # The host launches gradients of weights, which this schedule defers, as well.
+        ("2xrtx-3090", 64, 4, 1000, 16, "fused",
+         {"pp": 2, "pp_schedule": "zbv", "pp_microbatches": 2, "virtual_stages": 2}),
+        # Keys and values arrive while the device waits for the host.
+        ("hgx-h200", 1024, 7, 1000, 6, "unfused", {"cp": 4, "micro_batch": 3}),
+        # A second of a pass hides keys and values, or gradients, or copies to the host.
+        ("2 × 2xrtx-3090", 1024, 1, 12288, 16, "unfused",
+         {"cp": 2, "dp_shard": 2, "offload_activations": "cpu"}),
+    ],
+    ids=["deferred gradients", "waits for the host", "one link"],
+)  # fmt: skip
+def test_faster_memory_never_makes_these_plans_slower(
+    machine, hidden, layers, width, batch, kernel, values
+):
+    """Found by drawing plans: 0.01258689 s after 0.01258582 for the first."""
+    name, nodes = machine.removeprefix("2 × "), 1 + machine.startswith("2 × ")
+    cluster = of_catalog(find_node(name), nodes)
+    stack = Stack(
+        layers=layers, attention=AttentionShape(heads=8 * nodes, kv_heads=8 * nodes, head_dim=64),
+        mlp=Mlp(width=width, gated=True),
+    )  # fmt: skip
+    model = Outline(name="any", hidden=hidden, stacks=(stack,), vocab=0, max_positions=4096)
+    plan = {"strategy": "3d", "precision": "bf16", "micro_batch": 8, **values}
+    columns = of_plans([Plan.parse(plan, "test")], batch, layers)
+    rate = cluster.device.memory_bytes_per_s
+    seconds = [
+        estimate(
+            StepTimeQuestion(
+                model, 512 if "pp" in values else 4096,
+                replace(cluster.device, memory_bytes_per_s=rate * times), cluster.fabric, kernel,
+            ), columns,
+        ).step_s[0]
+        for times in (1, 2, 60, 5000)
+    ]  # fmt: skip
+    assert seconds == sorted(seconds, reverse=True)
+
+
 @LAWS
 @given(spaces())
 def test_many_at_once_are_each_by_itself(space):
