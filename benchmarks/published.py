@@ -37,7 +37,7 @@ from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory.framework_traits import FrameworkTraits
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, PlanBatch, of_plans
-from outpace.planner.step_time.adapters import Adapters, Target
+from outpace.planner.step_time.adapters import WIDENED, Adapters, Target
 from outpace.planner.step_time.layer import Kernel
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.errors import BadInputError
@@ -344,8 +344,23 @@ def adapters(row: Row) -> Adapters | None:
     # fms-acceleration's plugins have Triton kernels.
     eager = "GPTQ" in row["precision"] and "accelerated-peft" not in row["framework"]
     return Adapters(
-        int(found[1]), targets, packed, kept=_kept_adapters(row), unpacks_by_operators=eager
-    )
+        int(found[1]), targets, packed, kept=_kept_adapters(row), unpacks_by_operators=eager,
+        widened=_widened(row),
+    )  # fmt: skip
+
+
+def _widened(row: Row) -> Mapping[str, int]:
+    """Return the matmuls with packed weights whose inputs are in fp32 (`adapters.WIDENED`).
+
+    trl prepares a model for that on a single device. Layer norms also return fp32 under autocast;
+    gpt_bigcode has a single matrix for queries, keys and values, and no gates.
+    """
+    if "bnb" not in row["precision"] or "autocast" not in row["precision"]:
+        return {}
+    if outline(row).stacks[0].norm_bias:
+        return dict.fromkeys(WIDENED, 1)
+    alone = row.optional("n_gpus", 1) == 1
+    return WIDENED if alone and "baseline-peft-bnb" in row["framework"] else {}
 
 
 def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:

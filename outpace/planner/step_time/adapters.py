@@ -1,7 +1,7 @@
 """Time of low-rank adapters on frozen weights: their matmuls, traffic and parameters."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -28,6 +28,13 @@ _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
 # Edge of the smallest tile of cuBLAS's matmuls without tensor cores (sgemm_32x32_sliced1x4), and
 # its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
+# Separate matrices of matmuls whose inputs are in fp32. Attention's kernel returns 16 bits, so that
+# the output's are not. peft's prepare_model_for_kbit_training (5d602fd, utils/other.py) casts norms
+# and embeddings to fp32, and bitsandbytes' Linear4bit (95f9af3, nn/modules.py) returns the dtype of
+# its input; trl (e90e8d9, sft_trainer.py) calls it except under FSDP and ZeRO-3. fms-acceleration
+# (876e2ed, framework_plugin_bnb.py) warns of "extraneous dtype casting" and avoids it.
+WIDENED: Mapping[str, int] = MappingProxyType({"qkv": 3, "up": 2, "down": 1})
+CAST_BYTES = 6.0  # of a number, from fp32 to 16 bits or back
 # Names of target matrices in plans, by the planner's matmul that contains them.
 _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
@@ -55,7 +62,9 @@ class Adapters:
     operators unpack weights, and autograd keeps the result for the backward; otherwise, a kernel
     unpacks them, and runs again before the gradient of the input. `drops_inputs`: dropout is
     applied first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank
-    values are (nn.lora).
+    values are (nn.lora). `widened`: matmuls with packed weights whose inputs are in fp32, which
+    bitsandbytes casts to 16 bits, and whose results it casts back, by name, with the number of
+    their separate matrices (`WIDENED`).
     """
 
     rank: int
@@ -65,6 +74,7 @@ class Adapters:
     unpacks_by_operators: bool = False
     drops_inputs: bool = True
     scales_outputs: bool = True
+    widened: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def operators(self) -> tuple[float, float]:
@@ -146,17 +156,33 @@ def _moved_bytes(
     casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls are in fp32,
     casts their sum. The same applies to their gradients.
     """
-    wide = item if adapters.kept == "low" else np.full_like(item, _FP32)
+    narrow = adapters.kept == "low" and not adapters.widened
+    wide = item if narrow else np.full_like(item, _FP32)
     dropout = (2 * wide + 1) * adapters.drops_inputs
     scaled = wide if adapters.kept == "fp32" else item
     scaling = 2 * scaled * adapters.scales_outputs
+    cast = item + _FP32
+    if adapters.widened:
+        ahead, back = (dropout + cast, scaling + item), (dropout + cast, scaling + cast)
+        return (ahead[0], ahead[1] + 2 * _FP32), (back[0] + 3 * _FP32, back[1])
     if adapters.kept == "low":
         return (dropout, scaling + 3 * item), (dropout + 3 * item, scaling)
-    cast = item + _FP32
     if adapters.kept == "cast":
         return (2 * cast + dropout, scaling + 3 * item), (2 * cast + dropout + 3 * item, scaling)
     ahead = (cast + dropout, scaling + item + 2 * _FP32 + cast)
     return ahead, (dropout + cast + 3 * item, 2 * cast + scaling)
+
+
+def widening_s(
+    device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats]
+) -> Floats:
+    """Return the seconds to cast a frozen matmul's fp32 inputs and its results, in either pass."""
+    tokens, n, k = shape
+    count = adapters.widened.get(weight.name, 0)
+    if count == 0:
+        return np.zeros_like(tokens)
+    seconds: Floats = CAST_BYTES * tokens * (count * k + n) / device.memory_bytes_per_s
+    return seconds
 
 
 def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:

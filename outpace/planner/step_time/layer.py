@@ -23,7 +23,13 @@ from outpace.planner.model.outline import (
     weights,
 )
 from outpace.planner.plan_columns import Bools, Floats
-from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
+from outpace.planner.step_time.adapters import (
+    CAST_BYTES,
+    Adapters,
+    adapter_s,
+    unpacking_s,
+    widening_s,
+)
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 # The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" if the chip
@@ -397,7 +403,8 @@ def _frozen_weight(
     grads = np.zeros_like(one)
     if weight.name not in ("head", "router"):
         before = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
-        one, inputs = one + before[0], inputs + before[1]
+        cast_s = widening_s(device, cells.adapters, weight, shape)
+        one, inputs = one + before[0] + cast_s, inputs + before[1] + cast_s
     if weight.name in cells.adapters.targets:
         ahead, back, grads = adapter_s(
             device, cells.adapters, weight, shape, cells.rate, cells.item
@@ -569,13 +576,25 @@ def _layer_traffic(
 ) -> tuple[Floats, Floats]:
     """Return the bytes per token of norms, activations and sums, forward and backward."""
     routed, routed_back = _routing_traffic(device, outline, stack, cells)
+    widened: Floats | float = 0.0
+    if cells.adapters is not None and cells.adapters.widened:
+        four = np.full_like(cells.item, 4.0)
+        cells = replace(cells, item=four, wide=four)
+        widened = _attention_inputs(stack) / cells.tp * CAST_BYTES
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
+    ahead, back = ahead + widened, back + widened
     if device.kind == "cuda":
         tight = _compiled_traffic(outline, stack, cells, fused)
         ahead = np.where(cells.compiled, tight[0], ahead)
         back = np.where(cells.compiled, tight[1], back)
     repeated = _repeated_keys_traffic(stack, cells)
     return ahead + routed + repeated, back + routed_back + repeated
+
+
+def _attention_inputs(stack: Stack) -> int:
+    """Return the numbers per token of queries, keys and values."""
+    a = stack.attention
+    return 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
 
 
 def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:

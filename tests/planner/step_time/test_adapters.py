@@ -61,6 +61,23 @@ def test_frozen_weights_have_two_matmuls_and_adapters_three():
     )
 
 
+def test_inputs_and_results_of_packed_matmuls_are_cast_if_the_stream_is_in_fp32():
+    """Of an MLP, 1,024 and 4,096 numbers each way, and its activation moves twice the bytes."""
+    slow = replace(FLAT, best_flops_per_s={"bf16": NEVER}, memory_bytes_per_s=MOVED)
+    packed = replace(ON_UP, base_bytes=0.5, drops_inputs=False, scales_outputs=False)
+    seconds = [
+        sum(step(StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=adapters),
+                 micro_batch=8).values())
+        for adapters in (packed, replace(packed, widened={"up": 1, "down": 1}))
+    ]  # fmt: skip
+    # Casts in both passes; activation, sums of the branch, and the adapter's sums twice as wide.
+    casts = 2 * 6 * 2 * (1024 + 4096)
+    wider = (2 + 3) * 4096 * 2 + 2 * 3 * 1024 * 2
+    adapter = 2 * 6 * 1024 + 4096 * (6 + 4) + 1024 * 6
+    moved = 16 * 8 * 512 * (casts + wider + adapter)
+    assert seconds[1] - seconds[0] == pytest.approx(moved / MOVED, rel=0.05)
+
+
 def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered():
     slow = replace(FLAT, memory_bytes_per_s=MOVED, hides=0.0)
     question = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True)
