@@ -405,7 +405,7 @@ def software(row: Row) -> SoftwareStack:
         found = _as_published(row, found)
     # transformers 4.4x, with fms-acceleration's Triton experts instead of its loop, and unsloth's
     # kernels: norms, rotations, activations, the loss.
-    changes: dict[str, str] = {}
+    changes: dict[str, object] = {"wraps_adapters": "FSDP1" in row["framework"]}
     if "trl 0.13" in row["framework"]:
         changes["experts"] = "triton" if "scattermoe" in row["framework"] else "loop"
     if "foak" in row["framework"]:

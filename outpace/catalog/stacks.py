@@ -67,7 +67,8 @@ class SoftwareStack(Record):
     how often pipelines gather sharded parameters in a pass. `copies_hidden`: sequence parallelism
     splits hidden states along their second dimension, so that gathers and reduce-scatters copy them
     into and from the order of ranks. `pads_tokens`: each expert's tokens are copied to pad their
-    number for 8-bit matmuls, and results are copied back.
+    number for 8-bit matmuls, and results are copied back. `wraps_adapters`: each matrix of an
+    adapter is a unit of FSDP.
     """
 
     name: str
@@ -98,6 +99,7 @@ class SoftwareStack(Record):
     stage_gathers: StageGathers = "twice"
     copies_hidden: bool = False
     pads_tokens: bool = False
+    wraps_adapters: bool = False
     source: str
 
 

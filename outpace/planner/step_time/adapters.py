@@ -34,6 +34,9 @@ _SIMT_TILE, _SIMT_DEPTH = 32, 8
 # its input; trl (e90e8d9, sft_trainer.py) calls it except under FSDP and ZeRO-3. fms-acceleration
 # (876e2ed, framework_plugin_bnb.py) warns of "extraneous dtype casting" and avoids it.
 WIDENED: Mapping[str, int] = MappingProxyType({"qkv": 3, "up": 2, "down": 1})
+# Operators of a unit of FSDP1 that is a single matrix, counted by torch 2.13's dispatcher: before
+# and after a forward (gather, views, release), and around a backward, whose hooks are Python's too.
+_UNIT_OPERATORS = (20.0, 22.0)
 CAST_BYTES = 6.0  # of a number, from fp32 to 16 bits or back
 # Names of target matrices in plans, by the planner's matmul that contains them.
 _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
@@ -183,6 +186,24 @@ def widening_s(
         return np.zeros_like(tokens)
     seconds: Floats = CAST_BYTES * tokens * (count * k + n) / device.memory_bytes_per_s
     return seconds
+
+
+def unit_waits_s(
+    device: DeviceRates, adapters: Adapters, weight: Weight, ahead: Floats, back: Floats
+) -> tuple[Floats, Floats]:
+    """Return the seconds, forward and backward, that a device waits for units of adapters.
+
+    peft wraps each of an adapter's two matrices (fsdp_auto_wrap_policy), and the host may gather
+    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py), so that it
+    prepares an adapter's units while the device computes the frozen matrix and the adapter, whose
+    seconds are `ahead` and `back`.
+    """
+    units = 2 * adapters.targets[weight.name].number
+    one, other = (
+        np.maximum(units * count * device.operator_s - seconds, 0.0)
+        for count, seconds in zip(_UNIT_OPERATORS, (ahead, back), strict=True)
+    )
+    return one, other
 
 
 def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:

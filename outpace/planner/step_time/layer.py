@@ -27,6 +27,7 @@ from outpace.planner.step_time.adapters import (
     CAST_BYTES,
     Adapters,
     adapter_s,
+    unit_waits_s,
     unpacking_s,
     widening_s,
 )
@@ -84,6 +85,7 @@ class LayerWork:
     of the MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time
     of every second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
     `weights_s` and `weights_operators` are the part of a backward for gradients of weights.
+    `units_s` and `units_back_s`: waits for the host if matrices of adapters are units of FSDP.
     """
 
     forward_s: Floats
@@ -99,6 +101,8 @@ class LayerWork:
     inner_operators: Floats
     last_s: Floats
     second_s: Floats
+    units_s: Floats
+    units_back_s: Floats
 
 
 # Time of a norm per byte over that of a triad, both measured on the same H200.
@@ -194,13 +198,16 @@ def layer(
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
-    forward = backward = into = last = second = np.zeros_like(tokens)
+    forward = backward = into = last = second = units = units_back = np.zeros_like(tokens)
     shares = second_matmuls(stack, outline.hidden)
     for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
         rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
         one, inputs, grads = _weight(device, cells, weight, rows)
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
         second = second + np.where(_in_float8(device, cells), 0.0, shares[weight.name] * one)
+        if cells.adapters is not None and weight.name in cells.adapters.targets:
+            waits = unit_waits_s(device, cells.adapters, weight, one, inputs + grads)
+            units, units_back = units + waits[0], units_back + waits[1]
         if weight.name == "down" and not reads_last_matmul(stack):
             last = one
     for one, inputs, grads in _matmuls(device, cells, stack.other, length):
@@ -238,6 +245,8 @@ def layer(
         inner_operators=np.full_like(tokens, inner_operators),
         last_s=last,
         second_s=second,
+        units_s=units,
+        units_back_s=units_back,
     )
 
 

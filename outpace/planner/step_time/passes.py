@@ -203,7 +203,7 @@ def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
     return PassTime(
-        device_s=w.forward_s + tensor.copied_s,
+        device_s=w.forward_s + tensor.copied_s + setup.wraps_adapters * w.units_s,
         host_s=_launched_s(setup, w.forward_operators + tensor.calls),
         tensor_s=_tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s,
         products_s=w.products_s,
@@ -242,8 +242,9 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
     splits = setup.columns.schedule_in("zb", "zbv", "dualpipev")
     deferred = np.where(splits, w.weights_operators * efficiency.BACKWARD_SHARE, 0.0)
+    units_s = setup.wraps_adapters * (w.units_back_s + most * w.units_s)
     return PassTime(
-        device_s=w.backward_s + again_s,
+        device_s=w.backward_s + again_s + units_s,
         host_s=_launched_s(setup, launched),
         tensor_s=tensor_s + most * again_tensor_s,
         products_s=(own + most) * w.products_s - most * last_s + second_s,

@@ -166,6 +166,12 @@ class StepTimeSetup:
         shared: Floats = hides + matmuls * (np.minimum(hides, 1 / slower) - hides)
         return np.broadcast_to(shared, len(self.columns))
 
+    @property
+    def wraps_adapters(self) -> Bools:
+        """Return which plans shard adapters by matrix."""
+        wrapped: Bools = (self.columns.zero == 3) & self.question.stack.wraps_adapters
+        return wrapped
+
     def exposed_s(
         self, comm_s: Floats, compute_s: Floats, units: Floats, matmuls: Floats | float = 0.0
     ) -> Floats:

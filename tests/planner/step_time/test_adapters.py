@@ -78,6 +78,29 @@ def test_inputs_and_results_of_packed_matmuls_are_cast_if_the_stream_is_in_fp32(
     assert seconds[1] - seconds[0] == pytest.approx(moved / MOVED, rel=0.05)
 
 
+def test_a_device_waits_for_the_host_at_adapters_that_are_units_of_their_own():
+    """Two units of an adapter in each pass, and no more than the frozen matmul leaves exposed."""
+    slow = replace(FLAT, operator_s=30e-6)
+    wraps = STACKS["outpace"].model_copy(update={"wraps_adapters": True})
+    question = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    spread = {"strategy": "zero3", "dp_shard": 8, "checkpointing": "full"}
+
+    def seconds(wrapped, samples):
+        stack = wraps if wrapped else STACKS["outpace"]
+        found = step(replace(question, stack=stack), 8 * samples, micro_batch=samples, **spread)
+        return sum(found.values())
+
+    tokens, frozen, low_rank = 512, 2 * 1024 * 4096, 2 * 8 * (1024 + 4096)
+    ahead, back = tokens * (frozen + low_rank) / RATE, tokens * (frozen + 2 * low_rank) / RATE
+    waits = 16 * (2 * (2 * 20 * 30e-6 - ahead) + 2 * 22 * 30e-6 - back)
+    host = step(question, 8, micro_batch=1, **spread)["host_s"]
+    assert seconds(True, 1) - seconds(False, 1) == pytest.approx(waits - host, rel=0.1)
+    long = 1 + round(2 * 22 * 30e-6 / ahead)
+    assert seconds(True, 2 * long) == pytest.approx(seconds(False, 2 * long))
+    whole = step(replace(question, stack=wraps), 8, micro_batch=1)
+    assert whole == step(question, 8, micro_batch=1)  # nothing is sharded
+
+
 def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered():
     slow = replace(FLAT, memory_bytes_per_s=MOVED, hides=0.0)
     question = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True)
