@@ -20,6 +20,9 @@ from outpace.planner.memory import peak as memory
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import parameters
 
+# BLOOM's trials were "getting the memory snapshot with" nvidia-smi (bigscience 9e64edec, train/
+# tr11-176B-ml/chronicles-prequel.md), which its rows do not say.
+_WHOLE_DEVICE = "bloom-prequel"
 # Times of these tiny models repeat only to 29 % (data/README.md).
 _LEAST_HIDDEN = 4096
 _TINY = "megatron-lm-golden"
@@ -148,6 +151,7 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
     if measured is not None:
         tensors = memory.peak_bytes(memory_question, held, rank=_rank(row))
     reserved = any(word in row["peak_mem_kind"] for word in ("reserved", "nvidia-smi"))
+    reserved = reserved or row.source == _WHOLE_DEVICE
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     room = question.device.memory_bytes
     return {

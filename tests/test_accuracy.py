@@ -379,6 +379,20 @@ def test_labels_of_memory_count_both_ways_of_being_wrong(accuracy):
     }  # fmt: skip
 
 
+def test_memory_that_nvidia_smi_shows_has_context_and_buffers(accuracy, monkeypatch):
+    """That is what BLOOM's chronicle says of its trials, but not their rows."""
+    board = accuracy.score_board
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+
+    def predicted():
+        (one,) = board.score([rows["3036"]], accuracy.predict)["memory"]
+        return one["predicted_bytes"]
+
+    whole = predicted()
+    monkeypatch.setattr(board, "_WHOLE_DEVICE", "")
+    assert 2e9 < whole - predicted() < 4e9
+
+
 def test_a_constant_is_fitted_as_well_as_can_be(accuracy):
     assert accuracy.one_constant([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]) == pytest.approx(0)
     best = accuracy.one_constant([1.0, 1.0, 1.0], [1.0, 2.0, 4.0])
