@@ -19,7 +19,7 @@ def press():
 
 def test_two_quick_presses_stop_once_and_the_handler_is_given_back(monkeypatch):
     said, before, now_s = [], signal.getsignal(signal.SIGINT), [100.0]
-    monkeypatch.setattr("outpace.cli.stopping.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("outpace.cli.interrupts.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     with interrupt_once(lambda: said.append("stopping"), lambda: said.append("end")):
         pass
     assert signal.getsignal(signal.SIGINT) is before and said == []

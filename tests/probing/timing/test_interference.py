@@ -67,16 +67,19 @@ def test_counters_are_read_from_the_kernels_file(tmp_path):
     assert InterferenceWatch(tmp_path / "none").read_use().busy_s is None
 
 
-SPIN = "import time\nwhile time.process_time() < 1: pass\nprint()"
+SPIN = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/stat")
 def test_what_another_uses_is_seen_and_what_a_child_uses_is_our_own():
     """By what the kernel says that they used: the rest of the machine may do anything."""
-    watch = InterferenceWatch()
-    subprocess.run([sys.executable, "-S", "-c", SPIN], check=True, capture_output=True)
-    used = watch.read_use()
-    assert used.probe_s > 0.95 and used.busy_s > 0.95
+    watch, words = InterferenceWatch(), [sys.executable, "-S", "-c", f"{SPIN}\ninput()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        used = watch.read_use()
+        child.stdin.write(b"\n")
+    for one in (used, watch.read_use()):  # while it runs, and after it
+        assert one.probe_s > 0.95 and one.busy_s > 0.95
     # Its parent is gone: whose child it is then, is not known.
     shell = f"{shlex.quote(sys.executable)} -S -c {shlex.quote(SPIN)} &"
     watch, before_s = InterferenceWatch(), time.process_time()
