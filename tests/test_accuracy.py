@@ -379,6 +379,17 @@ def test_labels_of_memory_count_both_ways_of_being_wrong(accuracy):
     }  # fmt: skip
 
 
+def test_deepspeeds_bf16_optimizer_keeps_gradients_twice(accuracy):
+    """In bf16 beside sums in fp32: BLOOM's trials of 2022-02-28 are then 2 to 8 % too small."""
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(*published.ALL)}
+    found = [published.traits(rows[name]).main_gradients for name in ("3137", "3101", "N0985")]
+    assert found == [6, 2, 4]
+    board = accuracy.score_board.score([rows["3137"], rows["3144"]], accuracy.predict)
+    for one in board["memory"]:
+        assert 0.9 < one["predicted_bytes"] / one["measured_bytes"] < 1
+
+
 def test_memory_that_nvidia_smi_shows_has_context_and_buffers(accuracy, monkeypatch):
     """That is what BLOOM's chronicle says of its trials, but not their rows."""
     board = accuracy.score_board
