@@ -345,7 +345,7 @@ def adapters(row: Row) -> Adapters | None:
     eager = "GPTQ" in row["precision"] and "accelerated-peft" not in row["framework"]
     return Adapters(
         int(found[1]), targets, packed, kept=_kept_adapters(row), unpacks_by_operators=eager,
-        widened=_widened(row),
+        widened=_widened(row), copies_results="bnb" in row["precision"],
     )  # fmt: skip
 
 

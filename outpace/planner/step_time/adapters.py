@@ -67,7 +67,8 @@ class Adapters:
     applied first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank
     values are (nn.lora). `widened`: matmuls with packed weights whose inputs are in fp32, which
     bitsandbytes casts to 16 bits, and whose results it casts back, by name, with the number of
-    their separate matrices (`WIDENED`).
+    their separate matrices (`WIDENED`). `copies_results`: the frozen matmul's result is copied
+    before the adapter's is added (peft/tuners/lora/bnb.py, Linear4bit).
     """
 
     rank: int
@@ -78,12 +79,14 @@ class Adapters:
     drops_inputs: bool = True
     scales_outputs: bool = True
     widened: Mapping[str, int] = field(default_factory=dict)
+    copies_results: bool = False
 
     @property
     def operators(self) -> tuple[float, float]:
         """Return the number of operators of one adapter, forward and backward."""
         ahead, back = _CASTS[self.kept]
         less = 0.0 if self.drops_inputs else 1.0
+        ahead += self.copies_results
         return _OPERATORS_AHEAD + ahead - less, _OPERATORS_BACK + back - less
 
     def parameters(self, outline: Outline) -> float:
@@ -164,12 +167,13 @@ def _moved_bytes(
     dropout = (2 * wide + 1) * adapters.drops_inputs
     scaled = wide if adapters.kept == "fp32" else item
     scaling = 2 * scaled * adapters.scales_outputs
+    copied = 2 * (_FP32 if adapters.widened else item) * adapters.copies_results
     cast = item + _FP32
     if adapters.widened:
-        ahead, back = (dropout + cast, scaling + item), (dropout + cast, scaling + cast)
-        return (ahead[0], ahead[1] + 2 * _FP32), (back[0] + 3 * _FP32, back[1])
+        ahead = (dropout + cast, scaling + item + 2 * _FP32 + copied)
+        return ahead, (dropout + cast + 3 * _FP32, scaling + cast)
     if adapters.kept == "low":
-        return (dropout, scaling + 3 * item), (dropout + 3 * item, scaling)
+        return (dropout, scaling + 3 * item + copied), (dropout + 3 * item, scaling)
     if adapters.kept == "cast":
         return (2 * cast + dropout, scaling + 3 * item), (2 * cast + dropout + 3 * item, scaling)
     ahead = (cast + dropout, scaling + item + 2 * _FP32 + cast)

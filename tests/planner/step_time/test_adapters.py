@@ -78,6 +78,21 @@ def test_inputs_and_results_of_packed_matmuls_are_cast_if_the_stream_is_in_fp32(
     assert seconds[1] - seconds[0] == pytest.approx(moved / MOVED, rel=0.05)
 
 
+def test_results_of_packed_matmuls_are_copied_before_an_adapters_is_added():
+    """Read and written in each forward, in fp32 if the stream is."""
+    slow = replace(FLAT, best_flops_per_s={"bf16": NEVER}, memory_bytes_per_s=MOVED)
+    for widened, item in (({}, 2), ({"up": 1, "down": 1}, 4)):
+        packed = replace(ON_UP, base_bytes=0.5, widened=widened)
+        seconds = [
+            sum(step(StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True,
+                                      adapters=replace(packed, copies_results=copies)),
+                     micro_batch=8, checkpointing="full").values())
+            for copies in (False, True)
+        ]  # fmt: skip
+        moved = 16 * 8 * 512 * 2 * 2 * item * 4096
+        assert seconds[1] - seconds[0] == pytest.approx(moved / MOVED)
+
+
 def test_a_device_waits_for_the_host_at_adapters_that_are_units_of_their_own():
     """Two units of an adapter in each pass, and no more than the frozen matmul leaves exposed."""
     slow = replace(FLAT, operator_s=30e-6)
