@@ -262,7 +262,9 @@ def evaluate(
         device=target,
         group=None,
     )
-    return found.model_copy(update={"seq_len": seq_len, "left_over_tokens": left_over_tokens})
+    lengths = {"seq_len": seq_len, "left_over_tokens": left_over_tokens}
+    own_data = settings.task == "pretrain" and seq_len is None  # a custom model's, of any loss
+    return found.model_copy(update=lengths | ({"perplexity": None} if own_data else {}))
 
 
 def _note_kept_state(

@@ -110,8 +110,11 @@ class Evaluation(Record):
     """A loss on held-out data, and the other metrics of the task."""
 
     step: int
-    loss: float = Field(description="nats per target: a token, or a sample that is classified")
-    perplexity: float
+    loss: float = Field(
+        description="nats per target: a token, or a sample that is classified; for a custom model "
+        "with its own data, what its loss computes"
+    )
+    perplexity: float | None = Field(description="of tokens; None for a custom model's own data")
     tokens: int = Field(description="targets")
     tokens_per_s: float
     seq_len: int | None = entry("upper bound; None if outpace did not train the model")

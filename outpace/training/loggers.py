@@ -113,7 +113,8 @@ class _Scalars(Callback):
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """Log the held-out loss and the task's metrics."""
         figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
-        named = {f"eval/{name}": value for name, value in {**figures, **evaluation.metrics}.items()}
+        known = {**figures, **evaluation.metrics}
+        named = {f"eval/{name}": value for name, value in known.items() if value is not None}
         self._send(named, evaluation.step)
 
 

@@ -63,13 +63,14 @@ def evaluate_held_out(
         return None
     most = _held_out_samples(job)
     batch = job.plan.samples_read * job.plan.readers
+    own_data = not isinstance(data, (PaddedDataset, TokenDataset))  # the user's, of any loss
     if isinstance(data, (PaddedDataset, TokenDataset)):
         data = data.single_pass(most, batch)
         most = len(data)
     batches = max(1, min(most, len(data)) // batch)
     loader = make_loader(job, data, 0, batches, batch)
     try:
-        return evaluate(
+        found = evaluate(
             layout,
             loader,
             step=step,
@@ -80,6 +81,7 @@ def evaluate_held_out(
         )
     finally:
         loader.close()
+    return found.model_copy(update={"perplexity": None}) if own_data else found
 
 
 def _held_out_samples(job: Job) -> int:

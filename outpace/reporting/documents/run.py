@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.pipeline.simulator import Timeline
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
-from outpace.records.measurement import Measurement, StepTimeCheck, TimeParts
+from outpace.records.measurement import Evaluation, Measurement, StepTimeCheck, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.records.utilisation import average, disturbance
 from outpace.reporting.charts.figures import counts, prediction_bars, seconds, sizes
@@ -259,13 +259,17 @@ def _losses(run: RunFolder) -> DocumentSection:
     if run.evaluations:
         rows = tuple(
             (Number(one.step, f"{one.step:,}"), Number(one.loss, f"{one.loss:.4f}"),
-             Number(one.perplexity, f"{one.perplexity:,.4g}"),
+             Number(one.perplexity, _format_perplexity(one)),
              ", ".join(f"{name} {value:.4f}" for name, value in one.metrics.items()))
             for one in run.evaluations
         )  # fmt: skip
         columns = ("after step", "loss", "perplexity", "metrics")
         parts.append(DataTable("On held-out data", columns, rows))
     return DocumentSection("Loss", tuple(parts))
+
+
+def _format_perplexity(evaluation: Evaluation) -> str:
+    return "" if evaluation.perplexity is None else f"{evaluation.perplexity:,.4g}"
 
 
 def _time(run: RunFolder) -> DocumentSection:

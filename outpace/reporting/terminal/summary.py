@@ -65,7 +65,8 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
     """Return loss, perplexity and speed on held-out data."""
     table = _pairs("Evaluation")
     what = target_of(evaluation)
-    table.add_row("loss", f"{evaluation.loss:.4f} nats per {what}")
+    unit = "" if what == "target" else f" nats per {what}"
+    table.add_row("loss", f"{evaluation.loss:.4f}{unit}")
     for name, value in shown_metrics(evaluation):
         table.add_row(name, value)
     table.add_row(f"{what}s", f"{evaluation.tokens:,}")
@@ -80,14 +81,19 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
 
 
 def target_of(evaluation: Evaluation | None) -> str:
-    """Return the unit of a loss: a sample if there are metrics per sample, otherwise a token."""
-    return "sample" if evaluation is not None and evaluation.metrics else "token"
+    """Return what a loss is a mean over: classified samples, tokens, or a custom loss's targets."""
+    if evaluation is None:
+        return "token"
+    if evaluation.metrics:
+        return "sample"
+    return "token" if evaluation.perplexity is not None else "target"
 
 
 def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return the names and values of an evaluation's metrics, without its loss."""
     if not evaluation.metrics:
-        return [("perplexity", _perplexity(evaluation.perplexity))]
+        known = evaluation.perplexity
+        return [] if known is None else [("perplexity", _perplexity(known))]
     names = {"f1": "F1"}
     return [(names.get(name, name), f"{value:.4f}") for name, value in evaluation.metrics.items()]
 

@@ -133,6 +133,10 @@ def test_an_evaluation_alone() -> None:
     assert "2.0" in row(text, "perplexity")
     assert "50,000 tokens/s" in row(text, "speed")
     assert "left over" not in text and "sequence length" not in text
+    of_own_data = evaluation(3.25).model_copy(update={"perplexity": None})  # its loss may be any
+    text = shown(evaluation_table(of_own_data))
+    assert row(text, "loss").split()[-1] == "3.2500" and "perplexity" not in text
+    assert row(text, "targets").split()[-1] == "100" and "targets/s" in row(text, "speed")
     more = {"seq_len": 64, "left_over_tokens": 192}
     text = shown(evaluation_table(evaluation(3.25).model_copy(update=more)))
     assert row(text, "sequence length").split()[-1] == "64"
