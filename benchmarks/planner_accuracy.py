@@ -480,10 +480,11 @@ def record_kinds(known: Mapping[str, Predicted] | None = None) -> None:
         published.rows(*published.ALL), lambda row: found.get(row.id) or predict(row)
     )
     intervals = coverage.by_kind(board["rows"])
-    coverage.keep_kinds(intervals, coverage.without_interval(board["rows"]))
     board |= {"intervals": intervals, **score_board.tables(board["rows"], intervals)}
     score_board.show(board)
     print(save("planner_kinds", board))
+    # Written last, as it is a file of the package, which would count as an uncommitted change.
+    coverage.keep_kinds(intervals, coverage.without_interval(board["rows"]))
 
 
 def record(quick: bool, keep_traces: bool) -> None:
