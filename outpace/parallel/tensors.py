@@ -12,6 +12,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Of these tensors alone: the function of this name that pipelines put into torch is of all stages.
+from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -78,13 +81,13 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of values of plain tensors, as `get_total_norm` does, in `norm_dtype`."""
     if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
-        return nn.utils.get_total_norm(tensors)
+        return get_total_norm(tensors)
     norms = [
         norm
         for alike in by_dtype(tensors)
         for norm in torch._foreach_norm(alike, 2, dtype=norm_dtype(alike[0].dtype))
     ]
-    return nn.utils.get_total_norm(norms)
+    return get_total_norm(norms)
 
 
 @torch.no_grad()
