@@ -36,6 +36,7 @@ from outpace.experiment.module_parity import (
 from outpace.experiment.module_verdict import make_verdict, verdict_of
 from outpace.interop.custom_model import CustomModel, build_custom_model
 from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
+from outpace.nn.evaluation_mode import explain_modes
 from outpace.nn.extra_state import require_plain
 from outpace.parallel import why_not
 from outpace.parallel.batches import RUNS_WHOLE, explain_lengths, samples_in
@@ -303,8 +304,9 @@ class _Bench:
                 notes.append(f"in its own dtypes ({', '.join(names)})")
         if has_dropout(self._trial.custom.module):
             notes.append(WITHOUT_DROPOUT)
-        if not self._trial.custom.module.training:
-            notes.append("in evaluation mode, as given; call module.train() for training mode")
+        modes = explain_modes(self._trial.custom.module)
+        if modes is not None:
+            notes.append(modes)
         self._floor = allowed.floor
         return allowed, notes
 

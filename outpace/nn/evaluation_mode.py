@@ -1,11 +1,11 @@
-"""Temporary evaluation mode of a module."""
+"""Evaluation mode of a module: for a while, or as the user has set it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 
 
 @contextmanager
@@ -27,6 +27,33 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         for part, mode in modes.items():  # parents first, since their methods change their children
             if part.training != mode:
                 _switch(part, mode)
+
+
+def explain_modes(module: nn.Module) -> str | None:
+    """Explain that a user's module is not in the modes that `module.train()` would set.
+
+    Returns None if it is. Parts that only `train()` would put in training mode are left to the
+    user, who has frozen them.
+    """
+    if not module.training:
+        return (
+            "the module is in evaluation mode, as given, and is trained in it: dropout is off, and "
+            "BatchNorm uses its moving averages. Call module.train() for training mode"
+        )
+    if all(type(part).train is nn.Module.train for part in module.modules()):
+        return None
+    modes = {part: part.training for part in module.modules()}
+    _switch(module, training=True)
+    frozen = [n for n, p in module.named_modules() if modes.get(p, False) and not p.training]
+    for part, mode in modes.items():
+        part.training = mode
+    if not frozen:
+        return None
+    return (
+        f"module.train() would put {first_names(frozen)} in evaluation mode, but has not been "
+        "called, so they are trained in training mode. Call it before you return the module, as "
+        "training loops do"
+    )
 
 
 def _switch(module: nn.Module, training: bool) -> None:

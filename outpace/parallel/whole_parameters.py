@@ -19,6 +19,7 @@ from outpace.records.errors import BadInputError
 _MIXED = "got mixed torch.Tensor and DTensor"
 _COPIED = "FSDP does not support deepcopy"
 _TRANSFORMED = "functorch transforms"
+_UNUSED = "to not have been used in the graph"  # in torch.autograd.grad
 _FREED = "out of bounds for storage of size 0"
 
 
@@ -70,7 +71,7 @@ class WholeParameters:
 
 def explain_shards(error: Exception) -> BadInputError | None:
     """Return advice if a user's code cannot use, copy or transform a shard; None otherwise."""
-    if _MIXED in str(error):
+    if _MIXED in str(error) or _UNUSED in str(error):
         return BadInputError(
             "the module or its loss uses parameters of a block outside of a call of the block, "
             "when this rank holds only a shard of them. Call blocks themselves (layer(x), not "

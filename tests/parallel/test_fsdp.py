@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from outpace.parallel.fsdp import policy_of
+from outpace.parallel.whole_parameters import explain_shards
 from outpace.records.precisions import PRECISION_TRAITS, WEIGHTS, Precision
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
@@ -48,3 +49,11 @@ def test_a_unit_with_weights_of_integers_sends_all_as_it_is():
     for parameters, precision in (([scales, codes], "bf16"), ([scales], "fp32")):
         kept = policy_of(parameters, precision)
         assert (kept.param_dtype, kept.reduce_dtype) == (None, None)
+
+
+def test_gradients_of_shards_that_a_users_function_asks_for_are_explained():
+    """As an adjoint method does that is given module.parameters() outside of its blocks' calls."""
+    x, shard = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError) as unused:
+        torch.autograd.grad(x.sum(), (x, shard))
+    assert "outside of a call of the block" in str(explain_shards(unused.value))

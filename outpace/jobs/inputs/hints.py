@@ -10,8 +10,10 @@ from outpace.data.tokenizer import Tokenizer
 from outpace.data.tokenizer_files import load_tokenizer
 from outpace.interop.config import read_config
 from outpace.interop.config_writer import exported_type
+from outpace.interop.custom_model import CustomModel
 from outpace.interop.models import OpenedModel
 from outpace.interop.tokenizer_class import export_difference, source_difference
+from outpace.nn.evaluation_mode import explain_modes
 from outpace.nn.transformer import INIT_STD
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.settings import TrainSettings
@@ -37,6 +39,12 @@ def reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[
                 "residual stream"
             )
     return tuple(notes)
+
+
+def mode_hints(custom: CustomModel | None) -> list[str]:
+    """Return a hint if a custom model is not in the modes that its `train()` would set."""
+    said = None if custom is None else explain_modes(custom.module)
+    return [] if said is None else [said]
 
 
 def other_tokenizer_hints(

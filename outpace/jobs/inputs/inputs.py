@@ -21,6 +21,7 @@ from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.hints import (
     class_hints,
     foreign_id_hints,
+    mode_hints,
     model_tokenizer,
     other_tokenizer_hints,
     reading_notes,
@@ -148,6 +149,7 @@ class _ReadModel:
         """Return hints about the model's folder and the tokenizer."""
         return (
             *reading_notes(self.opened, self.settings),
+            *mode_hints(self.custom_model),
             *other_tokenizer_hints(self.opened, self.settings, tokenizer),
             *class_hints(self.opened, self.settings, tokenizer, self.cache_dir, exported),
         )

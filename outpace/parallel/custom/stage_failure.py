@@ -53,12 +53,20 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
 
     `names` are the parameters that it writes to, if known.
     """
-    to = f"{first_names(names)} by" if names else "parameters of"
-    what = "parameters of blocks" if names else "blocks from outside of them"
+    if not names:
+        return (
+            "the forward or the loss writes to parameters of blocks from outside of them (masks "
+            "over all weights, or an EMA teacher, for example), or to parameters outside of all "
+            "blocks (a first layer that masks its weight), but each pipeline stage has those of "
+            "its own blocks alone, and the first and the last stage those outside. Write to a "
+            "block's parameters in the forward of that block, add such a layer to `blocks`, or use "
+            "ddp."
+        )
     return (
-        f"the forward or the loss writes to {to} {what} (masks over all weights, or an EMA "
-        "teacher, for example), but each pipeline stage has those of its own blocks alone. Write "
-        "to a block's parameters in the forward of that block, or use ddp."
+        f"the forward or the loss writes to {first_names(names)} by parameters of blocks (masks "
+        "over all weights, or an EMA teacher, for example), but each pipeline stage has those of "
+        "its own blocks alone. Write to a block's parameters in the forward of that block, or use "
+        "ddp."
     )
 
 

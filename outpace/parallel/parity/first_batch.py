@@ -408,9 +408,10 @@ class FirstBatch:
                 said = explain_lost_value(sorted(plain.buffers), self._plan.strategy)
                 raise BadInputError(f"{said} {WAYS_OUT[self._by_command]}") from error
             said = str(error.__cause__ or error).strip() or type(error).__name__
+            said = said[:300].removesuffix(".")
             raise BadInputError(
                 f"under strategy {self._plan.strategy} the module fails, but in one process it "
-                f"does not: {type(error).__name__}: {said[:300]}. {WAYS_OUT[self._by_command]}"
+                f"does not: {type(error).__name__}: {said}. {WAYS_OUT[self._by_command]}"
             ) from error
 
     @property
