@@ -1,7 +1,7 @@
 """Layouts: the result of applying a strategy to an objective on the ranks of a plan."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from outpace.nn.compiler_exclusion import leave_to_python
 from outpace.nn.scratch_files import Scratch
@@ -364,17 +365,19 @@ class SpreadLayout(Layout):
         super().__init__(objective)
         self._group = group
         self._ranks_of_a_part = ranks_of_a_part
-        self._is_called = False
+        self._watched: Collection[nn.Module] = ()  # modules that a loop may not call
+        self._watches: list[RemovableHandle] = []
 
     def guard(self) -> None:
         """Watch forwards that a loop runs by itself, not in a step or an evaluation."""
+        self._enter = leave_to_python(lambda *_: self._enter_forward())
+        self._watched = self._list_watched()
+        self._watch_forwards()
 
-        def enter(*_: Any) -> None:
-            if not self._is_called:
-                self._enter_forward()
-
-        for part in self._list_watched():
-            part.register_forward_pre_hook(leave_to_python(enter), prepend=True)
+    def _watch_forwards(self) -> None:
+        self._watches = [
+            part.register_forward_pre_hook(self._enter, prepend=True) for part in self._watched
+        ]
 
     def _list_watched(self) -> set[nn.Module]:
         """Return the modules that a loop may not call between steps."""
@@ -382,12 +385,13 @@ class SpreadLayout(Layout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Allow forwards of the module."""
-        self._is_called = True
+        """Allow forwards of the module, without hooks, which would cost time in each of them."""
+        for watch in self._watches:
+            watch.remove()
         try:
             yield
         finally:
-            self._is_called = False
+            self._watch_forwards()
 
     def _enter_forward(self) -> None:
         raise refuse_between_steps(

@@ -5,10 +5,14 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import outpace
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.launch.forked_job import run_forked
 from outpace.nn.dtensor import whole
+from outpace.parallel.layout import SpreadLayout
+from outpace.records.errors import BadInputError
 from tests.parallel.user_loops import (
     LOOPS,
     WRONG,
@@ -191,6 +195,19 @@ def test_whole_averages_take_shards(tmp_path):
 )
 def test_what_a_training_cannot_do_is_refused_on_all_ranks(tmp_path, strategy, loop):
     require_refused(tmp_path, strategy, loop, REFUSED_TRAININGS[strategy, loop], check="off")
+
+
+def test_forwards_are_watched_between_calls_alone():
+    """In a step, no hook runs before a forward."""
+    objective = CustomObjective(CustomModel(nn.Sequential(nn.Linear(2, 2)), None))
+    layout = SpreadLayout(objective, None)
+    layout.guard()
+    for _ in range(2):
+        with pytest.raises(BadInputError, match=ALONE):
+            objective.model(torch.ones(1, 2))
+        with layout.in_call():
+            assert not objective.model._forward_pre_hooks
+            objective.model(torch.ones(1, 2))
 
 
 def test_gradients_that_the_next_call_drops_are_told(recwarn):
