@@ -4,19 +4,21 @@ Examples are `module.eval()` for dropout or a frozen BatchNorm, and a temperatur
 epoch to epoch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from types import NoneType
 from typing import Any
 
 from torch import nn
 
-_TYPES = (bool, int, float, str)
+_TYPES = (bool, int, float, str, NoneType)
+_INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"}) - {"training"}
 
 
 class LoopSettings:
     """The settings of a user's `module`, which `copies` of it get when the user changes them."""
 
     def __init__(self, module: nn.Module, copies: Iterable[nn.Module]) -> None:
-        self._parts = list(module.modules())
+        self._parts = list(module.modules())  # those that the copies have, in the same order
         self._copies = [list(one.modules()) for one in copies]
         self.note()
 
@@ -27,19 +29,19 @@ class LoopSettings:
     def apply(self) -> None:
         """Give the copies the settings that have changed since `note`."""
         for number, known in enumerate(self._known):
-            for name, value in _list_settings(self._parts[number]):
-                if name not in known or known[name] != value:
+            part = self._parts[number]
+            for name, value in _list_settings(part):
+                if known[name] != value if name in known else _is_of_user(part, name):
                     for copied in self._copies:
                         setattr(copied[number], name, value)
 
 
-def copy_settings(parts: Sequence[nn.Module], copied: nn.Module) -> None:
-    """Give a copy the settings of the `parts` that it was copied from, in order."""
-    for part, own in zip(parts, copied.modules(), strict=True):
-        for name, value in _list_settings(part):
-            if type(vars(own).get(name)) in _TYPES and vars(own)[name] != value:
-                setattr(own, name, value)
+def _is_of_user(part: nn.Module, name: str) -> bool:
+    """Return whether a new attribute of a module is not one of torch's own flags."""
+    return not name.startswith("_") or hasattr(type(part), name)
 
 
 def _list_settings(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in list(vars(part).items()) if type(value) in _TYPES)
+    for name, value in list(vars(part).items()):
+        if type(value) in _TYPES and name not in _INTERNAL:
+            yield name, value

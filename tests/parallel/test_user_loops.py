@@ -182,7 +182,7 @@ def test_parameters_frozen_when_the_optimizer_is_made_are_updated_once_they_trai
 
 def test_modes_and_rates_that_a_loop_sets_reach_all_stages(tmp_path):
     """Also the first batch's check, and stages that are copies of the module."""
-    require_equal(tmp_path, "interleaved", "dropout_rate", by="model")
+    require_equal(tmp_path, "interleaved", "dropout_rate", "numbers", by="model")
 
 
 def test_whole_averages_take_shards(tmp_path):

@@ -199,9 +199,11 @@ class CustomPipeline(SpreadLayout):
         """Let stages use other stages' parameters, which are NaN."""
         self._place.announce()
         self._settings.apply()
-        with super().in_call(), self._absent.allow():
-            yield
-        self._settings.note()
+        try:
+            with super().in_call(), self._absent.allow():
+                yield
+        finally:
+            self._settings.note()
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
         """Create the group of the first and the last stage's ranks, if both hold parameters."""

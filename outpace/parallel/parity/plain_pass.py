@@ -28,7 +28,7 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm, batch_norms
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.loop_settings import copy_settings
+from outpace.parallel.loop_settings import LoopSettings
 from outpace.parallel.parity.build_difference import compare_builds, may_differ_by_process
 from outpace.parallel.parity.comparison import ComparisonLimits
 from outpace.parallel.parity.counted_buffers import batchnorm_state, find_counted_buffers
@@ -95,6 +95,7 @@ class PlainPass:
         self._affected = False  # whether a few samples affect each other's losses
         self._copy: nn.Module | None = None
         self._trained: list[nn.Module] = []
+        self._settings: LoopSettings | None = None
         self._hooks = {
             name: (gradient_hooks(parameter), accumulation_hooks(parameter))
             for name, parameter in model_of(objective).named_parameters()
@@ -111,6 +112,7 @@ class PlainPass:
             self._copy = meta_copy(objective, _buffers_of_loss(objective))
             self._copy.register_forward_pre_hook(_give_copies)
             self._trained = list(objective.modules())
+            self._settings = LoopSettings(objective, [self._copy])
         except Exception as error:
             self.left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
 
@@ -122,8 +124,8 @@ class PlainPass:
 
     def follow_loop(self) -> None:
         """Give the copy what the user's loop has set on the module since the copy was made."""
-        if self._copy is not None:
-            copy_settings(self._trained, self._copy)
+        if self._settings is not None:
+            self._settings.apply()
 
     def run(
         self,
@@ -355,7 +357,7 @@ class PlainPass:
         return mine if self.pieces.place else [*cut(mine[0], 2), *mine[1:]]
 
     def release(self) -> None:
-        self._copy, self._trained = None, []
+        self._copy, self._trained, self._settings = None, [], None
 
     @contextmanager
     def _fill(
