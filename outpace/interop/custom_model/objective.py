@@ -16,6 +16,17 @@ from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
 
+class NoGradientError(BadInputError):
+    """A loss without a gradient, with which a step would fail; `totals` are its sum and count."""
+
+    def __init__(self, totals: tuple[Tensor, Tensor]) -> None:
+        super().__init__(
+            "the loss has no gradient: it was detached, or does not depend on the module's "
+            "output. Use the output in it (0 times its sum if there is nothing to learn)."
+        )
+        self.totals = totals
+
+
 class CustomObjective(nn.Module):
     """The user's module (`.model`) with its loss, for a strategy to wrap.
 
@@ -47,10 +58,7 @@ class CustomObjective(nn.Module):
         """
         loss_sum, count = self._score(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
-            raise BadInputError(
-                "the loss has no gradient: it was detached, or does not depend on the module's "
-                "output. Use the output in it (0 times its sum if there is nothing to learn)."
-            )
+            raise NoGradientError((loss_sum, count))
         return loss_sum, count
 
     def _score(self, batch: Any) -> tuple[Tensor, Tensor]:

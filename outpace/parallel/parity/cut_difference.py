@@ -27,7 +27,12 @@ from outpace.parallel.parity.cut_cause import CutCause, batchnorm_cure, explain_
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
-from outpace.parallel.parity.piece_losses import DrawsError, mean_loss, total_of
+from outpace.parallel.parity.piece_losses import (
+    DrawsError,
+    mean_loss,
+    run_forward,
+    total_of,
+)
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.read_buffers import Names, find_read_buffers
 from outpace.records.plan import Plan
@@ -198,7 +203,7 @@ def _compare_buffers(
     def differ_after(pieces: Sequence[Batch]) -> set[str]:
         with preserve_state(plain, device):
             for piece in pieces:
-                plain(piece)
+                run_forward(plain, piece)
             now = dict(model_of(plain).named_buffers())
             off = {n: relative(now[n], whole, largest(whole)) for n, whole in floating.items()}
         return {name for name, one in off.items() if one is None or one > tolerance}

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from outpace.interop.custom_model.objective import NoGradientError
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
@@ -35,12 +36,24 @@ def total_of(
         begin = random_state(device)
         for piece in pieces:
             with hooks.cast():
-                loss_sum, count, *_ = plain(piece)
+                loss_sum, count = run_forward(plain, piece)
             totals += torch.stack((loss_sum.detach().double(), count.detach().double()))
-            del loss_sum, count, _  # frees this graph before the next piece has one
+            del loss_sum, count  # frees this graph before the next piece has one
         if drops and not alike and not same_random_state(begin, random_state(device)):
             raise DrawsError
     return float(totals[0]), float(totals[1])
+
+
+def run_forward(plain: nn.Module, piece: Batch) -> tuple[Tensor, Tensor]:
+    """Return the sum and count of a part of a batch, which alone may have a loss without gradient.
+
+    Only a step refuses such a loss (if all its targets are missing, say).
+    """
+    try:
+        loss_sum, count, *_ = plain(piece)
+    except NoGradientError as error:
+        return error.totals
+    return loss_sum, count
 
 
 def mean_loss(*totals: Totals) -> float:

@@ -1,6 +1,7 @@
 """The check of the first batch tells what ranks and micro-batches change by cutting the batch."""
 
 import itertools
+import math
 import os
 
 import pytest
@@ -14,6 +15,7 @@ from outpace.launch.forked_job import run_forked
 from outpace.parallel.layout import StepHooks
 from outpace.parallel.parity.comparison import SINGLE
 from outpace.parallel.parity.cut_cause import find_cut_cause
+from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut
 from outpace.records.errors import BadInputError
 from tests.parallel.parity.first_batch_cases import (
     SAMPLES,
@@ -51,6 +53,24 @@ def test_a_module_that_refuses_half_a_batch_still_trains(tmp_path):
     for said in both:
         assert "loss" in said and said["passes"] == 1 and said["restored"]
     assert "when the batch is split in two" in both[0]["warnings"][0]
+
+
+def mean_of_present(module, batch):
+    """A mean over samples that have targets; a constant without any."""
+    there = batch[1].isfinite().all(-1).all(-1)
+    if not there.any():
+        return torch.zeros(())
+    return (module(batch[0])[there] - batch[1][there]).square().mean()
+
+
+def test_parts_whose_loss_has_no_gradient_are_compared():
+    x, y = (part.clone() for part in global_batch())
+    y[1:] = math.nan
+    objective = CustomObjective(CustomModel(Quiet(), mean_of_present))
+    first = FirstPiece((x[:2], y[:2]), mean=None, halves=None, drops=False, buffers={})
+    plan = plan_for_module("ddp", 2, SAMPLES)
+    asked = [first.piece], StepHooks(), False, SINGLE.cut
+    assert compare_cut(objective, plan, first, *asked).loss == pytest.approx(0.5)
 
 
 class NormalisedStack(Stack):
