@@ -248,7 +248,7 @@ def _fail(
     Returns the exit code. Only rank 0 reports a failure that is the same `on_all_ranks`.
     """
     message = readable(message)
-    _write_error_file(message, exit_code, environ)
+    _write_error_file(message, exit_code, environ, answered)
     if is_launched_worker(environ):
         # The launcher reports for all ranks, so that the user reads each message once. It would
         # stop the other ranks at the first nonzero exit code, but some may still be saving.
@@ -289,14 +289,16 @@ def is_launched_worker(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_RUN_ID", "").startswith("outpace-")
 
 
-def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) -> None:
+def _write_error_file(
+    message: str, exit_code: int, environ: Mapping[str, str], answered: bool
+) -> None:
     """Write the message to the file in which torchelastic looks for the first failure."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
     extra = {"timestamp": str(int(now)), "time": now, "exit_code": exit_code,
-             "rank": environ.get("RANK", "0")}  # fmt: skip
+             "rank": environ.get("RANK", "0"), "answered": answered}  # fmt: skip
     record = {"message": {"message": message, "extraInfo": {"py_callstack": message, **extra}}}
     from outpace.records.base import write_atomic
 

@@ -58,20 +58,26 @@ class WorkerError(OutpaceError):
     `lost`: nobody requested the end and no setting is to blame, so another attempt may succeed.
     """
 
-    def __init__(self, message: str, exit_code: int, lost: bool = False) -> None:
+    def __init__(
+        self, message: str, exit_code: int, lost: bool = False, answered: bool = False
+    ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.lost = lost
+        self.lost, self.answered = lost, answered
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's last report: its message for the user and its intended exit code."""
+    """A rank's last report: its message for the user and its intended exit code.
+
+    `answered`: see OutpaceError.
+    """
 
     rank: int
     message: str
     exit_code: int
     time_s: float
+    answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -310,6 +316,7 @@ def _reports(logs: Path) -> list[RankReport]:
                     message=str(message["message"]),
                     exit_code=int(extra["exit_code"]),
                     time_s=float(extra["time"]),
+                    answered=bool(extra.get("answered")),
                 )
             )
     return sorted(found, key=lambda report: report.time_s)
@@ -336,7 +343,7 @@ def conclude(ended: RanksEnd) -> None:
     if reports:
         first = min(reports, key=_report_order)
         lost = first.exit_code in (1, EXIT_HANG) and not signals
-        raise WorkerError(_attribute(first, ended), first.exit_code, lost)
+        raise WorkerError(_attribute(first, ended), first.exit_code, lost, first.answered)
     if not failures:
         return
     if signals:

@@ -14,6 +14,7 @@ import outpace
 import outpace.cli.version
 from outpace.catalog.models import PRESETS
 from outpace.cli import main as command
+from outpace.launch import local
 from outpace.nn.torch_versions import VERSION
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError, OutpaceError
 
@@ -225,6 +226,27 @@ def test_only_rank_0_speaks_and_every_rank_leaves_its_message(
     message = json.loads(path.read_text())["message"]
     assert "--lr" in message["message"]
     assert message["extraInfo"]["exit_code"] == 2
+
+
+def test_the_launcher_adds_no_document_to_that_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a rank has printed is known from its report, not from its words."""
+
+    def differ(argv: list[str], environ: object) -> int:
+        error = OutpaceError("the numbers differ")
+        error.answered = True
+        raise error
+
+    monkeypatch.setattr(outpace.cli.version, "run", differ)
+    with monkeypatch.context() as rank:
+        rank.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        assert command.main(["version", "--json"]) == 1
+    reports = local._reports(tmp_path)
+    with pytest.raises(local.WorkerError) as ended:
+        local.conclude(local.RanksEnd({0: 1}, reports, []))
+    assert ended.value.answered
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
