@@ -107,10 +107,8 @@ def _prints_after(
         if attributes is None or attributes:
             found |= {
                 name: value
-                for name, value in state.attributes().items()
-                if _has_numbers(value)
-                and " (a buffer" not in name
-                and (attributes is None or name in attributes)
+                for name, value in state.attributes(with_buffers=False).items()
+                if _has_numbers(value) and (attributes is None or name in attributes)
             }
         return found
 

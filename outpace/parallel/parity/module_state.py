@@ -95,9 +95,9 @@ class ModuleState:
         for step in self._undo_draws:
             step()
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self, with_buffers: bool = True) -> dict[str, Any]:
         """Return the current `kept_attributes`."""
-        return _list_attributes(self._module, self._places)
+        return _list_attributes(self._module, self._places, with_buffers)
 
 
 def preserve_state(
@@ -118,13 +118,15 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
     return _list_attributes(module, find_places(module))
 
 
-def _list_attributes(module: nn.Module, places: Iterable[OuterVariable]) -> dict[str, Any]:
+def _list_attributes(
+    module: nn.Module, places: Iterable[OuterVariable], with_buffers: bool = True
+) -> dict[str, Any]:
     parts = list(module.named_modules())
     seen = {id(part) for _, part in parts}
     found: dict[str, Any] = {}
     for name, part in parts:
         _find_attributes(part, name, found, seen)
-        for buffer, tensor in part._buffers.items():
+        for buffer, tensor in part._buffers.items() if with_buffers else ():
             kind = unsaved_kind(module, name, part, buffer)
             if kind is not None:
                 path = f"{name}.{buffer}" if name else buffer
