@@ -639,5 +639,6 @@ def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(
     assert "tried to join as rank 1, which had already joined" in said
     assert any("found another job at this MASTER_ADDR" in one for _, one in others)
     codes = sorted(code for code, _ in others)
-    assert (code, codes) in ((2, [2, 2]), (0, [0, 2])), (said, others)
+    # Of a refusal in a collective, the rank that was there first may hear that rank 0 is gone.
+    assert (code, codes) in ((2, [2, 2]), (2, [1, 2]), (0, [0, 2])), (said, others)
     assert (tmp_path / "run").exists() == (code == 0)

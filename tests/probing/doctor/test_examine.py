@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from outpace.probing.doctor.examine import CHECKS, examine
+from outpace.probing.hardware import inventory as inventory_module
 from outpace.probing.hardware import nvml
 from outpace.probing.hardware.cpus import cpu_quota
 from outpace.probing.hardware.inventory import gather
@@ -370,11 +372,26 @@ def test_a_quota_of_version_1(tmp_path):
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "mountinfo") == (2.0, True)
 
 
-def test_this_host_is_read_with_what_runs_on_it():
+def test_this_host_is_read_with_what_runs_on_it(monkeypatch):
+    """By the clock of a program that has a core to itself, beside which nothing else is shown."""
     spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    found = psutil.Process(spin.pid)
+
+    def spent_s():
+        return sum(found.cpu_times()[:2])
+
+    def wait(seconds):
+        until_s = spent_s() + seconds
+        while spent_s() < until_s:
+            time.sleep(0.02)
+
+    monkeypatch.setattr(inventory_module, "time", SimpleNamespace(sleep=wait, monotonic=spent_s))
+    both = {**vars(psutil), "process_iter": lambda: [psutil.Process(), found]}
+    processes = SimpleNamespace(**both)
+    monkeypatch.setattr(inventory_module, "psutil", processes)
     try:
         inventory = gather({"OMP_NUM_THREADS": "3", "SECRET": "x", "LOCAL_RANK": "1",
-                            "LOCAL_WORLD_SIZE": "2"}, watch_s=1.0)  # fmt: skip
+                            "LOCAL_WORLD_SIZE": "2"}, watch_s=0.5)  # fmt: skip
     finally:
         spin.kill()
         spin.wait()
