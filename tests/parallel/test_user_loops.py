@@ -160,6 +160,10 @@ def test_clipping_on_one_stage_alone_is_refused_on_all_ranks(tmp_path):
     require_refused(tmp_path, "1f1b", "ClippingRank0", said, by="model", check="off")
 
 
+def test_weights_of_nan_are_not_taken_for_a_forward_that_writes_to_them(tmp_path):
+    require_equal(tmp_path, "1f1b", "diverged", by="model", check="off")
+
+
 def test_an_optimizer_that_would_miss_stages_of_this_rank_is_refused(tmp_path):
     require_refused(tmp_path, "interleaved", "Plain", "make_optimizer", direct=True)
 

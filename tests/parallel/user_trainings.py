@@ -171,6 +171,20 @@ def unfreeze_after_optimizer(run):
         finish(optimizer)
 
 
+@loop()
+@torch.no_grad()
+def diverged(run):
+    """Weights of NaN give a loss of NaN, and no other trouble."""
+    spoiled = {p: p.clone() for name, p in run.named() if name == "stem.weight"}
+    for p in spoiled:
+        p.fill_(math.nan)
+    with torch.enable_grad():
+        loss = run.backward(batches()[0])
+    for p, before in spoiled.items():
+        p.copy_(before)
+    return [float(loss.isnan())]
+
+
 def reload(state):
     file = io.BytesIO()
     torch.save(state, file)

@@ -171,8 +171,10 @@ class PipelineInspection:
     def _inspect_stage(
         self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
+        diverged = bool(stage.nan_parameters())
         output, found = self._run_stage(stage, batch, hooks, taken)
-        self._require_known(number, stage, taken, output)
+        if not diverged:
+            self._require_known(number, stage, taken, output)
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in found.moved}
         nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
@@ -208,8 +210,9 @@ class PipelineInspection:
                 raise BadInputError(explain_writes_outside(written))
             blocks = ", ".join(self._names[n] for n in self._parts[number])
             raise BadInputError(
-                f"stage {number} (blocks {blocks}) turns its input into NaN. If that does not "
-                "happen in a single process, the forward needs something besides the previous "
+                f"stage {number} (blocks {blocks}) turns its input into NaN. If a single process "
+                "does so for a part of the batch (a mean over no target), return (sum, count) "
+                "from the loss. Otherwise, the forward needs something besides the previous "
                 "block's output (an earlier block's output, or parameters outside of all "
                 "blocks), or the loss uses all parameters. Move what it needs into blocks, cut "
                 "the blocks elsewhere (lists of names, one for each stage), or use zero3 (ddp if "
