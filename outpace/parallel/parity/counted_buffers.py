@@ -114,8 +114,9 @@ def _prints_after(
 
 
 def _only_numbers_change(value: Any, later: Any) -> bool:
-    """Return whether only numbers of a value have changed after another forward."""
-    return bool(value != later and _form_of(value) == _form_of(later))
+    """Return whether only numbers of a value, or a buffer's fingerprint, change by a forward."""
+    alike = type(value) is int or _form_of(value) == _form_of(later)
+    return bool(value != later and alike)
 
 
 def _form_of(value: Any) -> Any:
