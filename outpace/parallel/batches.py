@@ -250,6 +250,21 @@ def _flatten(batch: Batch) -> _FlatBatch:
     return _FlatBatch(*flat, samples)
 
 
+def tensors_by_place(batch: Batch) -> tuple[int, dict[tuple[str, int], Tensor]]:
+    """Return the number of samples and the tensors, by their places in a batch of that structure.
+
+    Lists of samples and nested tensors, which are always split, are left out.
+    """
+    leaves, structure, samples = _flatten(batch)
+    form = str(structure)
+    found = {
+        (form, number): leaf
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_nested
+    }
+    return samples, found
+
+
 def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
     def part_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_nested:

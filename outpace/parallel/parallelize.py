@@ -27,6 +27,7 @@ from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.parallel.parity.state_check import StateCheck
 from outpace.parallel.refusals import refuse_together
+from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.records.errors import BadInputError, first_names
@@ -68,6 +69,7 @@ class ParallelModule:
         self._frozen = {n for n, p in layout.named_parameters() if not p.requires_grad}
         self._pending: Tensor | None = None  # the loss whose gradients no optimizer has used
         self._optimizers = 0
+        self._rows = SampleRows()
         layout.guard()
 
     def share(self, batch: Batch) -> Batch:
@@ -210,7 +212,10 @@ class ParallelModule:
                 f"{self.plan.pp_microbatches}). Change these, or use batches that divide evenly; "
                 "with drop_last=True, a DataLoader omits a smaller last batch."
             )
-        return cut(batch, held // size)
+        passes = self._split(batch, held // size)
+        if self.plan.pp_microbatches > 1:  # into which a pipeline splits a pass
+            self._rows.require_same(passes[0])
+        return passes
 
     def _cut(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
         held = samples_in(batch)
@@ -219,6 +224,11 @@ class ParallelModule:
                 f"{what} of {held} samples cannot be divided evenly among {among}. Use a multiple "
                 f"of {parts}, and drop_last=True in a DataLoader."
             )
+        return self._split(batch, parts)
+
+    def _split(self, batch: Batch, parts: int) -> list[Batch]:
+        if parts > 1:
+            self._rows.require_same(batch)
         return cut(batch, parts)
 
     def _all_reduce(self, totals: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import (
     all_parameters,
@@ -165,6 +166,7 @@ class CustomPipeline(SpreadLayout):
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
+        self._rows = SampleRows()
         self._inspection = PipelineInspection(
             self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
         )
@@ -274,6 +276,8 @@ class CustomPipeline(SpreadLayout):
         """Run the schedule on each batch, and sum the `totals`."""
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
+            if count > 1:
+                self._rows.require_same(batch)
             parts = cut(batch, count)
             schedule = self._schedule_for(parts[0], hooks)
             self._draws.begin_pass(place * count)
