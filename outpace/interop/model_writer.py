@@ -17,7 +17,7 @@ from outpace.interop.config_check import quiet_transformers
 from outpace.interop.config_writer import add_old_rotary_keys, hf_config
 from outpace.interop.origin import TokenIds, kept_ids, with_stops, write_generation_config
 from outpace.interop.tensor_names import Naming, group, tensor_naming
-from outpace.interop.weights import INDEX
+from outpace.interop.weight_files import INDEX
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 

@@ -11,7 +11,7 @@ from outpace.interop.custom_model import CUSTOM_MODEL_FILE, read_custom_model
 from outpace.interop.origin import TOKENIZER_FILES
 from outpace.interop.peft import ADAPTER_CONFIG, adapter_notes, base_of
 from outpace.interop.user_file import load_function
-from outpace.interop.weights import has_weights
+from outpace.interop.weight_files import has_weights
 from outpace.records.base import read_object, read_toml, require_fetched
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, excerpt

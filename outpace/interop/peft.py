@@ -25,7 +25,8 @@ from outpace.interop.adapter_targets import require_targets
 from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.config import read_config
 from outpace.interop.tensor_names import Naming, group, tensor_naming
-from outpace.interop.weights import expected_shapes, fingerprint, require_numbers
+from outpace.interop.weight_files import fingerprint
+from outpace.interop.weights import expected_shapes, require_numbers
 from outpace.nn.lora import PLACES, adapters
 from outpace.nn.nf4 import dequantize, quantize
 from outpace.nn.transformer import Transformer

@@ -320,12 +320,8 @@ def _task(
 
     Also return the length to which longer samples were truncated.
     """
-    update: dict[str, Any] = {
-        "model": str(run),
-        "init": None,
-        "tokenizer": None,
-        "lora_rank": None,
-    }  # adapters are part of the model itself
+    # Adapters are part of the model itself.
+    update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None, "lora_rank": None}
     if data is not None:
         update |= {"data": data, "eval_data": data}
     if batch_size is not None:

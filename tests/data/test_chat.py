@@ -8,7 +8,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.data.chat import DEFAULT_TEMPLATE, ChatFormat, encode_all, messages_of
+from outpace.data.chat import DEFAULT_TEMPLATE, ChatFormat, messages_of
+from outpace.data.conversation_samples import encode_all
 from outpace.data.conversations import conversation_of
 from outpace.data.padded_batches import IGNORED
 from outpace.data.row import Row

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outpace.data.chat import ChatFormat, encode_all
+from outpace.data.chat import ChatFormat
+from outpace.data.conversation_samples import encode_all
 from outpace.data.padded_batches import IGNORED
 from outpace.data.row import Row
 from outpace.data.tokenizer_training import train_tokenizer

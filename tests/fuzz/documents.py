@@ -321,7 +321,7 @@ def adapters() -> Sequence[Tree]:
     import torch
     from safetensors.torch import save
 
-    from outpace.interop.weights import fingerprint
+    from outpace.interop.weight_files import fingerprint
 
     base = {f"base/{name}": content for name, content in model_of(GPT2, 2**30).items()}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "base",

@@ -303,9 +303,10 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("model", documents.models, _model, {
             "outpace.interop.config": ("spec_from_hf", "load_config"),
             "outpace.interop.weights": ("read_weights", "_convert_all", "_by_canonical_name",
-                                        "_check_tied", "_check", "_stored_shape", "_convert",
-                                        "_open_tensors", "has_weights", "weight_files", "_shards",
-                                        "_open_safetensors", "_entry", "_open_bin")}),
+                                        "_check_tied", "_check", "_stored_shape", "_convert"),
+            "outpace.interop.weight_files": (
+                "open_tensors", "has_weights", "weight_files", "_shards", "_open_safetensors",
+                "_entry", "_open_bin")}),
         Reader("outline", documents.configs_of_models, _outline, {
             "outpace.interop.outline": (), "outpace.interop.outline_readers": (),
             "outpace.interop.config": ("spec_from_config", "_refuse", "_activation", "_read_gpt2",

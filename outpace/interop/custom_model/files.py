@@ -14,7 +14,8 @@ from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.custom_model.build import build_custom_model
 from outpace.interop.custom_model.model import CustomModel
 from outpace.interop.user_file import load_function, require_named
-from outpace.interop.weights import SINGLE, require_numbers
+from outpace.interop.weight_files import SINGLE
+from outpace.interop.weights import require_numbers
 from outpace.nn.extra_state import is_extra_state, pack, unpack
 from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError

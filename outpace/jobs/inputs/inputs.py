@@ -16,7 +16,7 @@ from outpace.data.seeding import seed_generators
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.custom_model import CustomModel, build_custom_model, read_positions, read_vocab
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.weights import unread_weights
+from outpace.interop.weight_files import unread_weights
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.hints import (
     class_hints,

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,8 @@ import numpy as np
 import xxhash
 
 from outpace.data import classify
-from outpace.data.chat import LEARNED_DATE, ChatFormat, Conversations, encode_all, messages_of
+from outpace.data.chat import LEARNED_DATE, ChatFormat, messages_of
+from outpace.data.conversation_samples import Conversations, encode_all
 from outpace.data.misread_tokens import unknown_hints
 from outpace.data.padded_batches import (
     MULTIPLE,
@@ -40,13 +40,11 @@ from outpace.interop.models import OpenedModel
 from outpace.interop.untrained_tokens import untrained_token_hints
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.tokenizers import task_tokenizer
-from outpace.planner.model.flops import step_flops
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import TRAITS
-from outpace.training.accounting import Costs
 from outpace.training.callbacks import Callback, notify
 
 # Strategies that only support next-token losses: what prevents a classifier, and an alternative.
@@ -470,55 +468,3 @@ def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str
         for rows in (source.train, source.validation)
     )
     return first, second
-
-
-def step_costs(
-    dataset: PaddedDataset,
-    settings: TrainSettings,
-    plan: Plan,
-    spec: ModelSpec | None,
-    labels: Sequence[str] | None,
-    peak_flops_per_s: float | None,
-    adapters: int | None = None,
-) -> Callable[[int], Costs]:
-    """Return a function that maps a step to its costs.
-
-    Tokens and model FLOPs exclude padding; hardware FLOPs include it. If only adapters are trained,
-    `adapters` is the number of their parameters.
-    """  # fmt: skip
-
-    def costs_of(step: int) -> Costs:
-        slots = np.arange(settings.global_batch) + (step - 1) * settings.global_batch
-        work = dataset.sample_lengths(settings.seed, slots, plan.samples_read)
-        model = hardware = None
-        if spec is not None:
-            model = _flops(spec, work.lengths, labels, adapters)
-            hardware = _flops(spec, work.padded, labels, adapters, plan)
-        return Costs(
-            samples=settings.global_batch,
-            tokens=int(work.lengths.sum()),
-            model_flops=model,
-            hardware_flops=hardware,
-            peak_flops_per_s=peak_flops_per_s,
-        )
-
-    return costs_of
-
-
-def _flops(
-    spec: ModelSpec,
-    lengths: np.ndarray,
-    labels: Sequence[str] | None,
-    adapters: int | None,
-    plan: Plan | None = None,
-) -> float:
-    checkpointing = None if plan is None else plan.modes(spec.layers)
-    whole = labels is None
-    total = sum(
-        step_flops(spec, length, count, checkpointing, adapters, whole)
-        for length, count in Counter(lengths.tolist()).items()
-    )
-    if labels is not None:  # pooler and classes, for one token per sample, forward and backward
-        pooler = 0 if spec.causal else spec.hidden**2
-        total += 6 * len(lengths) * (pooler + spec.hidden * len(labels))
-    return float(total)

@@ -15,7 +15,6 @@ from outpace.data.padded_batches import PaddedDataset
 from outpace.data.workers import worker_troubles
 from outpace.jobs.defaults import peak_flops_per_s
 from outpace.jobs.inputs.model import build_objective, weights_of
-from outpace.jobs.inputs.tasks import step_costs
 from outpace.jobs.ranks.oom_guard import Guard
 from outpace.jobs.ranks.placement import placement_hints
 from outpace.jobs.ranks.shared_filesystem import require_shared
@@ -35,6 +34,7 @@ from outpace.jobs.train.restore import continue_run, restore
 from outpace.jobs.train.run_record import claim, run_info, run_record
 from outpace.jobs.train.step_time_check import StepTimeMonitor
 from outpace.jobs.train.stragglers import Stragglers
+from outpace.jobs.train.task_costs import step_costs
 from outpace.jobs.train.utilisation import Recording
 from outpace.nn.compilation import compile_time_s
 from outpace.nn.kernels import without_faulty_kernels

@@ -16,7 +16,7 @@ from outpace.data.tokenizer import Tokenizer
 from outpace.interop.models import names_code
 from outpace.interop.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint_config
 from outpace.interop.user_file import code_fingerprint
-from outpace.interop.weights import fingerprint_files, weight_files
+from outpace.interop.weight_files import fingerprint_files, weight_files
 from outpace.jobs.defaults import (
     note_passes,
     resolve_device,

@@ -15,7 +15,7 @@ from outpace.data.hashes import READING
 from outpace.data.samples import TokenDataset
 from outpace.interop.transformers_trainer_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
-from outpace.interop.weights import fingerprint
+from outpace.interop.weight_files import fingerprint
 from outpace.jobs.defaults import note_passes
 from outpace.jobs.inputs.tasks import name_adapters
 from outpace.jobs.train.context import Job

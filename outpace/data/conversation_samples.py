@@ -1,0 +1,214 @@
+"""Samples of conversations: their tokens, with the assistant's answers as targets."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from outpace.data.chat import (
+    CONVERSATION_CPU_S,
+    MEMORY_BYTES,
+    ChatFormat,
+    RenderedConversation,
+    Span,
+)
+from outpace.data.conversations import Conversation, Message, conversation_of
+from outpace.data.isolation import IsolatedError, iterate_isolated
+from outpace.data.padded_batches import IGNORED, RaggedSamples, concatenate_samples
+from outpace.data.row import Row
+from outpace.data.template_omissions import (
+    answers_of,
+    require_calls_written,
+    unwritten_keys,
+    unwritten_roles,
+)
+from outpace.records.errors import BadInputError
+
+# Beginnings of an answer that a prompt's header may already contain, such as <think>.
+_HEADER_CHARACTERS = 64
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Samples of conversations, with counts of conversations that were not used in full.
+
+    `cut` were longer than a sample; `empty` have nothing to train on (in the remaining part); for
+    `partial`, only the last answer could be found. `altered` have answers that the template
+    changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
+    words that the tokenizer reads as special tokens; each of these has the place of the first one.
+    `joined` have an answer that starts inside a token of the template. `unread` counts columns that
+    are not part of conversations, and keys of messages that the template omits. `fingerprint` is a
+    hash of all ids and targets before truncation.
+    """
+
+    samples: RaggedSamples
+    fingerprint: str
+    cut: int
+    empty: int
+    partial: int
+    altered: tuple[str, ...] = ()
+    toolless: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
+    wordless: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
+
+
+def encode_all(
+    chat: ChatFormat, rows: Iterable[Row], seq_len: int, part: str = ""
+) -> Conversations:
+    """Return tokens and targets, with −100 for everything but the answers to train on.
+
+    A target is the next token: a sample of S tokens reads S and predicts S. Longer ones are cut at
+    the end. `part` names these rows in messages. Raises BadInputError if nothing is left.
+    """
+    found, cut, empty, partial, silent = [], 0, 0, 0, 0
+    altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
+    unread: Counter[str] = Counter()
+    digest = xxhash.xxh3_128()
+    for encoded in _encode_rows(chat, rows):
+        unread.update(encoded.unread)
+        toolless += [encoded.where] * encoded.toolless
+        unwritten += [f"{encoded.where}: {role!r}" for role in encoded.unwritten[:1]]
+        altered += [encoded.where] * encoded.altered
+        marked += [encoded.where] * encoded.marked
+        wordless += [encoded.where] * encoded.wordless
+        joined += [encoded.where] * encoded.joined
+        ids, said = encoded.ids, encoded.said
+        digest.update(np.asarray([len(ids), *ids, *said], np.int64).tobytes())
+        tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
+        targets = [token if mine else IGNORED for token, mine in nexts]
+        cut += len(ids) - 1 > seq_len
+        partial += not encoded.whole
+        silent += not any(said)
+        if any(target != IGNORED for target in targets):
+            found.append({"tokens": tokens, "targets": targets})
+        else:
+            empty += 1
+    if not found:
+        raise BadInputError(
+            f"none of {empty} conversations{part} has an answer of the assistant within {seq_len} "
+            + (
+                f"tokens; {silent} of them have no answer to train on at all. Use other data."
+                if silent
+                else "tokens. Use other data, or a longer --seq-len."
+            )
+        )
+    pad = chat.tokenizer.pad_id
+    fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
+    return Conversations(
+        concatenate_samples(found, fill), digest.hexdigest(), cut, empty, partial, tuple(altered),
+        tuple(toolless), tuple(unwritten), tuple(marked), tuple(wordless), tuple(joined),
+        dict(unread),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _EncodedMessages:
+    """A conversation's ids, which of them the assistant writes, and the counts of Conversations."""
+
+    where: str
+    ids: list[int]
+    said: list[bool]
+    whole: bool
+    altered: bool
+    toolless: bool
+    unwritten: tuple[str, ...]
+    marked: bool
+    wordless: bool
+    joined: bool
+    unread: tuple[str, ...]
+
+
+def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
+    """Encode each conversation, in a process with limits. Raises BadInputError with the row."""
+    listed, done = list(rows), 0
+
+    def encode() -> Iterator[_EncodedMessages]:
+        return (_encode_row(chat, row) for row in listed)
+
+    try:
+        for encoded in iterate_isolated(encode, CONVERSATION_CPU_S, MEMORY_BYTES):
+            yield encoded
+            done += 1
+    except IsolatedError as error:
+        raise BadInputError(
+            f"{listed[min(done, len(listed) - 1)].where}: the chat template or the tokenizer "
+            f"fails on this conversation: {error}"
+        ) from None
+
+
+def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
+    talk = conversation_of(row, chat.roles)
+    rendered = chat.render(talk.messages, row.where, talk.tools)
+    bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
+    spans = _learned_spans(chat, rendered, talk, row.where)
+    ids, said, joined = chat.encode_joined(rendered, spans)
+    marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
+    wordless = any(
+        mine and not str(one["content"]).strip() and not one.get("tool_calls")
+        for one, mine in zip(talk.messages, talk.learned, strict=True)
+    )
+
+    def render(others: Sequence[Message]) -> str:
+        return chat.text(others, row.where, talk.tools)
+
+    unwritten = unwritten_roles(talk.messages, rendered.text, render)
+    unread = (*talk.unread, *unwritten_keys(talk, render))
+    return _EncodedMessages(
+        row.where, ids, said, rendered.whole, _alters_answers(rendered, talk), bool(bare),
+        unwritten, marked, wordless, joined, unread,
+    )  # fmt: skip
+
+
+def _learned_spans(
+    chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
+) -> tuple[Span, ...]:
+    """Return the spans of the answers to train on. Raises BadInputError if they are ambiguous."""
+    answers = answers_of(talk.messages)
+
+    def render(others: Sequence[Message]) -> str:
+        return chat.text(others, where, talk.tools)
+
+    for number in answers:
+        message = talk.messages[number]
+        if message.get("tool_calls") and talk.learned[number]:
+            require_calls_written(talk, number, where, render)
+    if all(talk.learned[number] for number in rendered.answers or answers):
+        return rendered.spans
+    if rendered.answers is None:
+        raise BadInputError(
+            f"{where}: some of its answers are marked as not to be trained on, but the chat "
+            "template does not have one {% generation %} block per answer, so they cannot be "
+            "told apart."
+        )
+    pairs = zip(rendered.answers, rendered.spans, strict=True)
+    return tuple(span for number, span in pairs if talk.learned[number])
+
+
+def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
+    """Return whether the template omits part of an answer to train on, other than white space."""
+    if rendered.answers is None:
+        return len(rendered.spans) < len(answers_of(talk.messages))
+    return any(
+        talk.learned[number]
+        and not _is_written(
+            talk.messages[number]["content"], rendered.text[:start], rendered.text[start:end]
+        )
+        for number, (start, end) in zip(rendered.answers, rendered.spans, strict=True)
+    )
+
+
+def _is_written(content: str, before: str, span: str) -> bool:
+    """Return whether an answer is in its span, or begins in the prompt's header `before` it."""
+    words, answer = ("".join(text.split()) for text in (content, span))
+    if words in answer:
+        return True
+    header = "".join(before.split())
+    return any(
+        header.endswith(words[:begun]) and words[begun:] in answer
+        for begun in range(1, min(len(words), _HEADER_CHARACTERS) + 1)
+    )
