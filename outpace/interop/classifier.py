@@ -124,9 +124,8 @@ def write_classifier(
     state_dict: Mapping[str, Tensor],
     labels: Sequence[str],
     tokenizer_save: Callable[[Path], None],
-    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a classifier that `AutoModelForSequenceClassification.from_pretrained` reads."""
+    """Write a classifier in fp32 for `AutoModelForSequenceClassification.from_pretrained`."""
 
     def change(config: Any) -> None:
         config.architectures = [FAMILY_TRAITS[config.model_type].classifier]
@@ -137,9 +136,9 @@ def write_classifier(
     flat = {_flat(name): tensor for name, tensor in state_dict.items()}
     with whole_folder(directory, CONFIG_FILE) as folder:
         tokenizer_save(folder)
-        config = write_config(folder, model.spec, special_ids(folder), dtype, change)
+        config = write_config(folder, model.spec, special_ids(folder), torch.float32, change)
         assert config is not None  # checked by require_exportable
-        write_weights(folder, flat, _classifier_naming(config.model_type), dtype)
+        write_weights(folder, flat, _classifier_naming(config.model_type), torch.float32)
 
 
 def _flat(name: str) -> str:

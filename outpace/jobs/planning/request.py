@@ -241,16 +241,14 @@ def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> No
     """Raise BadInputError if the network differs from the one that the logged runs used."""
     if asked.network is None or asked.network == file.network:
         return
-    if file.network is not None and _same_network(asked.network, file.network):
-        return
+    if file.network is not None:
+        used, named = read_network(file.network), read_network(asked.network)
+        if named.bytes_per_s == used.bytes_per_s:
+            return
     raise BadInputError(
         f"--network {asked.network}: the runs that corrected {path} used "
         f"{file.network or 'the network that the machine is sold with'}. Leave it out."
     )
-
-
-def _same_network(one: str, other: str) -> bool:
-    return read_network(one).bytes_per_s == read_network(other).bytes_per_s
 
 
 def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:

@@ -44,12 +44,10 @@ def optimizer_bytes(
     precision: Precision = "fp32",
     *,
     hidden: bool = True,
-    split: int = 1,
 ) -> float:
     """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
 
-    `hidden`: whether the parameter is one that Muon updates, if it is a matrix; see `block` for
-    `split`.
+    `hidden`: whether the parameter is one that Muon updates, if it is a matrix.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0
@@ -58,7 +56,7 @@ def optimizer_bytes(
     if traits.kept == "bf16":
         return master + traits.moments * 2 * values
     if traits.kept is not None:
-        length = block(shape, traits.kept, split)
+        length = block(shape, traits.kept)
         if length is None:
             return master + traits.moments * _FP32 * values
         code = 1 if traits.kept == "8bit" else 0.5

@@ -33,11 +33,7 @@ def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
 
 
 def probe_overlap(
-    place: AxisPlace,
-    sizes: Sequence[int],
-    clock: Clock,
-    effort: Effort,
-    collectives: Sequence[str] = OVERLAPPED,
+    place: AxisPlace, sizes: Sequence[int], clock: Clock, effort: Effort
 ) -> Turns[list[list[Figure]]]:
     """Time computation, each collective at each size, and both together; return the hidden share.
 
@@ -47,7 +43,7 @@ def probe_overlap(
     matmul, right = _matmul(place.buffers.device)
     clock.seconds(matmul, 1)
     matmul_s = min(clock.seconds(matmul, 1) for _ in range(3))
-    begun = [_BEGUN[name](place, place.count(size)) for name in collectives for size in sizes]
+    begun = [_BEGUN[name](place, place.count(size)) for name in OVERLAPPED for size in sizes]
     timed = _Matmul(matmul, right, matmul_s)
     cases = [case for one in begun for case in _cases(one, place, timed, clock)]
     place.buffers.release_dependents()

@@ -179,7 +179,8 @@ def _memory(rows: Sequence[_Row], what: str) -> list[Chart]:
 def _devices(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _align_series(seen):
         for device in one.devices:
-            if any(device.run_memory_bytes) or not _has_value(device.run_memory_bytes):
+            memory = device.run_memory_bytes
+            if any(memory) or all(one is None for one in memory):
                 name = f"GPU {device.index}"
                 yield _row(host, name, one, before_s, device.utilisation, device)
 
@@ -209,10 +210,6 @@ def _row(
 
 def _numbers(values: Values) -> Floats:
     return np.array(values, np.float64)  # None becomes NaN
-
-
-def _has_value(values: Values) -> bool:
-    return any(value is not None for value in values)
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
