@@ -62,7 +62,7 @@ class PlainRun:
     def __init__(self, stack):
         self.module = stack().double()
 
-    def named(self):
+    def named_parameters(self):
         return list(self.module.named_parameters())
 
     def make_optimizer(self, groups=None, build=torch.optim.AdamW, lr=0.01, **options):
@@ -101,7 +101,7 @@ class ParallelRun:
         )
         self.is_first = dist.get_rank() == 0
 
-    def named(self):
+    def named_parameters(self):
         held = self.module if self._by == "module" else self.model
         return list(held.named_parameters())
 
@@ -128,13 +128,13 @@ class Loop:
 
     def train(self, run):
         optimizer = run.make_optimizer()
-        self.begin(run.named(), run.module)
+        self.begin(run.named_parameters(), run.module)
         for batch in batches():
             run.backward(batch)
-            self.gradients(run.named(), run.module)
+            self.gradients(run.named_parameters(), run.module)
             optimizer.step()
             optimizer.zero_grad()
-            self.step(run.named(), run.module)
+            self.step(run.named_parameters(), run.module)
         return self.results()
 
     def begin(self, named, module):

@@ -85,10 +85,10 @@ def accumulate(run):
         kept = {}
         for half in halves(batch):
             run.backward(half)
-            for name, p in run.named():
+            for name, p in run.named_parameters():
                 if p.grad is not None:
                     kept[name] = kept.get(name, 0) + p.grad / 2
-        for name, p in run.named():
+        for name, p in run.named_parameters():
             p.grad = kept.get(name)
         finish(optimizer)
 
@@ -112,7 +112,7 @@ def freezing(pick, begin):
         optimizer = run.make_optimizer()
         for number, batch in enumerate(batches() + batches()):
             if number in (begin, begin + 2):
-                for name, p in run.named():
+                for name, p in run.named_parameters():
                     if pick(name) and not name.endswith("scale"):
                         p.requires_grad_(number > begin)
             run.backward(batch)
@@ -137,7 +137,7 @@ def freeze_before_step(run):
     optimizer = run.make_optimizer()
     for number, batch in enumerate(batches()):
         run.backward(batch)
-        for name, p in run.named():
+        for name, p in run.named_parameters():
             if number == 1 and "bias" in name:
                 p.requires_grad_(False)
         finish(optimizer)
@@ -146,10 +146,10 @@ def freeze_before_step(run):
 @loop()
 def unfreeze(run):
     """Trains what was frozen when it was laid out."""
-    optimizer = run.make_optimizer([{"params": [p for _, p in run.named()]}])
+    optimizer = run.make_optimizer([{"params": [p for _, p in run.named_parameters()]}])
     for number, batch in enumerate(batches()):
         if number == 1:
-            for _, p in run.named():
+            for _, p in run.named_parameters():
                 p.requires_grad_(True)
         run.backward(batch)
         finish(optimizer)
@@ -158,7 +158,7 @@ def unfreeze(run):
 @loop()
 def unfreeze_after_optimizer(run):
     """Unfreezes in turn what is frozen when the optimizer of all parameters is made."""
-    later = [p for name, p in run.named() if name.startswith(("blocks.1", "blocks.3"))]
+    later = [p for name, p in run.named_parameters() if name.startswith(("blocks.1", "blocks.3"))]
     trained = [p for p in later if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
@@ -175,7 +175,7 @@ def unfreeze_after_optimizer(run):
 @torch.no_grad()
 def diverged(run):
     """Weights of NaN give a loss of NaN, and no other trouble."""
-    spoiled = {p: p.clone() for name, p in run.named() if name == "stem.weight"}
+    spoiled = {p: p.clone() for name, p in run.named_parameters() if name == "stem.weight"}
     for p in spoiled:
         p.fill_(math.nan)
     with torch.enable_grad():
@@ -309,8 +309,8 @@ def frozen_batchnorm(run):
 
 @loop()
 def two_optimizers(run):
-    large = [p for _, p in run.named() if p.dim() > 1]
-    small = [p for _, p in run.named() if p.dim() <= 1]
+    large = [p for _, p in run.named_parameters() if p.dim() > 1]
+    small = [p for _, p in run.named_parameters() if p.dim() <= 1]
     one = run.make_optimizer([{"params": large}], lr=0.02)
     other = run.make_optimizer([{"params": small}], torch.optim.SGD, lr=0.1, momentum=0.9)
     for number, batch in enumerate(batches()):
@@ -325,8 +325,8 @@ def two_optimizers(run):
 @loop()
 def two_groups(run):
     """Two groups, each with its own schedule, and a weight decay that changes."""
-    blocks = [p for name, p in run.named() if "blocks" in name]
-    rest = [p for name, p in run.named() if "blocks" not in name]
+    blocks = [p for name, p in run.named_parameters() if "blocks" in name]
+    rest = [p for name, p in run.named_parameters() if "blocks" not in name]
     optimizer = run.make_optimizer([{"params": blocks, "lr": 0.02}, {"params": rest}], lr=0.005)
     schedule = LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1 / (1 + step)])
     rates = []
@@ -341,10 +341,12 @@ def two_groups(run):
 
 @loop()
 def add_group(run):
-    optimizer = run.make_optimizer([{"params": [p for n, p in run.named() if "blocks" in n]}])
+    optimizer = run.make_optimizer(
+        [{"params": [p for n, p in run.named_parameters() if "blocks" in n]}]
+    )
     for number, batch in enumerate(batches()):
         if number == 1:
-            rest = [p for name, p in run.named() if "blocks" not in name]
+            rest = [p for name, p in run.named_parameters() if "blocks" not in name]
             optimizer.add_param_group({"params": rest, "lr": 0.02})
         run.backward(batch)
         finish(optimizer)
@@ -412,9 +414,9 @@ def whole_average(run):
         run.backward(batch)
         finish(optimizer)
         with torch.no_grad():
-            for name, p in run.named():
+            for name, p in run.named_parameters():
                 kept[name].lerp_(p, 0.1).add_(p, alpha=0.1)
-    return {name: kept[name] for name, _ in run.named()}
+    return {name: kept[name] for name, _ in run.named_parameters()}
 
 
 @loop()
@@ -424,9 +426,9 @@ def last_weights(run):
     for batch in batches():
         run.backward(batch)
         finish(optimizer)
-        last.append({name: p.detach().clone() for name, p in run.named()})
+        last.append({name: p.detach().clone() for name, p in run.named_parameters()})
     with torch.no_grad():
-        for name, p in run.named():
+        for name, p in run.named_parameters():
             p.copy_(sum(weights[name] for weights in last) / len(last))
 
 
@@ -436,7 +438,7 @@ def logging(only_first):
         for number, batch in enumerate(batches()):
             run.backward(batch)
             if run.is_first or not only_first:
-                for name, p in run.named():
+                for name, p in run.named_parameters():
                     if p.grad is not None:
                         norm = p.grad.norm().item()
                         norms[f"{name} {number}"] = torch.tensor(norm, dtype=p.dtype)
@@ -457,7 +459,7 @@ def clip_infinity(run):
     optimizer, norms = run.make_optimizer(), []
     for batch in batches():
         run.backward(batch)
-        parameters = [p for _, p in run.named()]
+        parameters = [p for _, p in run.named_parameters()]
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=math.inf)))
         finish(optimizer)
     return norms
@@ -469,7 +471,7 @@ def vector(run):
     for batch in batches():
         run.backward(batch)
         finish(optimizer)
-        parameters = [p.detach() for _, p in run.named()]
+        parameters = [p.detach() for _, p in run.named_parameters()]
         norms.append(float(nn.utils.parameters_to_vector(parameters).norm()))
     return norms
 
@@ -483,7 +485,7 @@ def noise(run):
         drawn = torch.Generator().manual_seed(7)
         draws = {name: torch.randn(p.shape, generator=drawn, dtype=p.dtype)
                  for name, p in Stack().named_parameters()}  # fmt: skip
-        for name, p in run.named():
+        for name, p in run.named_parameters():
             if p.grad is not None:
                 p.grad.add_(draws[name], alpha=0.01)
         finish(optimizer)
@@ -495,10 +497,10 @@ def sharpness(run):
     optimizer = run.make_optimizer()
     for batch in batches():
         run.backward(batch)
-        moves = {name: 0.05 * p.grad for name, p in run.named() if p.grad is not None}
+        moves = {name: 0.05 * p.grad for name, p in run.named_parameters() if p.grad is not None}
         for sign in (1, -1):
             with torch.no_grad():
-                for name, p in run.named():
+                for name, p in run.named_parameters():
                     if name in moves:
                         p.add_(moves[name], alpha=sign)
             if sign > 0:

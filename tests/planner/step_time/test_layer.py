@@ -364,7 +364,7 @@ def test_routing_takes_a_kernel_for_each_operator():
     slow = replace(FLAT, memory_bytes_per_s=1e40)
     fixed = replace(slow, fixed_s=1e-6)
 
-    def more(elementwise):
+    def launched_kernels(elementwise):
         found = [experts_work(one, elementwise=elementwise) for one in (fixed, slow)]
         return [
             (getattr(found[0], name)[0] - getattr(found[1], name)[0]) * 1e6
@@ -372,8 +372,8 @@ def test_routing_takes_a_kernel_for_each_operator():
         ]
 
     matmuls = 3  # the router, and experts' two
-    assert more("kernels") == pytest.approx([20 + matmuls, 20 + 2 * matmuls])
-    assert more("fused") == pytest.approx([71 + matmuls, 71 - 14 + 2 * matmuls])
+    assert launched_kernels("kernels") == pytest.approx([20 + matmuls, 20 + 2 * matmuls])
+    assert launched_kernels("fused") == pytest.approx([71 + matmuls, 71 - 14 + 2 * matmuls])
 
 
 def test_routers_are_not_multiplied_in_8_bits():
