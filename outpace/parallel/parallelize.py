@@ -26,10 +26,11 @@ from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, div
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.parallel.parity.state_check import StateCheck
-from outpace.parallel.refusals import refuse_together
+from outpace.parallel.refusals import refuse_between_steps, refuse_together
 from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
+from outpace.parallel.stage_scaling import StageScaling
 from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import AXES, Plan
 from outpace.records.precisions import SCALED, WEIGHTS
@@ -70,6 +71,7 @@ class ParallelModule:
         self._pending: Tensor | None = None  # the loss whose gradients no optimizer has used
         self._optimizers = 0
         self._rows = SampleRows()
+        self._scaling = StageScaling() if plan.pp > 1 else None
         layout.guard()
 
     def share(self, batch: Batch) -> Batch:
@@ -106,8 +108,10 @@ class ParallelModule:
             totals = None if first is None else first.check(self.layout, passes, given)
             if totals is None:
                 totals = self.layout.gradients(passes, given)
-            totals = self._all_reduce(totals)
+            totals = self._sum_totals(totals)
             self.layout.scale_gradients(1 / divisor(totals[1]))
+            if self._scaling is not None:
+                self._scaling.note(self.layout.local_gradients())
             loss: Tensor = totals[0] / totals[1]
             self._pending = loss
             return loss
@@ -135,12 +139,24 @@ class ParallelModule:
             held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
             groups = [{"params": held}]
         listed = [{**group, "params": list(group["params"])} for group in groups]
+        self._refuse_coupled(build)
         optimizer = place_optimizer(
             self.layout, self.plan, self._scratch, listed, partial(build, **options)
         )
+        optimizer.register_step_pre_hook(self._measure_scaling)
         optimizer.register_step_post_hook(self._note_use)
         self._optimizers += 1
         return optimizer
+
+    def _refuse_coupled(self, build: Callable[..., torch.optim.Optimizer]) -> None:
+        """Refuse an optimizer that computes with all parameters where ranks have some of them."""
+        coupled = isinstance(build, type) and issubclass(build, torch.optim.LBFGS)
+        if coupled and (self.plan.strategy == "zero1" or self.plan.pp > 1):
+            raise refuse_between_steps(
+                f"LBFGS computes with all parameters together, but under strategy "
+                f"{self.plan.strategy} each rank's optimizer has only some of them. Use ddp, zero2 "
+                "or zero3, or another optimizer."
+            )
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
@@ -179,6 +195,25 @@ class ParallelModule:
                 "parallelize has returned, then call requires_grad_(False) on them, and "
                 "requires_grad_(True) before that step."
             )
+
+    def _sum_totals(self, totals: Tensor) -> Tensor:
+        """Return all ranks' totals; warn once if stages were scaled by different factors."""
+        scaling = self._scaling
+        if scaling is None:
+            return self._all_reduce(totals)
+        factors = totals.new_zeros(self._ranks.world_size)
+        factors[self._ranks.rank] = scaling.factor
+        totals, factors = self._all_reduce(torch.cat((totals, factors))).tensor_split([2])
+        told = scaling.explain(factors)
+        if told is not None:
+            warn_user(told)
+        if scaling.is_done:  # on all ranks in the same call
+            self._scaling = None
+        return totals
+
+    def _measure_scaling(self, *_: Any) -> None:
+        if self._scaling is not None:
+            self._scaling.measure()
 
     def _note_use(self, *_: Any) -> None:
         self._pending = None

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ REFUSED = {
     **{(one, "TargetCopy"): COPIED for one in PIPELINES},
 }
 ALONE = "forward is called between steps"
-OF_A_STAGE = ("vector",)  # the norm of parameters that one rank has
+OF_A_STAGE = ("vector", "clip_by_hand")  # the norm of parameters that one rank has
 FORWARDS = ("eval_first_rank", "eval_all_ranks", "eval_before")
 # Whole trainings; in pipelines, by the names of what parallelize returned.
 REFUSED_TRAININGS = {
@@ -58,6 +59,7 @@ REFUSED_TRAININGS = {
     **{(one, "swa"): COPIED for one in PIPELINES},
     **{(one, loop): ABSENT for one in PIPELINES
        for loop in ("save_module", "swa_of_copy", "ema_of_copy")},
+    **{(one, "lbfgs"): "LBFGS computes with all parameters" for one in ("zero1", *PIPELINES)},
     **{(one, "frozen_batchnorm"): "BatchNorm outside of" for one in PIPELINES},
     ("zero1", "reload_optimizer"): r"consolidate_state_dict\(\) on all ranks",
 }  # fmt: skip
@@ -153,6 +155,31 @@ def test_stages_are_clipped_by_the_norm_of_all(tmp_path):
     """By torch; the first and the last stage share a matrix, which counts once."""
     require_equal(tmp_path, "1f1b", "ClipGradNorm", "clip_infinity", by="model")
     require_equal(tmp_path, "interleaved", "ClipGradNorm", by="model", check="off")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "1f1b"])
+def test_an_optimizer_of_all_parameters_together_is_refused(tmp_path, strategy):
+    said = REFUSED_TRAININGS[strategy, "lbfgs"]
+    require_refused(tmp_path, strategy, "lbfgs", said, by="model", check="off")
+
+
+def test_stages_that_a_loop_clips_by_their_own_norms_are_told(tmp_path):
+    """Not those that it clips by the norm of all, or each parameter by its own."""
+
+    def act(rank):
+        told = {}
+        for name in ("ClipGradNorm", "clip_by_hand"):
+            with warnings.catch_warnings(record=True, action="always") as said:
+                train_parallel((LOOPS | TRAININGS)[name](), "1f1b", by="model", check="off")
+            told[name] = [str(one.message) for one in said if "scaled" in str(one.message)]
+        torch.save(told, tmp_path / f"{rank.ranks.rank}.pt")
+
+    run_forked(2, act, 240.0, tmp_path / "job")
+    for rank in range(2):
+        told = torch.load(tmp_path / f"{rank}.pt")
+        assert told["ClipGradNorm"] == []
+        [said] = told["clip_by_hand"]
+        assert "by different factors, from 0." in said and "clip_grad_norm of what" in said
 
 
 def test_clipping_on_one_stage_alone_is_refused_on_all_ranks(tmp_path):

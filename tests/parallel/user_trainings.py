@@ -172,6 +172,26 @@ def unfreeze_after_optimizer(run):
 
 
 @loop()
+def clip_by_hand(run):
+    """By the norm that the loop computes of the gradients it has."""
+    optimizer = run.make_optimizer()
+    for batch in batches():
+        run.backward(batch)
+        gradients = [p.grad for _, p in run.named() if p.grad is not None]
+        norm = sum(gradient.norm() ** 2 for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
+        finish(optimizer)
+
+
+@loop()
+def lbfgs(run):
+    optimizer = run.make_optimizer(build=torch.optim.LBFGS, lr=0.1, max_iter=3)
+    for batch in batches():
+        optimizer.step(lambda batch=batch: run.backward(batch))
+
+
+@loop()
 @torch.no_grad()
 def diverged(run):
     """Weights of NaN give a loss of NaN, and no other trouble."""

@@ -1,0 +1,72 @@
+"""A look at how a user's loop scales the gradients of pipeline stages between steps.
+
+A loop that clips by a norm that it computes itself has the norm of this rank's stages only, so each
+rank scales by another factor.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MOST = 64  # values of a gradient
+_TOLERANCE = 1e-5  # relative; fp32 gradients are rounded when scaled
+
+_SAME = 1e-3  # relative difference of factors that is ignored
+_STEPS = 20  # a measurement waits for the device
+
+
+class StageScaling:
+    """The factor by which this rank's gradients have been scaled since `note`, in the first steps.
+
+    `is_done` after these steps.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, int, Tensor]] = []
+        self.factor = 1.0
+        self._steps, self._told = 0, False
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether all steps to look at have been made."""
+        return self._steps > _STEPS
+
+    def note(self, gradients: Sequence[Tensor]) -> None:
+        """Remember a few values of the first and the last gradient."""
+        self._steps += 1
+        some = [gradients[0], gradients[-1]] if gradients else []
+        self._noted = [(one, one._version, _sample_of(one).clone()) for one in some]
+        self.factor = 1.0
+
+    def measure(self) -> None:
+        """Set the factor; 1 if gradients are unchanged, or changed in another way."""
+        noted, self._noted = self._noted, []
+        if not noted or all(one._version == version for one, version, _ in noted):
+            return
+        before = torch.cat([values.double() for _, _, values in noted])
+        after = torch.cat([_sample_of(one).double() for one, _, _ in noted])
+        factor = float((before * after).sum() / before.square().sum().clamp(min=1e-300))
+        if bool((after - factor * before).norm() <= _TOLERANCE * before.norm()):
+            self.factor = factor
+
+    def explain(self, factors: Tensor) -> str | None:
+        """Return a warning, once, if ranks have different factors and this rank's is not 1."""
+        if self.factor == 1 or self._told:
+            return None
+        lowest, highest = map(float, factors.aminmax())
+        if abs(highest - lowest) <= _SAME * abs(highest):
+            return None
+        self._told = True
+        return (
+            "your loop scaled the gradients of the pipeline's ranks by different factors, from "
+            f"{lowest:.3g} to {highest:.3g}, as if each were clipped by the norm of its own "
+            "stages. Use clip_grad_norm of what parallelize returned, or "
+            "torch.nn.utils.clip_grad_norm_ over its named_parameters() on all ranks, which use "
+            "the norm of all stages. If you scale parts of the model differently on purpose, "
+            "ignore this"
+        )
+
+
+def _sample_of(gradient: Tensor) -> Tensor:
+    return gradient.detach().flatten()[:_MOST]
