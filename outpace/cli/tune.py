@@ -78,7 +78,7 @@ def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[
     """Tune; return the folder of the tuning, and the settings that were given."""
     settings, origins = _settings(arguments)
     asked = _given_settings(settings, origins)
-    with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
+    with folder_of(settings.out, settings.resume, "tunings", "tuning run") as folder:
         before = _load_trials(folder, asked, settings.resume)
         try:
             tuning = _tune(arguments, settings, origins, asked, folder, before)
@@ -252,14 +252,14 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
 def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
     """Return the trials of the tuning so far. Raises BadInputError."""
     path = folder / TRIALS_FILE
-    if not can_resume(folder, path, resumes, "tuning"):
+    if not can_resume(folder, path, resumes, "tuning run"):
         return []
     try:
         then = dict(json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise BadInputError(
-            f"{folder / ASKED_FILE} cannot be read ({error}), so the settings of the tuning "
-            "are unknown. Use another --out."
+            f"{folder / ASKED_FILE} cannot be read ({error}), so the settings of this "
+            "tuning run are unknown. Use another --out."
         ) from None
     changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
     if changed.difference(_NOT_OF_TRIALS):

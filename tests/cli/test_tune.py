@@ -159,7 +159,7 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
         (["--lora-rank=8", "--nproc=2", "--strategy=tp"], "lora_rank 8 with strategy tp"),
         (["--lora-rank=8", "--data=corpus"], "would start with random ones"),
         (["--compress-gradients=bf16"], "does not support --compress-gradients"),
-        (["--resume", "--out=none"], "there is no tuning in none"),
+        (["--resume", "--out=none"], "there is no tuning run in none"),
         (["--model=gpt3"], "gpt3"),
     ],
 )
