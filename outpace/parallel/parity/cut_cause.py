@@ -63,13 +63,19 @@ def find_cut_cause(
 def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
     """Find tensors without a row per sample that refer to samples by their places in the batch.
 
-    The loss then depends on the order of the samples, since these tensors keep their order.
+    The loss then depends on the order of the samples, since these tensors keep their order. It also
+    differs for one sample and for copies of it, unlike that of samples mixed with their neighbours.
     """
     if not explain_lengths(some):
         return ""
-    backwards = reduce(_join, reversed(cut(some, samples_in(some))))
-    apart = 0.0 if backwards is None else difference(mean_of(some), mean_of(backwards))
-    return "places" if apart > tolerance else ""
+    samples = cut(some, samples_in(some))
+    backwards = reduce(_join, reversed(samples))
+    if backwards is None or difference(mean_of(some), mean_of(backwards)) <= tolerance:
+        return ""
+    copies = reduce(_join, samples[:1] * len(samples))
+    mean = math.nan if copies is None else mean_of(copies)
+    mixes = math.isfinite(mean) and difference(mean_of(samples[0]), mean) <= tolerance
+    return "" if mixes else "places"
 
 
 def _join(one: Batch | None, other: Batch) -> Batch | None:

@@ -500,3 +500,21 @@ def test_a_level_that_two_samples_and_their_micro_batch_are_above_is_reported(
     said, _ = run_first_step(tmp_path, "gpipe", Quiet, flooded, change=change)
     [sentence] = said["warnings"]
     assert sentence.startswith("the loss of the first batch changes")
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_samples_mixed_with_their_neighbours_beside_a_table_refer_to_no_places(by_place):
+    """The order of samples matters, but the table is the same for all of them."""
+
+    def loss(module, batch):
+        x, table = batch
+        weights = table[: len(x)] if by_place else table.mean()
+        mixed = 0.7 * x + 0.3 * x.roll(1, 0)
+        return (module(mixed).square().mean((1, 2)) * weights).mean()
+
+    drawn = torch.Generator().manual_seed(0)
+    given = tuple(torch.rand(n, 2, 5, generator=drawn).double() for n in (8, 11))
+    table = given[1][:, 0, 0]
+    objective = CustomObjective(CustomModel(Quiet().double(), loss))
+    cause = find_cut_cause(objective, StepHooks(), True, (given[0], table), 1e-9)
+    assert (cause == "places") == by_place
