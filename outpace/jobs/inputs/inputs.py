@@ -122,7 +122,10 @@ def gather(
         if settings.data != ("stdlib",) or settings.task != "pretrain":
             raise BadInputError(f"{name} comes with its own data set. Leave out --data and --task.")
         own, held_out = custom_model.dataset, custom_model.eval_dataset
-        return TrainingInputs(name, opened, custom_model, None, None, own, held_out, "own")
+        hints = tuple(mode_hints(custom_model))
+        return TrainingInputs(
+            name, opened, custom_model, None, None, own, held_out, "own", hints=hints
+        )
     assert spec is not None or custom_model is not None
     positions = spec.max_positions if spec is not None else read_positions(_module(custom_model))
     vocab = spec.vocab if spec is not None else read_vocab(_module(custom_model))

@@ -636,3 +636,17 @@ def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_pat
         twice = {**settings.model_dump(), "data": (*settings.data, str(tmp_path / name))}
         found = " ".join(gather(TrainSettings(**twice), None, home / "cache", 1, ()).hints)
         assert (f"{name} is in --data more than once" in found) is told
+
+
+@pytest.mark.parametrize("own_data", [True, False])
+def test_a_custom_module_in_evaluation_mode_is_told(home, own_data):
+    def build():
+        module = torch.nn.Sequential(torch.nn.Embedding(8192, 4), torch.nn.Linear(4, 8192)).eval()
+        data = torch.utils.data.TensorDataset(torch.zeros(8, 4, dtype=torch.long))
+        return (module, lambda m, b: m(b[0]).mean(), data) if own_data else module
+
+    (home / "plain.txt").write_text("words of a text\n" * 500)
+    given = {} if own_data else {"data": (str(home / "plain.txt"),), "seq_len": 8}
+    settings = TrainSettings(**given)
+    hints = gather(settings, build, home / "cache", 1, ()).hints
+    assert any("in evaluation mode, as given" in hint for hint in hints)
