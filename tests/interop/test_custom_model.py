@@ -276,3 +276,15 @@ def test_what_was_built_in_python_is_not_built_again(tmp_path: Path) -> None:
     (tmp_path / "model/model.json").write_text("{}")
     with pytest.raises(BadInputError, match=r"model.json cannot be read"):
         read_custom_model(tmp_path / "model")
+
+
+def test_a_module_that_fails_under_autocast_alone_is_told_to_use_fp32() -> None:
+    head = nn.AdaptiveLogSoftmaxWithLoss(4, 20, [5])
+    given = torch.randn(6, 4), torch.arange(6) * 3
+    objective = CustomObjective(CustomModel(head, lambda module, batch: module(*batch).loss))
+    assert torch.isfinite(objective(given)[0])
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(BadInputError, match=r"mixed precision \(bfloat16.*Use precision fp32"),
+    ):
+        objective(given)

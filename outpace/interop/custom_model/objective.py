@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.interop.custom_model.model import CustomModel, stated_vocab
+from outpace.interop.user_file import failure
 from outpace.nn.block import to_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
@@ -56,10 +57,25 @@ class CustomObjective(nn.Module):
 
         Raises BadInputError if the loss or the module returns none of the above.
         """
-        loss_sum, count = self._score(batch)
+        loss_sum, count = self._score_in_precision(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
             raise NoGradientError((loss_sum, count))
         return loss_sum, count
+
+    def _score_in_precision(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Score a batch. Raises BadInputError if autocast gives an operator several dtypes."""
+        try:
+            return self._score(batch)
+        except RuntimeError as error:
+            kind = next(self.model.parameters()).device.type
+            if "dtype" not in str(error) or not torch.is_autocast_enabled(kind):
+                raise
+            narrow = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            raise BadInputError(
+                f"the module fails in mixed precision ({narrow} by torch.autocast): "
+                f"{failure(error, None)}. Use precision fp32, or disable autocast for that part "
+                f'in the forward (with torch.autocast("{kind}", enabled=False)).'
+            ) from error
 
     def _score(self, batch: Any) -> tuple[Tensor, Tensor]:
         if self.loss is None and isinstance(self.model, Transformer):

@@ -188,9 +188,10 @@ _COUNTED = (
 )
 _UNEQUAL = "the loss is not a mean over samples, or samples affect each other"
 _TOGETHER = (
-    "in-batch negatives, a statistic or a normalisation over the batch, or a root of a mean differ "
-    "for every split. Use one micro-batch per step with a strategy that does not split it (single, "
-    "mp), compute it for each sample, or accept the difference"
+    "in-batch negatives, a statistic or a normalisation over the batch, padding to its longest "
+    "sample that the module sees, or a root of a mean differ for every split. Use one micro-batch "
+    "per step with a strategy that does not split it (single, mp), compute it for each sample, or "
+    "accept the difference"
 )
 
 
