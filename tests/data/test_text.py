@@ -103,8 +103,9 @@ def test_a_file_with_holes_is_refused_with_their_place(tmp_path, prepare, name):
     ],
 )
 def test_a_long_document_has_the_ids_of_the_whole(
-    tmp_path, prepare, ids_of, library_texts, kind, suffix
+    tmp_path, prepare, ids_of, library_texts, kind, suffix, monkeypatch
 ):
+    monkeypatch.setattr("outpace.data.text.PIECE_BYTES", 1 << 17)  # 1 MiB as it is
     text = "\n".join(library_texts) + "é中\n" * 10
     text = {
         "lines": text,
@@ -112,7 +113,7 @@ def test_a_long_document_has_the_ids_of_the_whole(
         "one word": "-".join(text.split()),
         "blank lines": text + "\n  \n" * 9,
     }[kind]
-    text = text * (3_000_000 // len(text) + 1)
+    text = text * (400_000 // len(text) + 1)
     path = tmp_path / f"long.{suffix}"
     if suffix == "txt":
         path.write_text(text, encoding="utf-8")
