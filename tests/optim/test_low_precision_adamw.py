@@ -26,10 +26,13 @@ def test_codes_and_values_are_torchaos(signed):
     x = torch.rand(8, 256) * (2 if signed else 1) - int(signed)
     x[0, 0] = 1.0
     eight, four = CodeTable(8, signed, CPU), CodeTable(4, signed, CPU)
-    assert torch.equal(eight.codes(x), quantize_8bit_with_qmap(x, eight.values))
-    numbers = quantize_4bit_with_qmap(x, four.values)
+    theirs = quantize_8bit_with_qmap(x, eight.values), quantize_4bit_with_qmap(x, four.values)
     assert four.codes(x).shape == (8, 128)  # two in a byte
-    assert torch.equal(four.read(four.codes(x)), four.values[numbers.int()])
+    for table, numbers in zip((eight, four), theirs, strict=True):
+        ours, other = table.read(table.codes(x)), table.values[numbers.int()]
+        # Midway between two values, either is right: 3 in 100 draws of 2,048 have such a number.
+        assert (ours != other).sum() <= 3
+        torch.testing.assert_close((ours - x).abs(), (other - x).abs(), rtol=0, atol=1e-7)
 
 
 def pair(kept, shape=(64, 128), dtype=torch.float32):
