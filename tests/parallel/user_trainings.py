@@ -177,7 +177,7 @@ def clip_by_hand(run):
     optimizer = run.make_optimizer()
     for batch in batches():
         run.backward(batch)
-        gradients = [p.grad for _, p in run.named() if p.grad is not None]
+        gradients = [p.grad for _, p in run.named_parameters() if p.grad is not None]
         norm = sum(gradient.norm() ** 2 for gradient in gradients) ** 0.5
         for gradient in gradients:
             gradient.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
