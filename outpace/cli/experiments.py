@@ -136,7 +136,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 def arm_of(word: str) -> Arm:
     """Parse 'zero3', 'precision=bf16' or 'NCCL_P2P_DISABLE=1', with or without 'name:'.
 
-    Raises BadInputError.
+    Raises BadInputError if the strategy, setting or value is not known, or is given twice.
     """
     name, colon, rest = word.partition(":")
     if not colon or "=" in name or "," in name:

@@ -198,7 +198,7 @@ class _SeededDataset(Dataset[Any]):
         return len(self._dataset)
 
     def locate(self, seed: int, positions: Any) -> list[tuple[int, int]]:
-        """Return the position in training and the index of each sample."""
+        """Return each of `positions` in the order of training, with the index of its sample."""
         indices = samples_at(seed, positions, len(self))
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 

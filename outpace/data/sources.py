@@ -96,7 +96,7 @@ class Source:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """Return the first of some names and the number of the others, with "is" or "are"."""
+    """Return up to three names and the number of further ones, followed by "is" or "are"."""
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
 

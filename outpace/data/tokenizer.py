@@ -309,7 +309,11 @@ def _refusing_panics() -> Iterator[None]:
 
 
 def token_text(role: str, config: Mapping[str, Any]) -> str | None:
-    """Return the text of a role's token, which is stored alone or with its properties."""
+    """Return the text of the token for a role such as "bos_token"; None if there is none.
+
+    The config stores it as a string, or as a dict with its properties. Raises BadInputError if it
+    is anything else.
+    """
     token = config.get(role)
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):

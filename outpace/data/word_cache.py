@@ -100,7 +100,10 @@ def words_of(inner: tokenizers.Tokenizer) -> Words | None:
 
 
 def _pattern_of(told: dict[str, Any] | None) -> Any:
-    """Return a pre-tokenizer's regular expression, if it does nothing but split by it."""
+    """Return the regular expression that a pre-tokenizer splits by.
+
+    Returns None if there is none, or if it changes the text or splits it in other ways.
+    """
     if told is None:
         return None
     steps = told["pretokenizers"] if told["type"] == "Sequence" else [told]

@@ -107,11 +107,11 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process still trains in `run`, which would disturb measurements."""
+    """Raise BadInputError if a process is still training in `run`, which would disturb measurements."""
     (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(
-            f"a process on this host still trains in {run}, left over from an earlier call of "
+            f"a process on this host is still training in {run}, left over from an earlier call of "
             "this command that was killed. End it first."
         )
 

@@ -73,7 +73,10 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
-    """Return a run's possible explanations of a difference, the most likely ones first."""
+    """Return the values of a run that may explain a difference.
+
+    The most likely explanations come first.
+    """
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))

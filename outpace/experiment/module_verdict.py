@@ -99,7 +99,7 @@ def verdict_of(
 
 
 def _explain_attributes(course: ReferenceCourse, plan: Plan) -> str | None:
-    """Explain plain attributes that cover only a rank's samples; None if there are none."""
+    """Explain that plain attributes cover only one rank's samples; return None if none do."""
     names = sorted({*course.facts.counted} - course.state.keys() - course.unsaved.keys())
     if not names or plan.data_parallel == 1:
         return None

@@ -31,7 +31,10 @@ _RESUMED = (
 
 
 def read_trainer(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return the last results that a Trainer printed: numbers, or in version 5 strings."""
+    """Return the last results that a Trainer printed; None if it printed none.
+
+    Values are printed as numbers, or as strings from version 5 on.
+    """
     lines = _as_lines_of_results(lines)
     ends = _ends(lines)
     if not ends:

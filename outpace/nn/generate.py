@@ -51,7 +51,11 @@ def generate(
 
 
 def read_length(tokens: int, positions: int) -> int:
-    """Return how many of a text's last tokens fit a model with this many positions."""
+    """Return how many of a text's last tokens to read.
+
+    These are all if they fit, otherwise half of the model's positions, which leaves room for new
+    tokens.
+    """
     return tokens if tokens <= positions else max(1, positions // 2)
 
 

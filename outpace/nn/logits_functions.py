@@ -205,7 +205,10 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Read the targets' logits in a separate kernel, before compiled code overwrites them."""
+    """Return a function that reads the targets' logits before `compiled` overwrites the logits.
+
+    It reads them in a separate kernel.
+    """
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int

@@ -66,7 +66,10 @@ class _Lanes:
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
-        """Copy to page-locked memory without blocking, unless `wait` is set."""
+        """Return a copy of a tensor in host memory, which is page-locked if the device is a GPU.
+
+        The copy is asynchronous unless `wait` is set.
+        """
         memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
         return memory.copy_(tensor, non_blocking=not wait)
 

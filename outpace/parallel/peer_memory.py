@@ -271,7 +271,7 @@ class PeerMemoryGroup:
         return kinds
 
     def _read_steps(self, other: _Peer) -> int:
-        """Return the number of steps that another rank has made."""
+        """Return how many steps of collectives another rank has completed."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves

@@ -26,7 +26,10 @@ from outpace.parallel.tensors import raise_to
 
 class _Shares(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state after `consolidate_state_dict`. Raises BadInputError before it."""
+        """Return the whole state.
+
+        Raises BadInputError if `consolidate_state_dict` has not been called.
+        """
         try:
             return super().state_dict()
         except RuntimeError as error:

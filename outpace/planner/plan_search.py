@@ -128,7 +128,10 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search; return the result, and the version of the problem with plans (`by_assumption`)."""
+    """Search the versions of the problem in turn (`by_assumption`).
+
+    Returns the first one that has plans, or else the last, with its result.
+    """
     *first, last = job.by_assumption()
     for one in first:
         used, found = _fastest_on_nodes(one)

@@ -50,7 +50,7 @@ class Change:
 
 @dataclass
 class Segment:
-    """Changes in one part of a step."""
+    """Memory allocated and freed in a part of a step, with its FLOPs and the bytes it moves."""
 
     step: int
     part: Part

@@ -163,7 +163,10 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
 def _as_on_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Apply rules 4 and 7: save the tensors that a GPU would save; values differ."""
+    """Apply rules 4 and 7 of this module: save the tensors that a GPU would save.
+
+    The values differ from those of a GPU.
+    """
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None

@@ -179,7 +179,10 @@ def _three_of(
 
 
 def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the matmuls other than queries, keys and values, which are gates of the output."""
+    """Return the gate's half of a query projection that also computes a gate of the output.
+
+    Such a projection is twice as wide as the queries.
+    """
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []

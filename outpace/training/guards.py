@@ -231,8 +231,9 @@ def deterministic_kernels(
 ) -> Iterator[None]:
     """Restrict a GPU to deterministic kernels if `wanted`.
 
-    This sets the fixed-size workspace that cuBLAS needs in `environ` (NVIDIA, cuBLAS, "Results
-    Reproducibility"). Raises BadInputError if an operator has no such kernel.
+    This sets CUBLAS_WORKSPACE_CONFIG in `environ`, because cuBLAS is deterministic only with a
+    workspace of fixed size (NVIDIA, cuBLAS, "Results Reproducibility"). Raises BadInputError if an
+    operator has no deterministic kernel.
     """
     if not wanted or device.type != "cuda":
         yield

@@ -88,7 +88,10 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises BadInputError if they are invalid."""
+    """Return a checkpoint's metadata.
+
+    Raises BadInputError if it cannot be read, would run code, or names files outside the folder.
+    """
     path = folder / METADATA_FILE
     try:
         with path.open("rb") as file:

@@ -40,7 +40,8 @@ class CustomObjective(nn.Module):
     - its own loss: a scalar, an object with `.loss`, or a tuple with a scalar, such as
       (logits, loss): the mean over the batch's targets (or over its samples, if it has none);
     - logits (B, S, V), or an object with `.logits`: cross-entropy with the batch's targets, plus
-      the router's loss that a transformers model returns with them, by the model's coefficient.
+      the router loss that a transformers model returns with its logits, multiplied by the model's
+      coefficient.
     """
 
     def __init__(self, custom: CustomModel) -> None:

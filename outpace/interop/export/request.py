@@ -36,10 +36,10 @@ class ScriptEdit(Note):
 
 
 class Replacement(str):
-    """A sentence on a replacement for a part of the plan.
+    """A sentence about what replaces a part of the plan.
 
-    `fields` are the values that the configuration has for fields of the plan; options that it omits
-    have their defaults there.
+    `fields` are the values of the plan's fields in the exported configuration. For fields that the
+    configuration omits, the trainer's defaults apply.
     """
 
     fields: Mapping[str, Any]
@@ -163,7 +163,10 @@ class ExportRequest:
         return self.plan.pp_microbatches * self.accumulation
 
     def split_layers(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage. Raises BadInputError for too few layers."""
+        """Return the number of layers in each stage.
+
+        Raises BadInputError if there are fewer layers than stages.
+        """
         counts = layers_per_stage(self.spec, stages)
         return even(self.layers, stages) if self.plan.stage_split == "even" else counts
 

@@ -146,7 +146,7 @@ class _Notes:
 
 
 def _probe_alone(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
-    """Probe the sections that a single process runs."""
+    """Probe a section that a single process runs."""
     notes = _Notes(here.gpu)
     section = yield from wrap_turns(_turns(name, here), notes.record)
     here.shown(name, 1.0)

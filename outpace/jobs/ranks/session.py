@@ -37,7 +37,7 @@ _APART = (
 
 
 class _Arrival(Record):
-    """A process that joins: its token, rank, job and host, and whether it was restarted."""
+    """A process that joins a job: its token, rank, job and host, and whether it was restarted."""
 
     token: str
     rank: int

@@ -162,7 +162,10 @@ class CustomStage(nn.Module):
         return tuple(output.flat())
 
     def _require_alike(self, message: Message) -> None:
-        """Raise BadInputError if values have a different structure than in the inspection."""
+        """Raise BadInputError if `message` differs from the first batch's message (`given`).
+
+        The inspection of the first batch recorded its structure and shapes.
+        """
         seen = self.given
         assert seen is not None
         for key, (form, tensors) in message.values.items():
@@ -446,7 +449,10 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Let a micro-batch's backward recompute activations; `done`: it is the last backward."""
+        """Let a micro-batch's backward recompute activations.
+
+        `done`: no further backward of this micro-batch follows, so its received values are dropped.
+        """
         self._recomputing = micro_batch
         try:
             yield

@@ -19,9 +19,10 @@ class StagedObjective(nn.Module):
         self.stages = nn.ModuleList(stages.values())
 
     def train(self, mode: bool = True) -> Self:
-        """Switch all stages' modes. Raises BadInputError if a user's method writes to parameters.
+        """Set the mode of all stages.
 
-        Each stage has a copy of the module, so the method would write once for each copy.
+        Raises BadInputError if the user's module overrides `train` and changes parameters there:
+        each stage has a copy of the module, so they would be changed once per copy.
         """
         own = any(type(part).train is not nn.Module.train for part in self.model.modules())
         before = _print_parameters(self.model) if own else {}

@@ -92,8 +92,8 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
     """Return a pipeline's micro-batches, each starting with the last sample of the previous one.
 
-    The first one starts with the last sample of all. None if micro-batches have fewer than four
-    samples or an odd number, or if samples cannot be combined.
+    The first one starts with the last sample of the last pass. Returns None if a micro-batch has
+    fewer than four samples or an odd number of them, or if samples cannot be combined.
     """
     turned = []
     for number, batch in enumerate(passes):

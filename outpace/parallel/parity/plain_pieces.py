@@ -30,7 +30,7 @@ class Pieces:
 
     @property
     def place(self) -> int:
-        """Return this rank's index among those with the same samples."""
+        """Return this rank's index among the ranks that get the same samples."""
         if self.ranks_per_share == 1:
             return 0
         rank, plan = self._ranks.rank, self._plan

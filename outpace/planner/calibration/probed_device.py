@@ -65,7 +65,10 @@ class ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the seconds to launch an operator, which are the time of the smallest matmuls."""
+        """Return the seconds to launch an operator: the median time of the smallest matmuls.
+
+        Returns None if none was measured.
+        """
         small = [
             seconds
             for dtype in _DTYPES

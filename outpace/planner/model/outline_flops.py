@@ -66,9 +66,9 @@ def recomputed_flops(
 ) -> float:
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
-    `shares` are three shares of layers: those that repeat the whole forward ("full"), those that
-    repeat all except attention itself ("attention"), and those that repeat every second matmul
-    ("selective"). `stops_early`: the last matmul is left out if nothing reads its result.
+    `shares` gives, for each mode, the share of layers that use it: "full" layers repeat the whole
+    forward, "attention" layers all except attention itself, and "selective" layers every second
+    matmul. `stops_early`: the last matmul is left out if nothing reads its result.
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:

@@ -40,10 +40,11 @@ from outpace.planner.step_time.setup import StepTimeQuestion, StepTimeSetup, set
 class StepTimes:
     """Seconds of a step by purpose, one entry per plan; they add up to the step.
 
-    `host_s` is the time during which the device waits for the host, and uneven stages for the
-    slowest. `data_s` is the exposed time of the gradients' and parameters' collectives, including
-    the wait of all devices for the slowest; `tensor_s`, `context_s`, `pipeline_s` and `expert_s`
-    are the exposed times of those axes. `loading_s` is the wait for samples.
+    `host_s` is the time that devices spend waiting for the host, and that the faster stages of an
+    uneven pipeline spend waiting for the slowest. `data_s` is the exposed time of the gradients'
+    and parameters' collectives, including the wait of all devices for the slowest; `tensor_s`,
+    `context_s`, `pipeline_s` and `expert_s` are the exposed communication times of tensor, context,
+    pipeline and expert parallelism. `loading_s` is the wait for samples.
     """
 
     products_s: Floats

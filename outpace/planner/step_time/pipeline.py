@@ -142,7 +142,8 @@ def sends_s(setup: StepTimeSetup) -> Floats:
     """Return the time of sending activations and their gradients between stages.
 
     While the pipeline fills and drains, ranks wait for each hop; in addition, 1f1b, which has no
-    spare micro-batches, waits for one message in each direction per micro-batch.
+    other micro-batch to work on in the meantime, waits for one message in each direction per
+    micro-batch.
     """
     c = setup.columns
     one, posted_s = _message_s(setup)

@@ -82,7 +82,7 @@ class PatientCudaClock:
         self._device, self._group, self._limit_s = device, group, limit_s
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Time the calls between two events on the device."""
+        """Return the seconds that `count` calls take in total, between two events on the device."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
         begin.record(stream)

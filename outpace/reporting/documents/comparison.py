@@ -158,7 +158,7 @@ def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ..
 
 
 def _rounds(comparison: Comparison) -> Chart:
-    """Return a table of every outcome, round by round."""
+    """Return a chart of every outcome, round by round, with its table."""
     unit = unit_of(comparison)
     series, rows = [], []
     for arm in comparison.arms:

@@ -385,7 +385,7 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """Draw the planner's figures next to the run's, each kind on a separate axis."""
+    """Draw the predicted values next to the measured ones, with an axis for each quantity."""
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
