@@ -109,8 +109,8 @@ def _complete_command(
     settings, origins = read_settings([*command[1:], *more])
     if origins["nproc"] not in (DEFAULT, RUN_FILE):
         raise BadInputError(
-            f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and use "
-            "--ranks-per-node before the --."
+            f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave out --nproc, and "
+            "use --ranks-per-node before the --."
         )
     return (*command, *more), settings.out
 
@@ -246,7 +246,7 @@ def _directive(text: str) -> str:
     if name == "no-requeue":
         raise ArgumentTypeError(
             f"{text!r}: the script lets SLURM start it again after a preemption or a lost node. "
-            "Leave it out"
+            "Leave out no-requeue"
         )
     if name == "gpus-per-node" and ":" in value:
         count = value.rpartition(":")[2]

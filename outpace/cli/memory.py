@@ -97,8 +97,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
             f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
-            "Leave --device out. On a GPU, outpace train --memory measures a run in addition to "
-            "its trace."
+            "Leave out --device, or, to measure on a GPU, use outpace train --memory."
         )
     if arguments.machine is None:
         if arguments.nodes is not None:
@@ -114,8 +113,9 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
         )
     if settings.nproc is not None:
         raise BadInputError(
-            f"--nproc {settings.nproc}: all devices of {arguments.machine} are used. Give the "
-            "number of machines with --nodes, and leave --nproc out; or leave --machine out."
+            f"--nproc {settings.nproc} cannot be combined with --machine {arguments.machine}: all "
+            "of its devices are used. Set the number of machines with --nodes instead, or leave "
+            "out --machine."
         )
 
 

@@ -63,8 +63,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if number > len(answer.plans):
         count = len(answer.plans)
         listed = "one plan is" if count == 1 else f"{count} plans are"
-        more = f"List more with --count {number}" if number > asked.count else "There are no others"
-        raise BadInputError(f"--explain {number}: {listed} listed. {more}.")
+        places = "1" if count == 1 else f"1 to {count}"
+        none = f"There are no others, so use --explain {places}"
+        more = f"List more with --count {number}" if number > asked.count else none
+        raise BadInputError(f"--explain {number}: only {listed} listed. {more}.")
     if arguments.out is not None and arguments.emit is None:
         _save(answer.plans[number - 1].plan, question, arguments.out)
     if model is not None:

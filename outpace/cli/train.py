@@ -363,7 +363,8 @@ def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
     given = _given_launch_options(arguments)
     if given:
         raise BadInputError(
-            f"{given[0]}: the cluster's scheduler starts and restarts the ranks. Leave it out"
+            f"{given[0]}: the cluster's scheduler starts and restarts the ranks. Leave out "
+            f"{given[0]}"
         )
     asked = _read_request(arguments, [])
     return asked.settings, asked.origins

@@ -224,12 +224,13 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     settings, origins = options.build(layers)
     if settings.plan is not None:
         raise BadInputError(
-            "--plan already determines how to train, which is the result of outpace tune. Leave it "
-            "out."
+            "--plan already determines how to train, which is the result of outpace tune. "
+            "Leave out --plan."
         )
     if settings.micro_batch == "auto":
         raise BadInputError(
-            "--micro-batch auto: outpace tune searches micro-batch sizes itself. Leave it out."
+            "--micro-batch auto: outpace tune searches micro-batch sizes itself. Leave out "
+            "--micro-batch."
         )
     if settings.memory_budget is not None:
         raise BadInputError(

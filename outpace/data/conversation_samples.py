@@ -137,7 +137,8 @@ def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMess
     except IsolatedError as error:
         raise BadInputError(
             f"{listed[min(done, len(listed) - 1)].where}: the chat template or the tokenizer "
-            f"fails on this conversation: {error}"
+            f"fails on this conversation: {str(error).rstrip('.')}. Correct or remove the "
+            "conversation, or use another chat template"
         ) from None
 
 

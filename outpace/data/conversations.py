@@ -219,7 +219,8 @@ def _history(value: Any, row: Row) -> list[_Turn]:
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadInputError(
-                f"{row.where}: 'history' has {_show(pair)}, not a pair of question and answer"
+                f"{row.where}: 'history' contains {_show(pair)}. Each of its entries must be a "
+                "pair [question, answer]"
             )
         asked, answered = (_text(text, "history", row) for text in pair)
         turns.append(({"role": "user", "content": asked}, False))

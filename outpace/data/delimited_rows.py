@@ -38,8 +38,9 @@ def read_delimited(
         where = f"{file}, line {number}"
         if row == header:
             raise BadInputError(
-                f"{where} repeats the header, as in files that were joined with theirs. Leave such "
-                f"lines out: awk 'NR == 1 {{h = $0}} NR == 1 || $0 != h' {shlex.quote(str(file))}"
+                f"{where} repeats the header, as happens when files are joined without removing "
+                "their headers. Remove the repeated headers: "
+                f"awk 'NR == 1 {{h = $0}} NR == 1 || $0 != h' {shlex.quote(str(file))}"
             )
         if len(row) == len(header):
             yield Row(dict(zip(header, row, strict=True)), where), took

@@ -80,7 +80,7 @@ def _receive(
     before_s = _cpu_s(child)
     while not here.poll(_WAIT_S):
         if _cpu_s(child) - before_s > cpu_limit_s:
-            raise IsolatedError(f"it has not finished after {cpu_limit_s:.0f} s of computing")
+            raise IsolatedError(f"it had not finished after {cpu_limit_s:.0f} s of CPU time")
     try:
         kind, value = here.recv()
     except EOFError:

@@ -438,13 +438,19 @@ def megatron_stream(path: Path) -> Stream:
         if (sizes < 0).any() or not len(sizes):
             raise ValueError("it has no sequences, or some with negative lengths")
         if (pointers != starts[:-1] * dtype.itemsize).any():
-            raise ValueError("its sequences do not follow each other")
+            raise ValueError(
+                "its sequences are not contiguous: the pointers do not match the sequence lengths. "
+                "Write the .idx file again"
+            )
         if path.stat().st_size != starts[-1] * dtype.itemsize:
             raise ValueError(
                 f"{path.name} has {path.stat().st_size} bytes, which contradicts the index"
             )
         if (borders < 0).any() or (np.diff(borders) < 0).any():
-            raise ValueError("its documents do not follow each other")
+            raise ValueError(
+                "the first sequences of its documents are negative or decrease. Write the .idx "
+                "file again"
+            )
         if not len(borders) or borders[0] != 0 or borders[-1] != sequences:
             ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
             raise ValueError(

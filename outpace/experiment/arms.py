@@ -107,7 +107,7 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process is still training in `run`, which would disturb measurements."""
+    """Raise BadInputError if a process is still training in `run`, disturbing measurements."""
     (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(

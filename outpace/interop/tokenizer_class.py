@@ -171,7 +171,9 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
             )
         except Exception as error:  # raised by any library below
             raise BadInputError(
-                f"{folder}: transformers cannot read the tokenizer: {error}"
+                f"{folder}: transformers cannot read the tokenizer: {str(error).rstrip('.')}. "
+                "Check that tokenizer.json and tokenizer_config.json are complete, or fetch the "
+                "folder again."
             ) from None
         failed = None
         for text in probes:

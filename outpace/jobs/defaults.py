@@ -149,7 +149,7 @@ def resolve_plan(
         raise BadInputError(
             f"--optimizer-in-backward: a gradient is complete only after {parts} micro-batches, "
             f"and must be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave "
-            "it out."
+            "out --optimizer-in-backward."
         )
     if settings.compile is None and device.type == "cuda":
         return _compile_by_default(plan)
@@ -188,7 +188,7 @@ def takes_cuda_graphs(
         tight = settings.memory_limit is not None or settings.memory_budget is not None
         return obstacle is None and plan.compile and not tight
     if settings.cuda_graphs and obstacle is not None:
-        raise BadInputError(f"--cuda-graphs: {obstacle}. Leave it out.")
+        raise BadInputError(f"--cuda-graphs: {obstacle}. Leave out --cuda-graphs.")
     return settings.cuda_graphs
 
 

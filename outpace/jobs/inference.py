@@ -454,8 +454,8 @@ def _open(
     opened = open_model(str(run))
     if opened.spec is None:
         raise BadInputError(
-            f"{run} holds a custom model, which outpace cannot generate text with; generate works "
-            "with outpace's and Hugging Face models"
+            f"{run} holds a custom model, and outpace cannot generate text with it. Use a run of a "
+            "model that outpace builds, or a Hugging Face model"
         )
     record = _record(run)
     if record is not None and record.settings.task == "classify":

@@ -75,7 +75,8 @@ class StaticRendezvousHandler(RendezvousHandler):
             except DistError:
                 raise RendezvousConnectionError(
                     f"cannot reach the rendezvous at {self._host}, port {self._port}, within "
-                    f"{_CONNECT.total_seconds():.0f} s. Check for a firewall in between"
+                    f"{_CONNECT.total_seconds():.0f} s. Check that this host can "
+                    "resolve the name, and that no firewall blocks the port between the two hosts"
                 ) from None
         try:
             bound = listen(self._host, self._port, apart=False)

@@ -230,7 +230,7 @@ class PartOfSequence(nn.Module):
             if name in batch:
                 raise BadInputError(
                     f"strategy cp attends to whole sequences and has no masks yet, so it cannot "
-                    f"do {meaning}. Leave it out, or use tp."
+                    f"do {meaning}. Leave out {meaning}, or use tp."
                 )
 
 

@@ -401,7 +401,7 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
     if plan.optimizer_in_backward:
         raise BadInputError(
             "optimizer_in_backward steps the optimizer, but with parallelize the caller does. "
-            "Leave it out, or use outpace train."
+            "Leave out optimizer_in_backward, or use outpace train."
         )
     if plan.loss != "auto":
         raise BadInputError(

@@ -40,10 +40,10 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
         return 0
     servers = asked or 1
     if servers >= world_size:
-        fewer = f", or ask for {world_size - 1} or fewer" if world_size > 1 else ""
+        fewer = f", or use at most {world_size - 1} as servers" if world_size > 1 else ""
         raise BadInputError(
-            f"parameter servers: {servers} of {world_size} processes leave no worker. Start "
-            f"{servers + 1} or more{fewer}."
+            f"parameter servers: {servers} of {world_size} processes leave no worker. Start at "
+            f"least {servers + 1} processes{fewer}."
         )
     return servers
 
@@ -93,9 +93,10 @@ def fill_axes(
                 f"strategy {strategy} is for one process, but there are {world_size}. Start one, "
                 "or use ddp."
             )
-        times = f" = {math.prod(sizes.values())}" if len(split) > 1 else ""
+        axes = " × ".join(split) or "all axes are 1"
+        are = "is 1" if world_size == 1 else f"are {world_size}"
         raise BadInputError(
-            f"{' × '.join(split) or 'all axes are 1'}{times}, but there are {world_size} "
-            "processes. Use that many processes, or other axes."
+            f"{axes}: the number of processes must be {needed}, but there {are}. Start {needed} "
+            f"(--nproc {needed}), or use other axes."
         )
     return sizes

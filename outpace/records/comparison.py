@@ -78,7 +78,7 @@ class Experiment(Record):
         if not commands and self.metric is not None:
             raise ValueError(
                 f"metric {self.metric!r} applies to the output of commands, but no arm is a "
-                "command. Leave it out"
+                "command. Leave out metric"
             )
         settings = {*self.common, *(name for arm in self.arms for name in arm.settings)}
         if commands and settings:

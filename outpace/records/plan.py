@@ -135,7 +135,7 @@ class Plan(Record):
             raise ValueError(
                 f"servers is {self.servers}, server_updates {self.server_updates} and "
                 f"worker_devices {self.worker_devices}, but strategy {self.strategy} has neither "
-                "servers nor workers. Use strategy ps, or leave them out"
+                "servers nor workers. Use strategy ps, or leave out all three"
             )
         if self.dp_replicate % self.worker_devices:
             raise ValueError(
@@ -222,9 +222,9 @@ class Plan(Record):
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:
             raise ValueError(
-                f"offload_activations {self.offload_activations} from compiled blocks is "
-                f"proved for strategy {', '.join(_OFFLOAD_FROM_COMPILED)}, not for "
-                f"{self.strategy}. Use one of these, or leave one option out"
+                f"offload_activations {self.offload_activations} with compiled blocks has been "
+                f"verified only for the strategies {', '.join(_OFFLOAD_FROM_COMPILED)}, not for "
+                f"{self.strategy}. Use one of these, or leave out offload_activations or compile"
             )
         if self.offload_parameters == "disk" and self.compile:
             raise ValueError(
@@ -240,7 +240,7 @@ class Plan(Record):
         if self.strategy != "single" and self.strategy not in able:
             raise ValueError(
                 f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "
-                f"strategy {join_or(able)}, or leave it out"
+                f"strategy {join_or(able)}, or leave out compress_gradients"
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
@@ -253,7 +253,7 @@ class Plan(Record):
         if every > 1 and self.checkpointing == "none":
             raise ValueError(
                 f"checkpoint_every is {every}, but checkpointing is none, so no block would be "
-                "recomputed. Use checkpointing full or selective with it, or leave it out"
+                "recomputed. Use checkpointing full or selective, or leave out checkpoint_every"
             )
         if layers and (every > 1 or self.checkpointing != "none"):
             raise ValueError(
@@ -341,7 +341,7 @@ class Plan(Record):
                 "optimizer_in_backward steps a parameter as soon as its gradient is complete, "
                 f"but strategy {self.strategy} keeps all gradients until the end of backward "
                 "(in buckets to reduce, or to accumulate micro-batches). Use strategy "
-                f"{join_or(IN_BACKWARD)}, or leave it out"
+                f"{join_or(IN_BACKWARD)}, or leave out optimizer_in_backward"
             )
         if self.precision in SCALED:
             raise ValueError(

@@ -437,19 +437,24 @@ class TrainSettings(Record):
     def _check_task(self) -> None:
         """Check the settings that belong to one task only."""
         if self.task != "classify" and (self.text_fields or self.label_field):
-            raise ValueError("text_fields and label_field apply to task classify. Leave them out")
+            raise ValueError(
+                "text_fields and label_field apply to task classify. Use task classify, or leave "
+                "out both"
+            )
         if self.task == "pretrain":
             if self.padding is not None:
                 raise ValueError(
                     f"padding {self.padding}: samples of text all have seq_len tokens and need "
-                    "no padding. Leave it out"
+                    "no padding. Leave out padding"
                 )
             return
         for name in ("tokens", "document_attention", "data_weights"):
             if getattr(self, name):
-                raise ValueError(f"task {self.task} has no {name}. Leave it out")
+                raise ValueError(f"task {self.task} has no {name}. Leave out {name}")
         if self.task == "classify" and self.loss == "chunked":
-            raise ValueError("loss chunked applies to a vocabulary. Leave it out of task classify")
+            raise ValueError(
+                "loss chunked applies to a vocabulary. Leave out loss, or use another task"
+            )
 
 
 # Settings that do not affect training, only a run's other work and its output: they may differ when

@@ -251,7 +251,9 @@ def deterministic_kernels(
         if "deterministic" not in str(error):
             raise
         what = str(error).partition(". ")[0]
-        raise BadInputError(f"--deterministic: {what}. Leave it out for this model.") from None
+        raise BadInputError(
+            f"--deterministic: {what}. Leave out --deterministic for this model."
+        ) from None
     finally:
         torch.use_deterministic_algorithms(before)
         memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

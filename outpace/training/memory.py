@@ -81,6 +81,6 @@ def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
     if not hasattr(library, "malloc_trim"):
         raise BadInputError(
             "--empty-cache: no cache can be freed here. The option works on CUDA devices, and on "
-            "a CPU with glibc. Leave it out."
+            "a CPU with glibc. Leave out --empty-cache."
         )
     return library.malloc_trim  # type: ignore[union-attr]

@@ -54,7 +54,10 @@ def _try_lock(path: Path) -> int | None:
     try:
         own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise BadInputError(f"cannot write to {path.parent}: {error.strerror}") from None
+        raise BadInputError(
+            f"cannot write to {path.parent}: {error.strerror}. Make sure that the "
+            "folder can be written to, or use another --out."
+        ) from None
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -98,7 +98,7 @@ def test_the_next_plan_starts_from_what_was_measured(
     # Runs of two networks, or of other numbers of devices, are not one machine's.
     said = refusal(capsys, *again, "--network=8xinfiniband-hdr")
     assert "used the network that the machine is sold with" in said
-    assert "had 8. Leave it out" in refusal(capsys, *again, "--devices-per-node=4")
+    assert "had 8. Leave out --devices-per-node" in refusal(capsys, *again, "--devices-per-node=4")
 
 
 def test_what_it_says(capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
             'metric = "(t)"\n[[arm]]\ncommand = "a"\n[grid]\nseed = [1, 2]',
             "seed would have no effect",
         ),
-        ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is a command. Leave it out"),
+        ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is a command. Leave out metric"),
     ],
 )
 def test_a_bad_experiments_file_is_refused(text, said, capsys, tmp_path):
@@ -295,7 +295,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: all 3 steps would be warm-up"),
-        (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave it out"),
+        (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave out metric"),
         (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would have no effect"),
     ],
 )

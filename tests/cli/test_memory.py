@@ -166,11 +166,14 @@ def test_what_does_not_fit_is_followed_by_a_command_that_is_answered(capsys):
     [
         (["--machine=foo"], "machine 'foo' is not in the catalog. It has"),
         (["--rank=3"], "--rank 3: the plan has ranks 0 to 0."),
-        (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
+        (
+            ["--nproc=3", "--tp=2"],
+            "tp 2: the number of processes must be 2, but there are 3. Start 2 (--nproc 2)",
+        ),
         (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
-        (["--measure", "--device=cuda"], "outpace train --memory measures a run"),
+        (["--measure", "--device=cuda"], "to measure on a GPU, use outpace train --memory"),
         (["--nodes=2"], "--nodes 2 needs a machine. Name it with --machine"),
-        (["--nproc=2", "--machine=hgx-h100"], "Give the number of machines with --nodes"),
+        (["--nproc=2", "--machine=hgx-h100"], "Set the number of machines with --nodes"),
         (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
         (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB does not have"),
     ],

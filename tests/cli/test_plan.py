@@ -260,7 +260,9 @@ def test_a_plan_of_adapters_is_started_on_trained_weights(capsys):
 def test_a_plan_that_is_not_there_is_not_promised(capsys):
     words = ["plan", "--model=gpt2", "--machine=l4", "--seq-len=16", "--global-batch=1"]
     sentence = refused(capsys, *words, "--explain=2")
-    assert "--explain 2: one plan is listed. There are no others." in sentence
+    assert (
+        "--explain 2: only one plan is listed. There are no others, so use --explain 1." in sentence
+    )
     sentence = refused(capsys, *words, "--explain=9")
     assert "List more with --count 9." in sentence
 

@@ -151,7 +151,7 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--plan=auto"], "Leave it out"),
+        (["--plan=auto"], "Leave out --plan"),
         (["--micro-batch=auto"], "searches micro-batch sizes itself"),
         (["--memory-budget=2GiB"], "Use --memory-limit"),
         (["--data=nowhere/at/all"], "nowhere/at/all"),

@@ -80,7 +80,7 @@ def test_axes_make_up_the_world_or_are_refused(asked):
     try:
         filled = fill_axes("3d", 24, asked)
     except BadInputError as refused:
-        assert "there are 24 processes" in str(refused)
+        assert "but there are 24. Start" in str(refused)
         return
     assert math.prod(filled.values()) == 24
     assert all(filled[axis] == size for axis, size in asked.items())

@@ -45,7 +45,7 @@ def test_elsewhere_nothing_changes(wanted, device):
 
 def test_an_operator_without_such_a_kernel_is_named():
     with (
-        pytest.raises(BadInputError, match=r"--deterministic: put_ .* Leave it out"),
+        pytest.raises(BadInputError, match=r"--deterministic: put_ .* Leave out --deterministic"),
         deterministic_kernels(True, GPU, {}),
     ):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)

@@ -34,7 +34,7 @@ def test_what_is_freed_in_the_midst_of_the_heap_goes_back():
 
 
 def test_a_device_without_such_a_cache_is_refused():
-    with pytest.raises(BadInputError, match="Leave it out"):
+    with pytest.raises(BadInputError, match="Leave out --empty-cache"):
         CacheFreer(torch.device("mps"))
 
 

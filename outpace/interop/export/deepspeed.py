@@ -183,7 +183,10 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return {"bf16": {"enabled": True, **pure}}
     if name == "fp16-pure":
-        notes.append("precision fp16-pure: DeepSpeed uses a loss scale, and other moments.")
+        notes.append(
+            "precision fp16-pure: unlike outpace, DeepSpeed scales the loss, and stores the "
+            "optimizer's moments in a different dtype."
+        )
         return {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
     if name in COMPUTES_IN_FP16:
         return {"fp16": {"enabled": True, "loss_scale": 0}}

@@ -71,7 +71,10 @@ def write(request: ExportRequest) -> ExportedPlan:
     elif written.ranks > 1:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
     if plan.ep > 1:
-        notes.append(f"ep {plan.ep}: the Trainer shards experts like other parameters.")
+        notes.append(
+            f"ep {plan.ep} is not exported: Trainer has no expert parallelism, and shards experts "
+            "like all other parameters."
+        )
     notes += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request, written))
     notes += unsupported.not_in_a_plan(
         request,

@@ -100,7 +100,7 @@ def shared_file_hints(settings: TrainSettings) -> list[str]:
     )
     return [
         f"{found[0]}{more} also in --data, so the validation loss would be measured on training "
-        "text. Leave it out of one of them"
+        "text. Remove what both contain from one of them"
     ]
 
 

@@ -67,7 +67,7 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> None:
     if device.type != "cuda":
         raise BadInputError(
             f"--memory-limit works on a CPU and on CUDA devices, but the device is {device.type}. "
-            "Leave it out."
+            "Leave out --memory-limit."
         )
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)

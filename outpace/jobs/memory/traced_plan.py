@@ -22,7 +22,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
     if planned.untrained is not None:
         raise BadInputError(
             f"--depth trace runs the model as outpace trains it, but {planned.untrained}. "
-            "Leave it out."
+            "Leave out --depth."
         )
     account = fullest(planned.plan, model, job)
     needed = account.device_bytes

@@ -233,7 +233,7 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
             what = f"--{name.replace('_', '-')}"
     if what is not None:
         raise BadInputError(
-            f"the planner does not support {what} yet. Leave it out, or choose --strategy, "
+            f"the planner does not support {what} yet. Leave out {what}, or choose --strategy, "
             "--micro-batch and --checkpointing yourself; outpace memory shows what fits."
         )
 

@@ -135,7 +135,8 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     if asked.devices_per_node not in (None, used):
         raise BadInputError(
             f"--devices-per-node {asked.devices_per_node}: the runs that corrected {path} had "
-            f"{used}. Leave it out, or start another file with --machine {file.node}."
+            f"{used}. Leave out --devices-per-node, or start another file with --machine "
+            f"{file.node}."
         )
     base = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
     return base, file.runs

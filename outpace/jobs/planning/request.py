@@ -232,7 +232,7 @@ def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
     if cluster.device.kind == "cpu":
         raise BadInputError(
             f"--host-memory {write_bytes(nbytes)}: {cluster.name} trains on its CPUs, so host "
-            "memory is device memory and nothing is offloaded to it. Leave it out."
+            "memory is device memory and nothing is offloaded to it. Leave out --host-memory."
         )
     return replace(cluster, host_bytes=nbytes)
 
@@ -247,7 +247,8 @@ def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> No
             return
     raise BadInputError(
         f"--network {asked.network}: the runs that corrected {path} used "
-        f"{file.network or 'the network that the machine is sold with'}. Leave it out."
+        f"{file.network or 'the network that the machine is sold with'}. Leave out "
+        "--network."
     )
 
 

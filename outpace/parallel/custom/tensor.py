@@ -29,7 +29,7 @@ from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import all_parameters, meta_copy
-from outpace.records.errors import BadInputError, suggest
+from outpace.records.errors import BadInputError, join_or, suggest
 
 # each layout's style, and the dimension of the weight that it splits
 _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
@@ -124,8 +124,8 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
     for pattern, layout in table.items():
         if layout not in LAYOUTS:
             raise BadInputError(
-                f"layouts has {pattern!r}: {layout!r}, which outpace does not know."
-                f"{suggest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}. Or use zero3."
+                f"layouts maps {pattern!r} to {layout!r}, which is not a layout."
+                f"{suggest(layout, LAYOUTS)} Use {join_or(LAYOUTS)}, or strategy zero3."
             )
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
@@ -192,7 +192,8 @@ def _splittable(
     if type(module) not in (wanted, Linear if wanted is nn.Linear else wanted):
         raise BadInputError(
             f"layouts has {name!r}: {layout!r}, which requires an nn.{wanted.__name__}, not a "
-            f"{type(module).__name__}. Leave it out; the module then stays whole on every rank."
+            f"{type(module).__name__}. Leave the entry out; the module then stays whole on every "
+            "rank."
         )
     weight = module.get_parameter("weight")
     if holders[id(weight)] > 1:
@@ -203,7 +204,7 @@ def _splittable(
     if weight.shape[dim] % ranks:
         raise BadInputError(
             f"{name} has {weight.shape[dim]} {('rows', 'columns')[dim]}, which {ranks} ranks "
-            "cannot share evenly. Use fewer ranks, or leave it out of layouts."
+            "cannot share evenly. Use fewer ranks, or leave the module out of layouts."
         )
     return True
 

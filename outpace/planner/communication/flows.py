@@ -71,7 +71,7 @@ def flows(work: StepOnRank) -> list[Flow]:
     if plan.lora_rank is not None or plan.compress_gradients == "powersgd":
         what = "adapters" if plan.lora_rank is not None else "PowerSGD"
         raise BadInputError(
-            f"outpace network has no formula for the traffic of {what}. Leave it out of the plan."
+            f"outpace network has no formula for the traffic of {what}. Use a plan without {what}."
         )
     if plan.strategy == "3d":
         return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]

@@ -67,9 +67,8 @@ def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: i
     least = min(cost.peak_memory_bytes for cost in uniform.values())
     raise BadInputError(
         f"memory budget {show_bytes(budget_bytes)}: with every block recomputed, a step still "
-        "needs "
-        f"{show_bytes(least)} on its fullest rank. Use a smaller micro-batch, a strategy that "
-        "splits the weights' states (zero3), or a larger budget."
+        f"needs {show_bytes(least)} on its fullest rank. Use a smaller micro-batch, a strategy "
+        "that shards parameters, gradients and optimizer states (zero3), or a larger budget."
     )
 
 
