@@ -23,7 +23,7 @@ from outpace.records.errors import first_names
 def ranks_may_differ(objective: nn.Module) -> bool:
     """Return whether ranks may use different parameters, as those of a custom module may.
 
-    Ranks of outpace's own models always use the same ones.
+    Ranks of a model that outpace builds always use the same ones.
     """
     return isinstance(objective, CustomObjective)
 
