@@ -107,7 +107,9 @@ def generate(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
+    """Continue `prompt` with the model of a run, and return the text.
+
+    Raises BadInputError if the run's model cannot generate text.
 
     With `chat`, `prompt` is a user's message, and the answer is returned. A `system` message comes
     before the user's, and implies `chat`.
@@ -147,7 +149,7 @@ def evaluate(
     `run` may also be a Hugging Face directory or an adapter. Reads `batches` batches of
     `batch_size` samples of `seq_len` tokens; by default all data, in the run's batches and length.
     `task` is "pretrain", "chat" or "classify"; by default the run's, or chat if the data are
-    conversations. Raises BadInputError.
+    conversations. Raises BadInputError if the model or the data cannot be read.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -179,7 +181,7 @@ def merge(
 
     `model` has the weights to merge into, by default those that the adapter names; `base` is their
     format ("fp32" or "nf4"), by default the one used in training; `dtype` is that of the written
-    weights. Raises BadInputError.
+    weights. Raises BadInputError if the adapter does not fit the model, or `out` is not empty.
 
     >>> adapter = outpace.train("first", "corpus.txt", steps=1, seq_len=32, lora_rank=2).run
     >>> outpace.merge(adapter, "merged").model
@@ -531,7 +533,7 @@ def _name_of(live: object) -> str:
 
 
 def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
-    """Refuse models and callbacks that cannot be sent to other processes. Raises BadInputError."""
+    """Refuse models and callbacks that cannot be sent to other processes."""
     if live is not None:
         raise BadInputError(
             f"nproc={nproc} starts new processes, to which a live model cannot be sent. Name "

@@ -82,7 +82,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def run_comparison(argv: list[str], quiet: bool) -> Comparison:
-    """Run the comparison that the command line asks for, and save it. Raises BadInputError."""
+    """Run the comparison that the command line asks for, and save it.
+
+    Raises BadInputError if an argument is invalid.
+    """
     return _answer(_parser().read(argv), argv, quiet)[1]
 
 
@@ -252,7 +255,7 @@ def _compare_finished(arguments: argparse.Namespace) -> Comparison:
 
 
 def _take_runs(arguments: argparse.Namespace) -> None:
-    """Treat arms that are folders of runs as --runs. Raises BadInputError."""
+    """Treat arms that are folders of runs as --runs. Raises BadInputError if only some are."""
     folders = [Path(word) for word in arguments.arm if (Path(word) / RUN_FILE).is_file()]
     if not folders and not arguments.runs:
         return
@@ -324,7 +327,7 @@ def _code_of(experiment: Experiment) -> list[str]:
 
 
 def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
-    """Refuse arguments that would have no effect. Raises BadInputError."""
+    """Refuse arguments that would have no effect."""
     nothing = _parser().read([])
     given = [
         "arms" if name == "arm" else options.flag(name)
@@ -338,7 +341,10 @@ def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why:
 def _load_progress(
     folder: Path, values: dict[str, Any], resumes: bool
 ) -> tuple[Experiment, list[Outcome]]:
-    """Return the experiment and the outcomes of its finished rounds. Raises BadInputError."""
+    """Return the experiment and the outcomes of its finished rounds.
+
+    Raises BadInputError if `folder` holds a different experiment.
+    """
     from outpace.experiment.compare import whole_rounds
 
     path = folder / OUTCOMES

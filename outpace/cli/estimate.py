@@ -44,7 +44,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str], file: "PlanFile") -> "RankedPlan":
-    """Return the estimate of the plan that the command line asks for. Raises BadInputError.
+    """Return the estimate of the plan that the command line asks for.
+
+    Raises BadInputError if an argument is invalid.
 
     `--plan` is the name of the plan in error messages.
     """

@@ -30,7 +30,9 @@ _OF_AN_ARM = ("name", "environment", "command")
 
 @contextmanager
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
-    """Yield the folder for `what`: `out`, or one named after the time. Raises BadInputError.
+    """Yield the folder for `what`: `out`, or one named after the time.
+
+    Raises BadInputError if `out` cannot be used, or is needed to resume and not given.
 
     If the folder was created here and is still empty at the end, it is removed.
     """
@@ -104,7 +106,10 @@ def format_interruption(folder: Path, *command: str) -> str:
 
 
 def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Return whether `folder` holds a `what` to resume, saved in `log`. Raises BadInputError."""
+    """Return whether `folder` holds a `what` to resume, saved in `log`.
+
+    Raises BadInputError if `resumes` does not agree with what `folder` holds.
+    """
     if not log.is_file():
         if resumes and not folder.is_dir():
             raise BadInputError(f"--resume: there is no {what} in {folder} to resume.")
@@ -199,7 +204,10 @@ def commands(lines: Sequence[str]) -> list[Arm]:
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """Return the values of an experiment file, in the form for Experiment. Raises BadInputError."""
+    """Return the values of an experiment file, in the form for Experiment.
+
+    Raises BadInputError if the file has another form.
+    """
     table = read_toml(path)
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])

@@ -63,7 +63,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> MemoryAccount:
-    """Return the memory that the command line asks for. Raises BadInputError."""
+    """Return the memory that the command line asks for.
+
+    Raises BadInputError if an argument is invalid.
+    """
     from outpace.jobs.memory.query import account, question
     from outpace.jobs.planning.model_outline import find_outline
 

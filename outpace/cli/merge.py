@@ -33,7 +33,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> "MergedModel":
-    """Write the merged model that the command line asks for. Raises BadInputError."""
+    """Write the merged model that the command line asks for.
+
+    Raises BadInputError if an argument is invalid.
+    """
     return _merge(_parser().read(argv))
 
 

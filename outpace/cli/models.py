@@ -22,7 +22,10 @@ _DEFAULT = "outpace-small"  # default of outpace train
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """List the models, smallest first; returns 0. Raises BadInputError."""
+    """List the models, smallest first; returns 0.
+
+    Raises BadInputError if an argument is invalid.
+    """
     arguments = _parser().read(argv)
     rows = _rows()
     if arguments.word is not None:

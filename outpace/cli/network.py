@@ -32,7 +32,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> NetworkReport:
-    """Return the report that the command line asks for. Raises BadInputError."""
+    """Return the report that the command line asks for.
+
+    Raises BadInputError if an argument is invalid.
+    """
     return _answer(_parser().read(argv))
 
 

@@ -153,7 +153,10 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """Return the settings of a TOML file, keys in kebab or snake case. Raises BadInputError."""
+    """Return the settings of a TOML file, keys in kebab or snake case.
+
+    Raises BadInputError for an unknown key or an invalid value.
+    """
     values: dict[str, Any] = {}
     for key, value in read_toml(path, "--config ").items():
         name = key.replace("-", "_")
@@ -168,7 +171,10 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 
 def convert(name: str, value: Any, where: str) -> Any:
-    """Convert the text of one setting to the type of its field. Raises BadInputError."""
+    """Convert the text of one setting to the type of its field.
+
+    Raises BadInputError if the text has no value of that type.
+    """
     holds = shape(_fields()[name].annotation)
     if name.endswith("_s") and isinstance(value, str):
         try:

@@ -74,9 +74,10 @@ def _find_obstacle(path: Path) -> str | None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write the output of a command. Raises BadInputError.
+    """Write the output of a command.
 
-    If `path` is no longer writable, the output goes to the temporary folder that the error names.
+    Raises BadInputError if `path` is no longer writable; then the output is written to a temporary
+    file, which the error names.
     """
     from outpace.records.base import write_atomic  # --help needs no records
 

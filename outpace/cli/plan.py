@@ -84,7 +84,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> "Plans":
-    """Return the plans that the command line asks for. Raises BadInputError."""
+    """Return the plans that the command line asks for.
+
+    Raises BadInputError if an argument is invalid.
+    """
     arguments = _parser().read(argv)
     _check(arguments)
     from outpace.jobs.planning.request import job

@@ -81,7 +81,10 @@ def probe_machine(
     sections: Sequence[str], quick: bool, budget_s: float | None, out: Path | None,
     given: Mapping[str, object],
 ) -> Machine:  # fmt: skip
-    """Measure this host for a Python program. Raises BadInputError."""
+    """Measure this host for a Python program.
+
+    Raises BadInputError for an unknown keyword or section.
+    """
     from outpace.jobs.probe import job
     from outpace.jobs.probe.request import ProbeRequest
     from outpace.reporting.terminal.probe import progress_of

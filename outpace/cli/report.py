@@ -61,7 +61,7 @@ class _Report:
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Write a report; returns 0. Raises BadInputError."""
+    """Write a report; returns 0. Raises BadInputError if there is nothing to report on."""
     arguments = _parser().read(argv)
     kind = _format(arguments.format, arguments.out)
     kept = kind in ("html", "png") or arguments.json
@@ -82,7 +82,7 @@ def write_report(
     paths: Sequence[Path], out: Path | None = None, kind: str | None = None,
     browser: str | None = None,
 ) -> Path:  # fmt: skip
-    """Write a report and return its file. Raises BadInputError."""
+    """Write a report and return its file. Raises BadInputError if there is nothing to report on."""
     made = _make(paths, out, _format(kind, out), browser, kept=True)
     assert made.out is not None
     return made.out
@@ -124,7 +124,7 @@ def _format(asked: str | None, out: Path | None) -> str:
 
 
 def _read_subject(path: Path) -> _Subject:
-    """Read a run's folder or a result file. Raises BadInputError."""
+    """Read a run's folder or a result file. Raises BadInputError if `path` is neither."""
     if path.is_dir():
         if (path / _RUN).is_file():
             return _Subject(path, None)

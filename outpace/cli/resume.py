@@ -109,7 +109,7 @@ def _suggest_recovery(run: Path) -> str:
 
 
 def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse to resume if the run's inputs are no longer in their places. Raises BadInputError."""
+    """Refuse to resume if the run's inputs are no longer in their places."""
     for name in _PATHS:
         value = getattr(settings, name)
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:

@@ -41,7 +41,7 @@ class Condition:
 
 
 def condition_of(word: str) -> Condition:
-    """Parse a condition. Raises BadInputError."""
+    """Parse a condition. Raises BadInputError if `word` is not one."""
     found = _FORM.fullmatch(word)
     if found is None:
         raise BadInputError(
@@ -67,7 +67,10 @@ def field_of(word: str, where: str) -> str:
 
 
 def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
-    """Return the value with the field's type; None for 'none'. Raises BadInputError."""
+    """Return the value with the field's type; None for 'none'.
+
+    Raises BadInputError if the text is no such value.
+    """
     owner = field_owner(name)
     assert owner is not None
     holds = options.shape(owner.model_fields[name].annotation)

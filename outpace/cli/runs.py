@@ -35,7 +35,7 @@ _OF_THE_MOMENT = ("out", "resume")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """List runs, or show one; returns 0. Raises BadInputError."""
+    """List runs, or show one; returns 0. Raises BadInputError if an argument is invalid."""
     arguments = _parser().read(argv)
     paths = arguments.path
     if paths[:1] == [Path("show")]:

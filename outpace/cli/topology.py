@@ -19,7 +19,10 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print a topology and its consequences; return 0. Raises BadInputError."""
+    """Print a topology and its consequences; return 0.
+
+    Raises BadInputError if an argument is invalid.
+    """
     arguments = _parser().read(argv)
     from outpace.probing.hardware.host_topology import read_topology
 

@@ -357,7 +357,7 @@ def _parser() -> Parser:
 def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
     """Read settings and their origins from the arguments of a run that a scheduler starts.
 
-    Raises BadInputError.
+    Raises BadInputError if a setting is invalid, or an option would start ranks.
     """
     arguments = _parser().read(with_run_named(argv))
     given = _given_launch_options(arguments)
@@ -422,7 +422,7 @@ def _finished_result(settings: TrainSettings) -> Measurement | None:
 def with_run_named(argv: list[str]) -> list[str]:
     """Rewrite `--resume DIR` as `--resume --out DIR`, which means the same.
 
-    Raises BadInputError.
+    Raises BadInputError if --out names another run.
     """
     words: list[str] = []
     for place, word in enumerate(argv):

@@ -70,7 +70,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def run_tuning(argv: list[str]) -> Tuning:
-    """Run the tuning that the command line asks for, and save it. Raises BadInputError."""
+    """Run the tuning that the command line asks for, and save it.
+
+    Raises BadInputError if an argument is invalid.
+    """
     return _answer(_parser().read(argv), argv)[2]
 
 
@@ -144,7 +147,7 @@ def _host_bytes(settings: TrainSettings) -> int | None:
 
 
 def _require_host(folder: Path, machine: Machine) -> None:
-    """Refuse to resume trials of another machine. Raises BadInputError."""
+    """Refuse to resume trials of another machine."""
     path = folder / HOST_FILE
     if not path.is_file():
         return
@@ -251,7 +254,10 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
 
 
 def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
-    """Return the trials of the tuning so far. Raises BadInputError."""
+    """Return the trials of the tuning so far.
+
+    Raises BadInputError if the tuning had other settings.
+    """
     path = folder / TRIALS_FILE
     if not can_resume(folder, path, resumes, "tuning run"):
         return []

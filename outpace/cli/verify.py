@@ -246,7 +246,7 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
 def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
     """Split a list at commas or spaces; return its words in the order of those `known`.
 
-    "all" stands for all of them. Raises BadInputError.
+    "all" stands for all of them. Raises BadInputError if a word is not known.
     """
     words = list(known) if text == "all" else text.replace(",", " ").split() or [text]
     for word in words:

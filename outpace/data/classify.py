@@ -44,7 +44,10 @@ class TextColumns:
 
 
 def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> TextColumns:
-    """Return the requested columns, or those of a known benchmark. Raises BadInputError."""
+    """Return the requested columns, or those of a known benchmark.
+
+    Raises BadInputError if the table has no such columns.
+    """
     there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
         raise BadInputError(f"--text-fields names {len(texts)} columns; a sample has 1 or 2 texts")
@@ -189,7 +192,8 @@ def examples_of(
 ) -> list[list[Example]]:
     """Return the texts and labels of the rows of each part; numbers of `classes` become names. A
     label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or -1
-    is among the labels `known` from a stored classifier. Raises BadInputError.
+    is among the labels `known` from a stored classifier. Raises BadInputError if a text or label is
+    missing or invalid.
     """
     seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
     signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))

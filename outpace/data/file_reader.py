@@ -15,7 +15,7 @@ State = tuple[int, int, int]
 
 
 def state_of(file: Path) -> State:
-    """Return a file's size and times. Raises BadInputError."""
+    """Return a file's size and times. Raises BadInputError if it cannot be read."""
     try:
         stat = file.stat()
     except OSError as error:

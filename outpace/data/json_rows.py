@@ -206,7 +206,10 @@ class _Text:
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """Read the next value; return it and its source text. Raises BadInputError."""
+        """Read the next value; return it and its source text.
+
+        Raises BadInputError if the text is not JSON.
+        """
         while True:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)

@@ -41,7 +41,7 @@ def read_tables(references: Iterable[str]) -> list[Table]:
 
 
 def read_table(reference: str) -> Table:
-    """Return the rows of one --data argument. Raises BadInputError."""
+    """Return the rows of one --data argument. Raises BadInputError if it has no rows."""
     source = open_source(reference, rows=True)
     if source.is_tokens:
         raise BadInputError(f"{reference} holds tokens, and a task needs rows with columns")

@@ -69,7 +69,8 @@ def ensure_entry(
 ) -> Index:
     """Create the entry if it is missing or incomplete; return its index.
 
-    Processes that need the same entry wait for each other. Raises BadInputError.
+    Processes that need the same entry wait for each other. Raises BadInputError if the cache cannot
+    be used.
     """
     index, _ = read_index(entry)
     if index is not None:

@@ -278,7 +278,10 @@ def _plain_stream(path: Path) -> Stream:
 
 
 def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
-    """Read the ids after llm.c's header (dev/data/data_common.py there). Raises BadInputError."""
+    """Read the ids after llm.c's header (dev/data/data_common.py there).
+
+    Raises BadInputError if the file contradicts the header, or has no tokens.
+    """
     dtype, version = _LLMC_MAGIC[int(header[0])]
     found, count = (int(n) for n in header[1:3])
     if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
@@ -420,7 +423,10 @@ def _entropy_bits(shares: Array) -> float:
 
 
 def megatron_stream(path: Path) -> Stream:
-    """Read a Megatron-LM .bin with its .idx (MMIDIDX, version 1). Raises BadInputError."""
+    """Read a Megatron-LM .bin with its .idx (MMIDIDX, version 1).
+
+    Raises BadInputError if the index is damaged or of another version.
+    """
     idx = path.with_suffix(".idx")
     try:
         header = idx.read_bytes()

@@ -239,7 +239,10 @@ def _not_in_vocabulary(role: str, token: str) -> str:
 
 
 def _templates(told: Any) -> dict[str, str]:
-    """Return the templates of a configuration, by name. Raises BadInputError."""
+    """Return the templates of a configuration, by name.
+
+    Raises BadInputError if they are given in another form.
+    """
     if told is None:
         return {}
     if isinstance(told, str):

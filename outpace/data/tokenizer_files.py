@@ -178,7 +178,7 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
     characters from there (or their defaults), and GPT-2's and RoBERTa's the space before a text.
-    Raises BadInputError.
+    Raises BadInputError if special tokens would be split.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if config.get("split_special_tokens") is True:

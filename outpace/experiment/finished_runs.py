@@ -21,7 +21,10 @@ NOT_IN_TURN = (
 
 
 def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
-    """Return an experiment with an arm per run, with settings that differ. Raises BadInputError."""
+    """Return an experiment with an arm per run, with settings that differ.
+
+    Raises BadInputError if a folder holds no run.
+    """
     for run in runs:
         if not (run / RUN_FILE).is_file():
             raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")

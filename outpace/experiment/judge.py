@@ -35,7 +35,7 @@ def judge(
 
 
 def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison:
-    """Compare finished runs. Raises BadInputError."""
+    """Compare finished runs. Raises BadInputError if a folder holds no run."""
     experiment = arms_of(runs, price)
     ended = ComparisonEnd(tuple(outcomes_of(runs, experiment)), "the runs are over")
     words = ["outpace", "compare", "--runs", *map(str, runs)]

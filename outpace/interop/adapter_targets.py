@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError, excerpt, shorten
 def require_targets(
     config: Mapping[str, Any], weights: Path, held: Collection[str], known: Collection[str]
 ) -> None:
-    """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
+    """Refuse an adapter whose tensors do not match the modules in its config.
 
     `weights` is the adapter's file; `held`: modules of its tensors; `known`: modules of the base.
     PEFT silently skips tensors of modules that are not named, and treats missing tensors of named

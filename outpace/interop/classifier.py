@@ -84,7 +84,7 @@ def unsupported_task(directory: Path) -> str | None:
 
 
 def require_layer(directory: Path) -> None:
-    """Refuse a classifier whose files lack the classification layer. Raises BadInputError."""
+    """Refuse a classifier whose files lack the classification layer."""
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     layer = f"{used.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):

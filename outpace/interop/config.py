@@ -190,7 +190,8 @@ def _source_files() -> Iterator[bytes]:
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
     """Return the config as transformers interprets it, with every default filled in. `values` are
     those of config.json. They must describe a single model with no dimension below 1;
-    `require_consistent` explains this and `strict`. Raises BadInputError.
+    `require_consistent` explains this and `strict`. Raises BadInputError if `values` describe
+    anything else, or transformers cannot read them.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)

@@ -117,7 +117,7 @@ class ReadValues:
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse a config.json that describes two different models. `strict`: also refuse keys that the
     model_type does not have and that would change the layers; otherwise, refuse only nested configs
-    that it does not have. Raises BadInputError.
+    that it does not have.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)

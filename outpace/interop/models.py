@@ -51,7 +51,8 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
 
     References are resolved in this order: a preset's name ("./gpt2" is the directory); a Hugging
     Face directory; the directory of a finished run; a spec file (.toml, .json); a preset's name in
-    capitals; "file.py:function", the only form that runs code. Raises BadInputError.
+    capitals; "file.py:function", the only form that runs code. Raises BadInputError if
+    `reference` names no model, or one that outpace cannot read.
     """
     if reference in PRESETS:
         return _open_preset(reference)

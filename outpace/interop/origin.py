@@ -41,7 +41,8 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
     """Return a function that copies a tokenizer's files into a folder.
 
     Older formats, which other programs can read only if they know the model's type, are converted.
-    `chat_template` is the template used in training, if the folder has none. Raises BadInputError.
+    `chat_template` is the template used in training, if the folder has none. Raises BadInputError
+    if the tokenizer cannot be read.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = load_tokenizer(str(source))

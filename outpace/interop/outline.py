@@ -75,7 +75,10 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
 
 
 def outline_from_config(config: Any, where: str) -> Outline:
-    """Return the outline of a `transformers` config. Raises BadInputError."""
+    """Return the outline of a `transformers` config.
+
+    Raises BadInputError if its architecture is not supported.
+    """
     if config.model_type not in READERS:
         raise _unknown_architecture(config.model_type, where)
     return _outline_from_config(config, where)[0]

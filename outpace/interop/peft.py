@@ -211,7 +211,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 def fingerprint_config(folder: Path) -> str:
     """Return the settings of an adapter's matrices and their scale as JSON with sorted keys. The
-    base's name, a path that may differ between hosts, is left out. Raises BadInputError.
+    base's name, a path that may differ between hosts, is left out. Raises BadInputError if the
+    adapter is not plain LoRA.
     """
     config = read_adapter_config(folder)
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
@@ -222,7 +223,7 @@ def fingerprint_config(folder: Path) -> str:
 
 
 def _check_form(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse adapters that do more than add B · A to the base's weights. Raises BadInputError."""
+    """Refuse adapters that do more than add B · A to the base's weights."""
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise BadInputError(
@@ -240,7 +241,7 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse alphas that `_scale` cannot use. Raises BadInputError."""
+    """Refuse alphas that `_scale` cannot use."""
     patterns = values.get("alpha_pattern") or {}
     for key, found in (("alpha_pattern", patterns), ("rank_pattern", values.get("rank_pattern"))):
         _check_patterns(key, found or {}, path)
@@ -252,7 +253,7 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_patterns(key: str, patterns: Any, path: Path) -> None:
-    """Refuse invalid patterns of module names. Raises BadInputError."""
+    """Refuse invalid patterns of module names."""
     if not isinstance(patterns, dict):
         raise BadInputError(
             f"{path}: {key} is {excerpt(patterns)}; it must be an object that maps names of "
@@ -268,7 +269,10 @@ def _check_patterns(key: str, patterns: Any, path: Path) -> None:
 
 
 def base_of(folder: Path) -> Path:
-    """Return the directory of an adapter's base weights. Raises BadInputError."""
+    """Return the directory of an adapter's base weights.
+
+    Raises BadInputError if it is not on this machine.
+    """
     named = named_base(folder)
     base = _directory(named)
     if base is None:
@@ -281,7 +285,10 @@ def base_of(folder: Path) -> Path:
 
 
 def named_base(folder: Path) -> str:
-    """Return the base model's name in an adapter's config, or "". Raises BadInputError."""
+    """Return the base model's name in an adapter's config, or "".
+
+    Raises BadInputError if the adapter is not plain LoRA.
+    """
     return str(read_adapter_config(folder).get("base_model_name_or_path") or "")
 
 

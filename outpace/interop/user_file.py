@@ -18,7 +18,9 @@ from outpace.records.errors import BadInputError, suggest
 
 
 def load_function(reference: str) -> Callable[[], Any]:
-    """Run the file that 'file.py:function' names and return the function. Raises BadInputError.
+    """Run the file that 'file.py:function' names and return the function.
+
+    Raises BadInputError if the file or the function is missing, or the file fails.
 
     Call it only for a name that the user has given: from then on, `require_named` accepts the file.
     """
@@ -60,8 +62,9 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that is named in a file but was never named by a user of this machine. Raises
-    BadInputError. Runs are shared, so anyone may have written the file `where`.
+    """Refuse code that is named in a file but was never named by a user of this machine.
+
+    Runs are shared, so anyone may have written the file `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():

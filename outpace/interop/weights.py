@@ -237,7 +237,7 @@ def _convert(
 
 
 def require_numbers(tensor: Tensor, name: str) -> None:
-    """Refuse weights with NaN or infinite values. Raises BadInputError."""
+    """Refuse weights with NaN or infinite values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     low, high = torch.aminmax(tensor.detach())  # both are NaN if any value is NaN
@@ -253,7 +253,7 @@ def require_numbers(tensor: Tensor, name: str) -> None:
 
 def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
     """Return these tokens' rows of the embedding, and of an untied head, in fp32. Ids beyond the
-    last row are left out. Raises BadInputError.
+    last row are left out. Raises BadInputError if the files cannot be read.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     found = []
@@ -268,7 +268,10 @@ def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory, as stored. Raises BadInputError."""
+    """Return the names of the tensors in a directory, as stored.
+
+    Raises BadInputError if the files cannot be read.
+    """
     with open_tensors(directory) as tensors:
         return frozenset(tensor.name for tensor in tensors)
 

@@ -64,7 +64,7 @@ def require_plain(module: nn.Module) -> None:
     """Refuse extra state that cannot be saved safely, and tensors under unknown names.
 
     Saving extra state must work, and loading it must not run code. A name is unknown if no
-    parameter or buffer has it. Raises BadInputError.
+    parameter or buffer has it.
     """
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__

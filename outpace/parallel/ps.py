@@ -246,7 +246,10 @@ def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make the first ranks workers and the last ranks servers. Raises BadInputError."""
+    """Make the first ranks workers and the last ranks servers.
+
+    Raises BadInputError if there are fewer parameters to train than servers.
+    """
     plan, objective = request.plan, request.objective
     make_equal(objective)
     trainable = [p for p in objective.parameters() if p.requires_grad]

@@ -80,8 +80,9 @@ class Record(BaseModel):
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
         """Read the record from a JSON file. `option`: the flag that names the file.
 
-        Raises BadInputError. If the file was edited since it was written, `on_change` is called
-        with a message; without it, this is an error, too.
+        Raises BadInputError if the file cannot be read, or its values are invalid. If the file was
+        edited since it was written, `on_change` is called with a message; without it, this is an
+        error, too.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
@@ -178,7 +179,10 @@ def require_no_pointer(path: Path) -> None:
 
 
 def read_toml(path: Path, option: str = "") -> dict[str, Any]:
-    """Read the table of a TOML file. `option`: the flag that names it. Raises BadInputError."""
+    """Read the table of a TOML file. `option`: the flag that names it.
+
+    Raises BadInputError if the file cannot be read.
+    """
     import tomllib
 
     with _explain_read_errors(path, "TOML", option):

@@ -60,7 +60,10 @@ def folder_damage(folder: Path) -> str | None:
 
 
 def require_small_files(folder: Path) -> None:
-    """Compare all small files by checksum and large ones by size. Raises BadInputError."""
+    """Compare all small files by checksum and large ones by size.
+
+    Raises BadInputError if a file is damaged.
+    """
     entries = _entries(folder)
     for name in entries:
         _refuse(folder, _damage(folder / name, entries, reads=not name.endswith(_LARGE)))
@@ -69,7 +72,7 @@ def require_small_files(folder: Path) -> None:
 def require_readable(path: Path) -> None:
     """Refuse a file that cannot be read, is a Git LFS pointer, or has the wrong checksum.
 
-    The checksum is verified if the folder has one for the file. Raises BadInputError.
+    The checksum is verified if the folder has one for the file.
     """
     require_no_pointer(path)
     entries = _entries(path.parent)

@@ -23,7 +23,10 @@ class Host(Record):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse 'a:4,b:4'. Raises BadInputError."""
+    """Parse 'a:4,b:4'.
+
+    Raises BadInputError if the text has another form, or a host is named twice.
+    """
     found = []
     for part in text.split(","):
         name, colon, slots = part.strip().rpartition(":")

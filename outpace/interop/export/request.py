@@ -154,7 +154,10 @@ class ExportRequest:
 
     @property
     def accumulation(self) -> int:
-        """Number of passes of a data-parallel share per step. Raises BadInputError."""
+        """Number of passes of a data-parallel share per step.
+
+        Raises BadInputError if the plan does not divide the global batch.
+        """
         return self.plan.accumulation(self.global_batch)
 
     @property
@@ -224,7 +227,8 @@ def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
     """Replace a pipeline over `over` ranks by data parallelism, with the same global batch.
 
     Returns the number of ranks (the largest number over which the batch can be divided), the
-    micro-batch and the accumulation. Raises BadInputError.
+    micro-batch and the accumulation. Raises BadInputError if the plan does not divide the global
+    batch.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

@@ -224,7 +224,9 @@ def _pretraining_inputs(
 
 
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
-    """Prepare and cache the data that training with these settings reads. Raises BadInputError.
+    """Prepare and cache the data that training with these settings reads.
+
+    Raises BadInputError if the data cannot be read.
 
     Custom models are skipped, since their code runs only where they train.
     """

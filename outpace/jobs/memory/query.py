@@ -271,7 +271,10 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
 
 
 def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
-    """Trace the memory of `rank`, or of the rank that needs the most. Raises BadInputError."""
+    """Trace the memory of `rank`, or of the rank that needs the most.
+
+    Raises BadInputError if the plan has no such rank.
+    """
     require_rank(asked, rank)
     return worst(asked) if rank is None else asked.trace(rank)
 

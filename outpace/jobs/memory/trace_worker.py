@@ -68,7 +68,10 @@ class Tracer:
         return AccountSummary.model_validate(self._request(ask))
 
     def trace_timeline(self, ask: TraceRequest) -> MemoryAccount:
-        """Return one rank's account with its full memory timeline. Raises BadInputError."""
+        """Return one rank's account with its full memory timeline.
+
+        Raises BadInputError if the step cannot be traced.
+        """
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
     def _request(self, ask: TraceRequest) -> dict[str, Any]:

@@ -248,7 +248,10 @@ def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
 
 
 def _read_layout(text: str | None) -> dict[str, Any]:
-    """Parse "strategy=zero3,tp=2" as settings of a plan. Raises BadInputError."""
+    """Parse "strategy=zero3,tp=2" as settings of a plan.
+
+    Raises BadInputError for a setting that a plan does not have.
+    """
     found: dict[str, Any] = {}
     for part, name, value in split_settings(text):
         if value is None or name not in Plan.model_fields:

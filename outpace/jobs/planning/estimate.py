@@ -17,7 +17,8 @@ def estimate(
     """Estimate a plan on the requested machines; also return the planning problem.
 
     `name`: the plan's name in error messages. With `trace`, the real model runs under fake tensors,
-    which gives its exact peak memory. Raises BadInputError.
+    which gives its exact peak memory. Raises BadInputError if the plan is for another number of
+    devices, or cannot be estimated.
     """
     question = job(asked)
     if plan.world_size != question.wanted.world:

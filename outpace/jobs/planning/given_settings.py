@@ -29,7 +29,10 @@ def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
 
 
 def read_keep(text: str | None) -> dict[str, Any]:
-    """Parse "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
+    """Parse "precision=bf16,micro_batch=1" as settings of a plan.
+
+    Raises BadInputError for an unknown setting or an invalid value.
+    """
     found: dict[str, Any] = {}
     for part, name, value in split_settings(text):
         if value is None:

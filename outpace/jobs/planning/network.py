@@ -21,7 +21,10 @@ _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def network_report(asked: NetworkQuestion) -> NetworkReport:
-    """Answer the network question. Raises BadInputError."""
+    """Answer the network question.
+
+    Raises BadInputError if a model, plan, machine or network in it is not valid.
+    """
     name, spec = _model(asked.model)
     site = Site(asked)
     plan = None

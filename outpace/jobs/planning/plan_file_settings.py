@@ -13,7 +13,9 @@ from outpace.records.settings import TrainSettings
 def follow_plan(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge the --plan file's settings into the given ones. Raises BadInputError.
+    """Merge the --plan file's settings into the given ones.
+
+    Raises BadInputError if the two contradict each other.
 
     Return both sets of settings, with their origins. Other settings must agree with the file;
     sequence length and batch may differ.

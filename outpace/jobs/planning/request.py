@@ -288,7 +288,10 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
-    """Return the required settings, with adapters' own options. Raises BadInputError."""
+    """Return the required settings, with adapters' own options.
+
+    Raises BadInputError if one is invalid or given twice.
+    """
     keep = read_keep(asked.keep)
     found = dict(keep)
     for name, text in asked.adapters.items():
@@ -331,7 +334,7 @@ def _read_vary(
     """Parse "precision,compile" as values to try; "all" is everything not fixed.
 
     Precisions are those of the device, the default first; optimizers are those that support the
-    precision. Raises BadInputError.
+    precision. Raises BadInputError if a setting is unknown, or fixed as well.
     """
     text, asked = question.vary, question.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
@@ -368,7 +371,8 @@ def _read_vary(
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
     """Return the question with a changed network, node interconnect, memory or number of nodes.
 
-    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError.
+    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError if a part
+    of `text` is invalid.
     """
     changed, numbers = asked, {}
     for part in text.split(","):

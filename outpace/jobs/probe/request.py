@@ -66,7 +66,7 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """The model for which sizes are recommended. Raises BadInputError."""
+        """The model for which sizes are recommended. Raises BadInputError for a custom model."""
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(
@@ -88,7 +88,10 @@ class ProbeRequest:
         return seq_len * (size if isinstance(size, int) else 1)
 
     def directories(self) -> dict[str, Path]:
-        """Return the directories whose storage is measured, by purpose. Raises BadInputError."""
+        """Return the directories whose storage is measured, by purpose.
+
+        Raises BadInputError if one does not exist.
+        """
         scratch = self.settings.offload_dir or Path(tempfile.gettempdir())
         places = {"checkpoints": self.settings.out or Path(), "offload": scratch}
         for role, place in places.items():
@@ -100,7 +103,10 @@ class ProbeRequest:
         return places
 
     def loader(self) -> LoaderData:
-        """Return the data as training would load it. Raises BadInputError."""
+        """Return the data as training would load it.
+
+        Raises BadInputError if the model or tokenizer cannot be read.
+        """
         settings = self.settings
         opened = open_model(settings.model)
         reference = settings.tokenizer or opened.tokenizer
@@ -118,7 +124,10 @@ class ProbeRequest:
 
 
 def _custom_dataset(opened: OpenedModel, settings: TrainSettings) -> Any | None:
-    """Return a custom model's own data set, if it has one. Raises BadInputError."""
+    """Return a custom model's own data set, if it has one.
+
+    Raises BadInputError if --data is given as well.
+    """
     if opened.build is None:
         return None
     dataset = build_custom_model(opened.build).dataset

@@ -95,7 +95,7 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
 def refuse_transforms(name: str, output: Any) -> None:
     """Refuse an output that torch.func has wrapped: wrappers are invalid outside a transform.
 
-    This includes tangents of forward-mode derivatives. Raises BadInputError.
+    This includes tangents of forward-mode derivatives.
     """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and (

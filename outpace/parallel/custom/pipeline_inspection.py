@@ -264,7 +264,7 @@ class PipelineInspection:
     def _compare(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
-        """Refuse a pipeline whose loss differs from a single process's. Raises BadInputError."""
+        """Refuse a pipeline whose loss differs from a single process's."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:

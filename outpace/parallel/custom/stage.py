@@ -121,7 +121,7 @@ class CustomStage(nn.Module):
             block.forward = partial(self._visit, number, block.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CustomStage":
-        """Refuse to copy a module that this stage runs. Raises BadInputError."""
+        """Refuse to copy a module that this stage runs."""
         assert self._absent is not None
         raise self._absent.refusal(EXPLAIN_COPY)
 

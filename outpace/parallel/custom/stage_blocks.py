@@ -90,10 +90,7 @@ def require_separate_blocks(
 
 
 def require_split_backward(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse modules that cannot compute weight gradients separately.
-
-    Raises BadInputError.
-    """
+    """Refuse modules that cannot compute weight gradients separately."""
     why = "it computes gradients of weights separately"
     refuse_hooks(model.named_parameters(), strategy, why, after_alone=True)
     for name, part in model.named_modules():

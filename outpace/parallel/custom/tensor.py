@@ -222,7 +222,10 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Split the model over all ranks as the layouts specify. Raises BadInputError."""
+    """Split the model over all ranks as the layouts specify.
+
+    Raises BadInputError if they do not fit the model.
+    """
     plan = request.plan
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     layouts = layouts_of(model, request.layouts, plan.tp)

@@ -212,7 +212,8 @@ class FirstBatch:
     ) -> tuple[FoundDifference | None, Tensor | None]:
         """Run the layout, and return the first difference, or None if there is none.
 
-        Also returns the step's totals if this was the first step. Collective. Raises BadInputError.
+        Also returns the step's totals if this was the first step. Collective. Raises BadInputError
+        if the layout fails, or changes parameters unlike the plain module.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
@@ -386,7 +387,9 @@ class FirstBatch:
         watch: MovedParameters,
         plain: PlainSums,
     ) -> tuple[Tensor, bool]:
-        """Run the layout as `_run_layout` does; `watch` records changes. Raises BadInputError.
+        """Run the layout as `_run_layout` does; `watch` records changes.
+
+        Raises BadInputError if the layout fails.
 
         Operators are observed only if those of the plain module have written to parameters on some
         rank. Otherwise, the version counters suffice, and they cost nothing.
@@ -429,7 +432,7 @@ class FirstBatch:
     ) -> bool:
         """Refuse a layout whose forward changes parameters unlike the plain module's. Collective.
 
-        Returns whether the step has to be computed `again` on any rank. Raises BadInputError.
+        Returns whether the step has to be computed `again` on any rank.
         """
         moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}

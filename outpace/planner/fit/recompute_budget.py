@@ -60,7 +60,10 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 
 
 def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
-    """Return the plan with all blocks in the first mode that fits. Raises BadInputError."""
+    """Return the plan with all blocks in the first mode that fits.
+
+    Raises BadInputError if none fits.
+    """
     for mode, cost in uniform.items():
         if cost.peak_memory_bytes <= budget_bytes:
             return _uniform(plan, mode)

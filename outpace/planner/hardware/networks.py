@@ -82,7 +82,8 @@ def of_node(node: Node) -> Network | None:
 def read_network(text: str, option: str = "--network ") -> Network:
     """Parse a node's network: "4 x omni-path-100", "infiniband-ndr", "50Gbit/s", "12.5GB/s".
 
-    `option` precedes the text in error messages. Raises BadInputError.
+    `option` precedes the text in error messages. Raises BadInputError if the text has another form,
+    or names an unknown link.
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is not None:

@@ -45,7 +45,10 @@ def schedule_graph(
 
 
 def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
-    """Return the schedule's fixed number, or the requested one. Raises BadInputError."""
+    """Return the schedule's fixed number, or the requested one.
+
+    Raises BadInputError for sizes that the schedule does not allow.
+    """
     if schedule not in SCHEDULES:
         raise BadInputError(f"{schedule} is not a pipeline schedule. Use {', '.join(SCHEDULES)}")
     if ranks < 1 or microbatches < 1:

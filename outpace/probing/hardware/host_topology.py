@@ -24,7 +24,7 @@ def read_topology(
     """Read the topology of this host, or from a file with the output of `nvidia-smi topo -m`.
 
     `file` "-" is standard input. `nvlink`: the generation of the links ("4"), if no GPU here
-    reports it. Raises BadInputError.
+    reports it. Raises BadInputError if that generation is unknown, or the file cannot be read.
     """
     if nvlink is not None:
         find_link(f"NVLink {nvlink}")  # raises an error for an unknown one, even if no GPU needs it

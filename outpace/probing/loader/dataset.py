@@ -64,7 +64,10 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """Return data ready for loading; files are written in `folder`. Raises BadInputError."""
+    """Return data ready for loading; files are written in `folder`.
+
+    Raises BadInputError if no source is given, or one is not found.
+    """
     if data.dataset is not None:
         kind, count = type(data.dataset).__name__, len(data.dataset)
         note = f"loader: timed on your own data set, {count} samples of {kind}"

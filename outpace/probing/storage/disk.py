@@ -70,7 +70,7 @@ def refusals(directory: Path) -> Iterator[None]:
 
 
 def require_room(directory: Path, nbytes: int) -> None:
-    """Refuse to use more than half of the free space. Raises BadInputError."""
+    """Refuse to use more than half of the free space."""
     free = shutil.disk_usage(directory).free
     if nbytes > _TAKEN_SHARE * free:
         raise BadInputError(

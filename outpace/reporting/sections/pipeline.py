@@ -33,7 +33,10 @@ _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
-    """Simulate a plan's schedule with a micro-batch's times on each stage. Raises BadInputError."""
+    """Simulate a plan's schedule with a micro-batch's times on each stage.
+
+    Raises BadInputError for sizes that the schedule does not allow.
+    """
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
     return simulate_stages(todo, times, transfer_s)
 
