@@ -313,8 +313,8 @@ _NOMINAL = 1.07
 def _board_of(asked: _MachineName) -> Accelerator | None:
     """Return the default board of a chip that is named without one: H100 SXM for "h100".
 
-    None if the chip has no default. Raises BadInputError if its boards have several memory sizes
-    and none is given.
+    Returns None if the chip has no default. Raises BadInputError if its boards have several memory
+    sizes and none is given.
     """
     chips = {_slug(known): one for known, one in ACCELERATORS.items()}
     form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")

@@ -24,7 +24,7 @@ PROCESSORS = tuple(_processor(name, **values) for name, values in read_table("pr
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
     """Return the register width in bits with which a core with these features computes in a dtype.
 
-    None if no known extension supports the dtype, or if manufacturers choose the width.
+    Returns None if no known extension supports the dtype, or if manufacturers choose the width.
     """
     known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
     return known[-1].vector_bits if known else None
@@ -33,8 +33,8 @@ def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
     """Return the peak FLOP per cycle of one core with these features (as in Machine.cpu_features).
 
-    None if no known feature computes in this dtype: a processor without bf16 matmuls converts them
-    to fp32, and no peak is published for that.
+    Returns None if no known feature computes in this dtype: a processor without bf16 matmuls
+    converts them to fp32, and no peak is published for that.
     """
     rates = (p.flops_per_cycle.get(dtype) for p in PROCESSORS if p.feature in features)
     known = [rate for rate in rates if rate is not None]

@@ -210,7 +210,10 @@ def examples_of(
 
 
 def _number(value: Any) -> Any:
-    """Return a label; text such as "-1" and "1" becomes a number. None if it is not a label."""
+    """Return a label; text such as "-1" and "1" becomes a number.
+
+    Returns None if it is not a label.
+    """
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None

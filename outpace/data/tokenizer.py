@@ -116,7 +116,7 @@ class Tokenizer:
     def missing_opening(self, ids: Iterable[int]) -> list[int]:
         """Return the opening ids to put before the ids of a text.
 
-        None if it begins with them, as does the text of a chat template.
+        Returns no ids if the text begins with them, as does the text of a chat template.
         """
         opening = self.opening_ids
         return [] if list(islice(ids, len(opening))) == opening else opening

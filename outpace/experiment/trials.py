@@ -144,7 +144,7 @@ def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
     """Return the seconds per step of runs that took turns, so that drift affects all equally.
 
     For each run, this is the median over turns of the first quartile of its step times, relative to
-    the same figure of all runs in the turn. None if a turn is missing.
+    the same figure of all runs in the turn. It is None if a turn is missing.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]

@@ -89,7 +89,7 @@ def clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, fl
     """Return bounds of the step time, from the timestamps at the start of lines.
 
     `step` finds a step's number. Evaluations and checkpoints may occur between two lines, so both
-    bounds are from the median pair. None without timestamps or with fewer than two steps.
+    bounds are from the median pair. Returns None without timestamps or with fewer than two steps.
     """
     marks: list[tuple[int, float]] = []
     unit_s = 0.0

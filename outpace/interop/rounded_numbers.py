@@ -67,8 +67,8 @@ def batch_of_epochs(mean: Range, steps: float, multiple_of: int = 1) -> tuple[in
     """Return the batch, from the mean number of samples per step, and whether no other batch fits.
 
     The last step of an epoch of `steps` may have fewer samples, so the mean may be less than the
-    batch, which is a multiple of each device's batch. None if the mean is not a whole number and
-    several batches fit.
+    batch, which is a multiple of each device's batch. Returns None if the mean is not a whole
+    number and several batches fit.
     """
     exact = mean.only_whole_number(multiple_of)
     if steps < 2:

@@ -20,8 +20,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(tensor: Tensor) -> int | None:
     """Return a hash of a tensor's values; different values collide with probability about 2^-64.
 
-    Strides do not matter. None if there are no values (meta and fake tensors, compilation) or they
-    are not dense in memory (sparse tensors).
+    Strides do not matter. Returns None if there are no values (meta and fake tensors, compilation)
+    or they are not dense in memory (sparse tensors).
     """
     has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
     if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:

@@ -338,8 +338,8 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
     """Take part `place` of `places` from each batch; return at least two new batches of them.
 
-    Samples of two batches are combined where possible. None if there are too few samples, or if
-    they cannot be concatenated.
+    Samples of two batches are combined where possible. Returns None if there are too few samples,
+    or if they cannot be concatenated.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -378,7 +378,7 @@ def explain_lengths(batch: Batch) -> str:
 def concatenate(one: Batch, other: Batch) -> Batch | None:
     """Join two batches, taking values shared by all samples from `one`.
 
-    None if they cannot be joined, because they differ in structure or in lengths.
+    Returns None if they cannot be joined, because they differ in structure or in lengths.
     """
     leaves, structure, samples = _flatten(one)
     others, structure_too, more = _flatten(other)

@@ -195,7 +195,8 @@ class Layout:
     def plain_draws(self) -> PlainDraws | None:
         """Return seeds that let a plain module draw what the stages draw in the next step.
 
-        None if that is unnecessary, since each rank has its own samples, or impossible. Collective.
+        Returns None if that is unnecessary, since each rank has its own samples, or impossible.
+        Collective.
         """
         return None
 

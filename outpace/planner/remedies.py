@@ -153,7 +153,7 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
     """Return the smallest sufficient number of accelerators in a node, and that machine's name.
 
-    None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
+    Returns None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
     """
     cluster = job.cluster
     if cluster.name in NODES or cluster.probed or cluster.nodes > 1:

@@ -109,7 +109,7 @@ class Inventory(Record):
 def omp_threads(text: str) -> int | None:
     """Return the number of threads that OMP_NUM_THREADS requests: the first number of a list.
 
-    This follows OpenMP 5.2, §21.2.2. None if it is not a valid number.
+    This follows OpenMP 5.2, §21.2.2. Returns None if it is not a valid number.
     """
     first = text.partition(",")[0].strip()
     return int(first) or None if first.isascii() and first.isdigit() else None

@@ -57,8 +57,8 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
     """Return a host's network bandwidth, from `network_fit` and the number of groups per host.
 
-    All groups send at the same time, so the network carries the sum of their rates. None if no fit
-    is steady.
+    All groups send at the same time, so the network carries the sum of their rates. Returns None if
+    no fit is steady.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 
@@ -126,7 +126,7 @@ class ProbeRecord(Record):
     def node_network_bytes_per_s(self) -> float | None:
         """Bandwidth of all network cards of a host together, in one direction.
 
-        None if it was not measured or not steady, or if hosts had different numbers of ranks.
+        It is None if it was not measured or not steady, or if hosts had different numbers of ranks.
         """
         fit, ranks = network_fit(self.fits, self.hosts), self.ranks_per_host
         return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)

@@ -27,8 +27,8 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 
 
 class LoggedRun(Record):
-    """A run as described by a trainer's log. None if the log does not say. `steps` were averaged,
-    without the warm-up. Memory is the maximum over the ranks in the log.
+    """A run as described by a trainer's log. Values that it does not state are None. `steps` were
+    averaged, without the warm-up. Memory is the maximum over the ranks in the log.
     """
 
     trainer: TrainerName

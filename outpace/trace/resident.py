@@ -12,7 +12,7 @@ _STATM = Path("/proc/self/statm")
 def anonymous_bytes() -> int | None:
     """Return this process's resident memory that is neither file-backed nor shared (RssAnon).
 
-    The kernel cannot reclaim such memory. None if the kernel does not report it.
+    The kernel cannot reclaim such memory. Returns None if the kernel does not report it.
     """
     try:
         _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()

@@ -23,7 +23,7 @@ OPENING_STEPS = 100  # steps to compare with the expected step time
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a step, over all ranks. None if unknown."""
+    """Costs of a step, over all ranks. Values are None if they are unknown."""
 
     samples: int
     tokens: int | None

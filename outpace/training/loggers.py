@@ -181,7 +181,7 @@ class Wandb(_Scalars):
 def _newest_id(folder: Path) -> str | None:
     """Return the W&B ID of the run to resume, from the newest folder that wandb created for it.
 
-    None if there is no folder, or if WANDB_RUN_ID is set.
+    Returns None if there is no folder, or if WANDB_RUN_ID is set.
     """
     if os.environ.get("WANDB_RUN_ID"):
         return None

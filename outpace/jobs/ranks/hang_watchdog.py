@@ -386,7 +386,7 @@ class _Watchdog:
     def verdict(self, lost: bool, why: str) -> str | None:
         """Return the rank to blame for a collective that failed on this rank.
 
-        None if no rank is to blame and nothing else shows that one is `lost`.
+        Returns None if no rank is to blame and nothing else shows that one is `lost`.
         """
         self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
@@ -422,9 +422,9 @@ class _Watchdog:
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
         """Query all ranks and return the verdict; the first rank to ask writes it for the others.
 
-        None if all make progress, or if all answer and it is `doubtful` that one is lost. `final`:
-        this rank ends because of the verdict, so of others' verdicts it accepts only one that has
-        ended a rank, since the late rank may have arrived.
+        Returns None if all make progress, or if all answer and it is `doubtful` that one is lost.
+        `final`: this rank ends because of the verdict, so of others' verdicts it accepts only one
+        that has ended a rank, since the late rank may have arrived.
         """
         verdicts = HangVerdicts(store)
 

@@ -51,8 +51,8 @@ def find_counted_buffers(
 
     They depend on which samples there are, or on how many. Each forward begins with the same
     buffers and random numbers, so a count of calls or a random mask does not depend on samples.
-    Left out are batch normalisations, and values that no checkpoint contains and each forward
-    sets again, such as caches. None if no forward with parts of the batch succeeds.
+    Left out are batch normalisations, and values that no checkpoint contains and each forward sets
+    again, such as caches. Returns None if no forward with parts of the batch succeeds.
 
     `attributes` with numbers or tensors follow, as named in `kept_attributes`; None stands for all.
     A list or dict must keep its length and keys: a log of losses counts nothing.

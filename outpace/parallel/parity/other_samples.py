@@ -47,8 +47,8 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
     """Return this rank's passes, two of them with a sample of another rank. Collective.
 
     Each of the first two passes begins with the first sample of the next rank's other pass instead
-    of its own. The first pass is returned in two halves. None if a pass has fewer than four samples
-    or an odd number, or if samples of several ranks cannot form a batch.
+    of its own. The first pass is returned in two halves. Returns None if a pass has fewer than four
+    samples or an odd number of them, or if samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -174,7 +174,7 @@ def _explain_forwards(
 ) -> str | None:
     """Return why `compare`, called with a forward without dropout, shows a dependence.
 
-    None if it returns True and no forward draws random numbers or changes anything.
+    Returns None if `compare` returns True and no forward draws random numbers or changes anything.
     """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())

@@ -282,9 +282,9 @@ class PlainPass:
         """Return this rank's sums over samples that are combined differently. Collective.
 
         If the layout, which runs whole micro-batches, computes the same sums, then neither other
-        samples nor previous calls affect a sample. None if samples cannot be separated, if a few of
-        them show that a forward draws or changes something or that samples affect each other (by
-        more than `allowed`), or if a forward of the parts changes something.
+        samples nor previous calls affect a sample. Returns None if samples cannot be separated, if
+        a few of them show that a forward draws or changes something or that samples affect each
+        other (by more than `allowed`), or if a forward of the parts changes something.
         """
         if not self._recombines:
             return None
@@ -343,7 +343,7 @@ class PlainPass:
     def _recombine(self, passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
         """Return this rank's samples in batches other than the plan's. Collective.
 
-        None if that is impossible.
+        Returns None if that is impossible.
         """
         if self._plan.tp > 1:  # all ranks have the same samples
             return take_apart(passes, self.pieces.place, self.pieces.ranks_per_share)

@@ -49,8 +49,8 @@ class Pieces:
     def choose(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
         """Return the micro-batch that this rank takes samples from, and the rank's index.
 
-        None if the plan does not split batches, or if other ranks take the same samples. If all
-        ranks have the same samples, they use different micro-batches.
+        Returns None if the plan does not split batches, or if other ranks take the same samples. If
+        all ranks have the same samples, they use different micro-batches.
         """
         share = self.share
         if share is None or not passes or not self.is_cut(passes):

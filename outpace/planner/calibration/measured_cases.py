@@ -114,7 +114,7 @@ def faster_case(
     like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
 ) -> MeasuredCase | None:
     """Return the fastest case with `like`'s model, devices, length and batch, and fewer bits. It
-    must be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
+    must be faster than `like`'s plan, which takes `step_time_s`. Returns None if there is none.
     """
     if like.plan is None:
         return None

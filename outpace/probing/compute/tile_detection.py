@@ -59,7 +59,7 @@ def find_waves(
 ) -> tuple[tuple[int, int], float] | None:
     """Return the tile whose waves explain a sweep of columns, and the explained fraction.
 
-    None if no tile's waves explain it much better than a straight line.
+    Returns None if no tile's waves explain it much better than a straight line.
     """
     n, t = np.asarray(columns, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:

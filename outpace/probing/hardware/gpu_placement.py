@@ -94,7 +94,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
     """Find the largest groups joined by NVLink, or else by PCIe switches; some GPUs are left out.
 
     This is for hosts with unequal links, such as one bridge among three GPUs, or a GPU that has
-    lost its NVLinks. None if no two GPUs are linked.
+    lost its NVLinks. Returns None if no two GPUs are linked.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}

@@ -32,7 +32,7 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
     """Return the fastest setting with the fewest workers, then the least prefetching.
 
-    None if there are no figures.
+    Returns None if there are no figures.
     """
     known = [f for f in figures if f.value is not None]
     if not known:
