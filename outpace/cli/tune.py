@@ -78,7 +78,7 @@ def run_tuning(argv: list[str]) -> Tuning:
 
 
 def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[str, Any], Tuning]:
-    """Tune; return the folder of the tuning, and the settings that were given."""
+    """Tune; return the folder of the tuning, the settings that were given, and the tuning."""
     settings, origins = _settings(arguments)
     asked = _given_settings(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning run") as folder:

@@ -408,7 +408,7 @@ class _HeaderError(BadInputError):
 
 
 def _require_header(asked: str, before: str, through: str, where: str) -> None:
-    """Refuse an answer if the template writes a different header before it than in its prompt.
+    """Refuse an answer if the header before it differs from the one in the template's prompt.
 
     `asked` is the conversation so far, `before` the same with the prompt's header, and `through`
     the conversation including the answer. Raises _HeaderError.

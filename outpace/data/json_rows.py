@@ -98,7 +98,10 @@ def _nested_name(file: Path) -> str:
 
 
 def _single_object(file: Path) -> tuple[Row, int] | None:
-    """Return the only object of a file, written over several lines; None for other files."""
+    """Return the only object of a file, written over several lines, and the file's bytes.
+
+    Returns None for other files.
+    """
     size = file.stat().st_size
     if size > LINE_BYTES:
         return None
@@ -206,7 +209,7 @@ class _Text:
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """Read the next value; return it and its source text.
+        """Read the next value; return it and the number of characters that it takes.
 
         Raises BadInputError if the text is not JSON.
         """

@@ -65,7 +65,7 @@ class ProcessTree:
             self._process.send_signal(number)
 
     def end(self) -> str:
-        """End the process, if it still runs, and all its descendants; return the output, once.
+        """End the process, if it is still running, and its descendants; return the output, once.
 
         Processes are first asked to end and then killed, one by one: a launcher's workers have
         their own sessions, so a signal to the process group would not reach them.

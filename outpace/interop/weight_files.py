@@ -70,7 +70,7 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file's name suggests data; `below`: it is in a subfolder."""
+    """Return whether a .bin file's name suggests data; `below`: the file is in a subfolder."""
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None

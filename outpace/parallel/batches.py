@@ -224,7 +224,7 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a batch has different entries or tensors than its shallow copy `before`."""
+    """Return whether a batch's entries or tensors differ from its shallow copy's (`before`)."""
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(

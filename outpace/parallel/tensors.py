@@ -242,7 +242,7 @@ def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
     pairs = zip_longest(first, theirs, fillvalue="nothing more")
     place, (known, other) = next(one for one in enumerate(pairs, 1) if one[1][0] != one[1][1])
     error = BadInputError(
-        f"rank {rank} has built a different module than rank 0: parameter or buffer {place} is "
+        f"rank {rank} has built another module than rank 0: parameter or buffer {place} is "
         f"{other} there, and {known} on rank 0. Build the same module on all ranks, with parts in "
         "the same order: a set of names is iterated in another order by each process, so use "
         "sorted(names)."

@@ -138,9 +138,9 @@ class UnitOrder:
         while here < self._group.size():
             if time.monotonic() > until_s:
                 raise BadInputError(
-                    f"block {number} (a {kind}) is called more often or in a different order than "
-                    "in the first batches, but not on all ranks, so they would wait for each "
-                    "other. Treat the model as one block with blocks=[] (parallelize), or use "
+                    f"block {number} (a {kind}) is called more often than in the first "
+                    "batches, or in another order, but not on all ranks, so they would wait for "
+                    "each other. Treat the model as one block with blocks=[] (parallelize), or use "
                     "ddp or zero1."
                 )
             time.sleep(_LOOK_AGAIN_S)

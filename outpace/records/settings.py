@@ -317,7 +317,7 @@ class TrainSettings(Record):
     )
     powersgd_rank: PositiveInt = _computation("rank of powersgd's matrices", 1)
     powersgd_start: int | None = _computation(
-        "steps before powersgd starts (default: a tenth of all, or the warm-up)",
+        "steps before powersgd starts (default: a tenth of the steps, or the warm-up)",
         ge=POWERSGD_LEAST_START,
     )
     bucket_mib: PositiveInt = _computation(

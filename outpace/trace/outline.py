@@ -216,7 +216,7 @@ class ModuleTracing:
     def _attentions(
         self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return a layer's attentions (self and cross) separately from its other operations.
+        """Return a layer's operations except attention, and its attentions (self and cross).
 
         Each attention comes with the number of matmuls before it.
         """

@@ -67,7 +67,7 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Report parameters that no matmul uses, if they are more than a tenth of all."""
+    """Report parameters that no matmul uses, if they are over a tenth of the model's."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (

@@ -65,7 +65,7 @@ def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
     return (
         f"sample {index} of the {name} differs each time it is read{ranks}: it depends on a "
         "separate random generator, on the time or on earlier reads. A resumed run then trains "
-        "on different samples than an uninterrupted one, and ranks and loading processes may "
+        "on samples that differ from an uninterrupted run's, and ranks and loading processes may "
         "draw the same ones. Draw from torch's, NumPy's or random's functions, which outpace "
         "seeds for each sample"
     )

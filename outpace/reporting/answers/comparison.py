@@ -142,7 +142,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_answer(comparison: Comparison) -> Answer:
-    """Say which arms can be claimed to be faster, and show the figures of all."""
+    """Say which arms can be claimed to be faster, and show every arm's figures."""
     parts = step_parts(comparison)
     notes = [comparison.losses] if comparison.losses else []
     return Answer(
