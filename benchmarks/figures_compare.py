@@ -34,8 +34,8 @@ def false_claims(result: dict[str, Any]) -> str:
 
 def tune(result: dict[str, Any]) -> str:
     """Write the results of few trials compared with whole grids."""
-    head = ["problem", "grid", "regret", "mean regret of all", "trials", "share of its time",
-            "faster than the default", "on"]  # fmt: skip
+    head = ["problem", "grid", "regret", "mean regret of all", "trials", "share of the grid's time",
+            "gain over the default", "on"]  # fmt: skip
     rows = [
         [
             row["problem"],

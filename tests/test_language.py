@@ -138,9 +138,9 @@ class Glossary:
             if line.startswith("|") and len(cells) == 4:
                 phrases.update(dict.fromkeys(re.findall(r'"([^"]+)"', cells[2]), cells[0]))
                 names.update(dict.fromkeys(re.findall(r"`([^`]+)`", cells[2]), cells[0]))
-        shared = re.search(r"^Module names that occur in several packages.*$", page, re.M)
+        shared = re.search(r"^These module names may occur in several packages.*$", page, re.M)
         assert shared, "the glossary has no sentence about module names"
-        kept = re.search(r"^Values that files and filters keep.*$", page, re.M)
+        kept = re.search(r"^These stored values are exempt.*$", page, re.M)
         return cls(
             phrases,
             names,
@@ -399,8 +399,8 @@ def test_every_listed_violation_still_occurs(present: dict[str, Violation]) -> N
 
 
 PAGE = """
-Module names that occur in several packages: `plan`.
-Values that files and filters keep: `going on`.
+These module names may occur in several packages: `plan`.
+These stored values are exempt: `going on`.
 
 | term | meaning | not | as in |
 |---|---|---|---|
