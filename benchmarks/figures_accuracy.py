@@ -38,9 +38,9 @@ _OTHERWISE = "not explained"
 # Causes of errors in peak memory, by source.
 _MEMORY_CAUSES = {
     "megatron-lm-golden":
-        "older runs of a test on other machines use as much memory as materialised scores, newer "
-        "ones do not, and no column distinguishes them; two other tests use features without a "
-        "column: a fused loss and distillation.",
+        "older runs of one test, on other machines, use as much memory as if attention scores were "
+        "materialised; newer runs do not, and no column tells them apart; two other tests use "
+        "features without a column: a fused loss and distillation.",
     "litgpt-resource-tables":
         "not explained.",
 }  # fmt: skip
@@ -67,8 +67,10 @@ def accuracy(result: dict[str, Any]) -> str:
     """Write every target with its error, next to one constant's, and whether it is met."""
     missed = [one for one in result["scores"] if not one["reached"]]
     rows = [_row(one) for one in sorted(result["scores"], key=lambda one: bool(one["reached"]))]
-    head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
-    text = f"{len(missed)} of {len(result['scores'])} are not reached; they come first.\n\n"
+    head = ["on", "figure", "rows", "planner", "target", "one constant", "met"]
+    text = (
+        f"{len(missed)} of {len(result['scores'])} targets are missed; they are listed first.\n\n"
+    )
     return text + table(head, rows) + "\n" + _residuals(result) + _titans(result) + stand(result)
 
 
@@ -92,7 +94,7 @@ def _figure(one: dict[str, Any], value: float) -> str:
         return f"{value:,.0f}"
     if figure.endswith(", core s"):
         return f"{value:.1f} s"
-    if figure.startswith("wrongly"):
+    if figure.startswith("wrong"):
         return f"{value:.0f}"
     return f"{value:.1%}"
 
@@ -152,7 +154,7 @@ def pieces(result: dict[str, Any]) -> str:
     found = result["pieces"]
     line, parts = found["linear"], found["pieces"]
     example = line["example"]
-    shape = ", ".join(f"{name} {float(value):g}" for name, value in example[:7])
+    *shape, micro_batch = (f"{name} {float(value):g}" for name, value in example[:7])
     counts, times = zip(*example[7:], strict=True)
     head = ["hidden", "tp", "micro-batch", "published", "planner", "", "regret"]
     rows = [
@@ -163,12 +165,13 @@ def pieces(result: dict[str, Any]) -> str:
     ]  # fmt: skip
 
     def told(name: str) -> str:
-        return "{:.1%} in the mean, {:.1%} at the 95th percentile".format(*found[name])
+        return "{:.1%} on average, {:.1%} at the 95th percentile".format(*found[name])
 
     one, two = ("hidden {}, tp {}, micro-batch {}".format(*worst) for worst in found["worst"])
     took = _listed([f"{seconds * 1e3:.3f}" for seconds in times])
     return (
-        f"With {shape}, {_listed(counts)} micro-batches take {took} ms. None of "
+        f"With {micro_batch} ({', '.join(shape)}), steps of {_listed(counts)} micro-batches take "
+        f"{took} ms. None of "
         f"{line['checked']} further counts is more than {line['worst_s'] * 1e6:.0f} µs off the "
         f"line through the first two. The rows are composed of {len(parts)} times of a layer and "
         "micro-batch; the last column is the mean regret of a planner that takes this time from "
@@ -195,7 +198,7 @@ def left_out(result: dict[str, Any]) -> str:
 
 def measured(result: dict[str, Any]) -> str:
     """Write a probed machine's steps: targets, regrets and errors by kind of plan."""
-    head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
+    head = ["on", "figure", "rows", "planner", "target", "one constant", "met"]
     text = table(head, [_row(one) for one in result["scores"]])
     groups = [
         [name, f"{own:.1%}", f"{other:.1%}"] for name, (own, other) in result["regrets"].items()

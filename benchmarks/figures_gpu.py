@@ -18,6 +18,8 @@ _THROUGHPUT = {
     "lora": "LoRA of Llama-3.2-1B, 4 × 2,048",
 }
 _GIB = 2**30
+# Names of sections whose key is not a term of the glossary.
+_SECTIONS = {"levers": "options, one at a time"}
 
 
 def gpu(result: dict[str, Any]) -> str:
@@ -39,7 +41,8 @@ def _targets(judged: list[dict[str, Any]]) -> str:
 def _steps(sections: dict[str, Any]) -> str:
     traced, probed = _rows(sections, "traced memory"), _rows(sections, "probed time")
     rows = [
-        [shape, name, _ms(row.get("step_time_s")), _tokens(row), _speed(row), _share(row),
+        [shape, _shown_name(name), _ms(row.get("step_time_s")), _tokens(row), _speed(row),
+         _share(row),
          _predicted_time(row, row.get("predicted")),
          _predicted_time(row, probed.get(f"{section}: {name}")), _gib(row.get("peak_bytes")),
          _traced(traced.get(f"{section}: {name}"))]
@@ -52,6 +55,10 @@ def _steps(sections: dict[str, Any]) -> str:
             "MFU, share of best matmul", "predicted step, by the catalog", "by the probe",
             "memory", "traced"]  # fmt: skip
     return table(head, rows)
+
+
+def _shown_name(name: str) -> str:
+    return name.replace("hand loop", "handwritten loop")
 
 
 def _tokens(row: dict[str, Any]) -> str:
@@ -151,7 +158,8 @@ def _left(sections: dict[str, Any]) -> str:
 def _unfinished(sections: dict[str, Any]) -> Iterator[str]:
     for name, told in sections.items():
         if told["status"] != "done":
-            yield f"{name}: {told['status']}."
+            status = told["status"].replace("out of time", "not finished, because time was up")
+            yield f"{_SECTIONS.get(name, name)}: {status}."
         for row, value in _rows(sections, name).items():
             if isinstance(value, dict) and "failure" in value:
                 yield f"{name}, {row}: {value['failure']}"
@@ -185,7 +193,8 @@ def first_h200(path: Path) -> str:
             "memory of tensors"]  # fmt: skip
     with path.open(newline="", encoding="utf-8") as file:
         rows = [
-            [f"{row['model']}, {row['global_batch']} × {int(row['seq_len']):,}", row["variant"],
+            [f"{row['model']}, {row['global_batch']} × {int(row['seq_len']):,}",
+             _shown_name(row["variant"]),
              row["compile"], f"{row['precision']}, {row['optimizer']}", f"{row['wall_ms']} ms",
              f"{int(row['tokens_per_s']):,}", f"{float(row['peak_tensors_gib']):.2f} GiB"]
             for row in csv.DictReader(file)

@@ -58,11 +58,12 @@ def memory(result: dict[str, Any]) -> str:
             "one constant"]  # fmt: skip
     rows = [[*(one[name] for name in names), *_figures(one)] for one in result["memory_kinds"]]
     told = result["labels"]
+    fits = len(told["ran_out_but_said_to_fit"])
     return (
         table(head, rows)
         + f"\nOf {told['ran']:,} layouts that ran, {len(told['ran_but_said_not_to_fit'])} are "
         f"predicted not to fit; of {told['ran_out']} that ran out of memory, "
-        f"{len(told['ran_out_but_said_to_fit'])} are predicted to fit. "
+        f"{fits} {'is' if fits == 1 else 'are'} predicted to fit. "
         + "Not judged, with the number of rows: "
         + "; ".join(f"{why} ({count:,})" for why, count in told["unjudged"].items())
         + ".\n"

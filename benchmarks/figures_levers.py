@@ -80,16 +80,16 @@ def mixed_precision_traced(result: dict[str, Any]) -> str:
     head = ["batch", "published, fp32", "fp16", "saving", "traced, fp32", "fp16", "saving",
             "saving in tensors", "today: saving", "in tensors"]  # fmt: skip
     verdicts = "".join(
-        f"Batch {size}: {one['traced_mib']:,.0f} MiB saved, published {one['published_mib']:,}, "
-        f"{one['off']:+.0%}: {'within' if one['reached'] else 'not within'} "
-        f"{result['tolerance']:.0%}.\n"
+        f"At batch {size}, the trace saves {one['traced_mib']:,.0f} MiB; "
+        f"{one['published_mib']:,} were published ({one['off']:+.0%}, "
+        f"{'within' if one['reached'] else 'not within'} the {result['tolerance']:.0%} allowed).\n"
         for size, one in result["verdicts"].items()
     )
     rest = ", ".join(f"{name}: {mib:,.0f}" for name, mib in result["beyond_reserve_mib"].items())
     return (
         table(head, rows)
         + f"\nMiB; traced is what the allocator has reserved. {verdicts}"
-        + f"Published reading less traced reserve, MiB, by batch and precision: {rest}.\n"
+        + f"Published reading minus traced reserved memory, MiB, by batch and precision: {rest}.\n"
         + stand(result)
     )
 
@@ -133,10 +133,12 @@ def mixed_precision_speed(result: dict[str, Any]) -> str:
         ]
         for name, one in result["strategies"].items()
     ]
-    units = "; ".join(f"{kind}: {unit or 'none'}" for kind, unit in result["units"].items())
+    units = "; ".join(f"for {kind}: {unit or 'none'}" for kind, unit in result["units"].items())
     head = ["strategy", "step, fp32", "bf16", "speedup", "95 % interval", "peak, fp32",
             "bf16"]  # fmt: skip
-    return table(head, rows) + f"\nUnits of this hardware for {units}.\n" + stand(result)
+    return (
+        table(head, rows) + f"\nInstructions or units of this hardware {units}.\n" + stand(result)
+    )
 
 
 def checkpointing_price(result: dict[str, Any]) -> str:
@@ -155,8 +157,9 @@ def checkpointing_price(result: dict[str, Any]) -> str:
         for mode, one in modes.items()
     ]
     bought = "".join(
-        f"Under the peak of batch {result['shape']['batch']} without recomputation, {mode} fits "
-        f"batch {one['batch']}, at {one['time_per_sample_over_plain']:.2f} × the time per sample.\n"
+        f"Within the peak memory of batch {result['shape']['batch']} without recomputation, {mode} "
+        f"recomputation allows a batch of {one['batch']}, at "
+        f"{one['time_per_sample_over_plain']:.2f} × the time per sample.\n"
         for mode, one in result["larger_batch"].items()
     )
     head = ["strategy", "checkpointing", "step", "of none", "95 % interval", "throughput lost",
@@ -265,7 +268,7 @@ def convergence(result: dict[str, Any]) -> str:
         )
     shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
     return (
-        table(["case", "loss", "from AdamW in fp32", "by seed"], rows)
+        table(["case", "loss", "difference from AdamW in fp32", "range over seeds"], rows)
         + f"\nMeans of {result['seeds']} seeds after {result['steps']} steps, in nats; {shape}. "
         + f"AdamW's losses differ by {result['spread_of_seeds']:.4f} between seeds.\n"
         + stand(result)

@@ -110,8 +110,8 @@ def loss_curves(result: dict[str, Any]) -> str:
         "Horovod. The planner, for either:\n",
         table(["", "step, fp32", "fp16", "times as fast", "memory, fp32 = 1"], predicted),
         "Measured, in turn:\n",
-        table(["batch", "way", "median step", "its DDP = 1 (95 %)", "its fp32 = 1 (95 %)",
-               "peak of tensors"], times),
+        table(["batch", "way", "median step", "relative to DDP (95 %)",
+               "relative to fp32 (95 %)", "peak of tensors"], times),
         f"![Loss by step, for each batch]({PICTURE.name})\n",
     ))  # fmt: skip
 
@@ -138,8 +138,8 @@ def mixed_memory(result: dict[str, Any]) -> str:
             )])  # fmt: skip
     return "\n".join((
         table(head, rows),
-        "MiB: traced is the allocator's reserved memory, the document used nvidia-smi. Measured "
-        "here, MiB of live tensors:\n",
+        'In MiB. "Traced" is the memory that the allocator reserves; the document\'s figures are '
+        "from nvidia-smi. Measured here, MiB of live tensors:\n",
         table(["batch", "fp32", "bf16", "saved", "traced, fp32", "bf16"], peaks),
         "Memory at the peak, MiB by kind:\n",
         table(["batch", "precision", "account"], kinds),

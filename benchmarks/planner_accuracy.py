@@ -98,7 +98,9 @@ def predict(row: Row) -> Predicted:
     question = published.question(row)
     found = published.plans(row)
     if measured < published.least_s(row, question):
-        raise UnstatedError("what is stated takes longer than was measured, at the chip's peak")
+        raise UnstatedError(
+            "even at the chip's peak, the stated configuration would take longer than was measured"
+        )
     columns = published.columns(row, found, question.outline.layers, times=True)
     times = estimate(question, columns)
     step, fits = times.step_s, np.ones(len(found), bool)
@@ -279,7 +281,8 @@ _ADAPTERS = {"Llama 2 7B": "llama-2-7b", "Llama 2 13B": "llama-2-13b"}
 def check_adapters(row: Row) -> None:
     """Raise UnstatedError for settings of litgpt that outpace cannot express."""
     if not row["task"].startswith("LoRA"):
-        raise UnstatedError(f"{row['task'].split()[0]} is not an adapter that outpace has")
+        kind = row["task"].split()[0]
+        raise UnstatedError(f"outpace does not support this kind of adapter: {kind}")
     if row["model"] not in _ADAPTERS:
         raise UnstatedError("the row does not give the model's dimensions")
     if "nf4-dq" in row["precision"]:
@@ -387,8 +390,8 @@ def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, An
     wrong = sum(one["called_oom"] != one["oom"] for one in found)
     out = sum(one["oom"] for one in found)
     scores.append(
-        {"on": on, "figure": f"wrongly called to fit or not ({out} did not)", "rows": len(found),
-         "value": wrong, "target": 0, "constant": out, "reached": wrong == 0}
+        {"on": on, "figure": f"wrong predictions of whether it fits ({out} did not fit)",
+         "rows": len(found), "value": wrong, "target": 0, "constant": out, "reached": wrong == 0}
     )  # fmt: skip
     return scores
 
@@ -564,7 +567,7 @@ def _show(scores: Iterable[dict[str, Any]]) -> None:
     for one in scores:
         constant = "" if one["constant"] is None else f"constant {one['constant']:.4g}"
         reached = "yes" if one["reached"] else "NO"
-        line = f"{one['on']:48} {one['figure']:44} {one['rows']:7} {one['value']:10.4g} asked "
+        line = f"{one['on']:48} {one['figure']:44} {one['rows']:7} {one['value']:10.4g} target "
         print(f"{line}{one['target']:<8} {constant:18} {reached}", flush=True)
 
 

@@ -501,7 +501,7 @@ def precision(row: Row) -> dict[str, Any]:
         return {"precision": "bf16-pure", "optimizer": "adamw-bf16"}  # frozen weights in 16 bits
     if "nvfp4" in said or "int8" in said:
         kind = "nvfp4" if "nvfp4" in said else "int8"
-        raise UnstatedError(f"products in {kind} are not planned for")
+        raise UnstatedError(f"the planner does not support {kind} matmuls")
     if row.framework.masters and ("16" in said or eight(row)):
         return {"precision": "fp16-master"}
     if "pure" in said:  # FSDP's MixedPrecision with gradients summed in bf16
@@ -657,7 +657,7 @@ def _axes(row: Row) -> tuple[int, int, int, int]:
     tp, pp, cp = (row.optional(name, 1) for name in ("tp", "pp", "cp"))
     dp = row.optional("dp", row.number("n_gpus") // (tp * pp * cp))
     if row["n_gpus"] and tp * pp * cp * dp != row.number("n_gpus"):
-        raise UnstatedError("the layout that is stated is not of as many devices as are stated")
+        raise UnstatedError("the stated layout does not match the stated number of devices")
     return tp, pp, cp, dp
 
 

@@ -102,6 +102,12 @@ def find_model(name: str) -> Outline | None:
     return None
 
 
+def _unstated(arch: str) -> str:
+    kind = arch.split()[0]
+    kind = {"vit": "ViT", "t5": "T5"}.get(kind, kind)
+    return f"the row does not state all dimensions of the {kind} model"
+
+
 def stated_outline(
     values: Mapping[str, str], vocab: int, seq: int, *, dropout: bool, gpt_positions: bool = True
 ) -> Outline:
@@ -112,7 +118,7 @@ def stated_outline(
     arch = values["arch"]
     refuse = next((word for word in ("hybrid", "t5", "vit") if word in arch), None)
     if refuse is not None:
-        raise ValueError(f"of a {arch.split()[0]} model the row does not give all dimensions")
+        raise ValueError(_unstated(arch))
     hidden = _int(values["hidden"])
     rms = bool(_LLAMA_LIKE.search(arch)) or "swiglu" in arch
     # As in Megatron's tests of "gpt swiglu": layer norms and biases, but a gated MLP.
@@ -199,7 +205,7 @@ def _mlps(values: Mapping[str, str], width: int, *, gated: bool, bias: bool) -> 
         return [(layers, dense)]
     test = megatron_tests().get(values["model"])
     if test is None or not test["experts"]:
-        raise ValueError(f"of a {arch.split()[0]} model the row does not give all dimensions")
+        raise ValueError(_unstated(arch))
     gated = test["swiglu"] == "true"
     expert = Mlp(
         width=_int(test["expert_width"] or width), gated=gated, bias=bias,

@@ -145,11 +145,11 @@ def test_targets_count_the_worst_row_and_missed_ones_come_first():
         name: (one["reached"], one["met"]) for name, one in by_name.items() if one["reached"]
     }
     assert reached == {
-        "GPT-2, 16 × 1,024: speed over the compiled hand loop": (1.32, True),
-        "GPT-2, 16 × 1,024, eager: speed over the eager hand loop": (1.1, False),
+        "GPT-2, 16 × 1,024: speed relative to the compiled handwritten loop": (1.32, True),
+        "GPT-2, 16 × 1,024, eager: speed relative to the eager handwritten loop": (1.1, False),
         "GPT-2, 16 × 1,024: reported over wall time": (0.98, False),
-        "loss of 16,384 tokens over 128,256": (pytest.approx(43.1), False),
-        "loss of 16,384 tokens over 128,256: memory": (6.0, True),
+        "loss of 16,384 tokens, vocabulary of 128,256": (pytest.approx(43.1), False),
+        "loss of 16,384 tokens, vocabulary of 128,256: memory": (6.0, True),
         "attention within documents, over causal": (1.2, True),
     }
 

@@ -130,8 +130,8 @@ EXPERIMENT = Experiment(
     "slow_link", (CLAIM,), predict, measure,
     instead="Two processes on two cores instead of two GPUs, and a cable of 1 Gbit/s instead of "
             "PCIe. DP is outpace's own, with the communication of torch.nn.DataParallel but "
-            "between processes, since threads of one CPU have nothing to send. The document's DP "
-            "was timed with NVLink only, so it is here, too.",
+            "between processes, since threads of one CPU have nothing to send. The document "
+            "timed DP only with NVLink; likewise, DP is timed here only with the fast link.",
 )  # fmt: skip
 
 if __name__ == "__main__":

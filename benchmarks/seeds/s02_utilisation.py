@@ -19,7 +19,7 @@ SPEC = {"family": "gpt2", "layers": 8, "hidden": 192, "heads": 3, "vocab": 2048,
 WAYS = {
     "Baseline": {"strategy": "single"},
     "SPS": {"strategy": "dp"},
-    "SPS, a server apart": {"strategy": "ps"},
+    "SPS, dedicated server": {"strategy": "ps"},
     "DPS": {"strategy": "ddp"},
 }
 

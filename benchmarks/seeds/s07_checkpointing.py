@@ -28,8 +28,8 @@ CLAIM = Claim(
     document=THROUGHPUT,
     says="Activation checkpointing costs 20 to 25 % of throughput, but since it frees a huge "
     "amount of memory, the batch can be larger and the throughput better overall.",
-    hardware="none next to the figure; we assume an A100 with 80 GB, on which BLOOM was trained, "
-    "and another document's TITAN RTX, one, and two without NVLink",
+    hardware="none next to the figure; we assume the 80 GB A100, on which BLOOM was trained, "
+    "and the TITAN RTX of another document (one, and two without NVLink)",
     figures={"lost": [0.20, 0.25]},
 )
 

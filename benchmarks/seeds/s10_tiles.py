@@ -29,7 +29,7 @@ CLAIMS = (
         document=THROUGHPUT,
         says="The document has only headings here: vector and matrix size divisibility, tile and "
         "wave quantisation, and the number and size of attention heads (each marked XXX).",
-        hardware="none: an A100 is taken",
+        hardware="none; we assume an A100",
         figures={},
     ),
     Claim(
