@@ -183,8 +183,8 @@ def utilisation(loads: list[dict[str, Any]] | None) -> str:
 
 def idle(result: dict[str, Any]) -> str:
     """Write the idle time of pipelines: measured, by formula and simulated."""
-    head = ["processes", "schedule", "m", "stages", "measured", "range", "formula", "play",
-            "replay"]  # fmt: skip
+    head = ["processes", "schedule", "m", "stages", "measured", "range", "formula",
+            "simulated", "replay"]  # fmt: skip
     rows = [
         [
             processes,

@@ -157,12 +157,13 @@ def _left(sections: dict[str, Any]) -> str:
 
 def _unfinished(sections: dict[str, Any]) -> Iterator[str]:
     for name, told in sections.items():
+        shown_name = _SECTIONS.get(name, name)
         if told["status"] != "done":
             status = told["status"].replace("out of time", "not finished, because time was up")
-            yield f"{_SECTIONS.get(name, name)}: {status}."
+            yield f"{shown_name}: {status}."
         for row, value in _rows(sections, name).items():
             if isinstance(value, dict) and "failure" in value:
-                yield f"{name}, {row}: {value['failure']}"
+                yield f"{shown_name}, {row}: {value['failure']}"
 
 
 def _card(sections: dict[str, Any]) -> str:

@@ -22,8 +22,8 @@ def memory_accuracy(result: dict[str, Any]) -> str:
         for name, row in rows
     ]
     about = (
-        f"\n{result['cases']} configurations: off by {result['mean_absolute_error']:.2%} in the "
-        f"mean (target {result['target_mean']:.0%}), by {result['worst_error']:.2%} at most "
+        f"\n{result['cases']} configurations: off by {result['mean_absolute_error']:.2%} on "
+        f"average (target {result['target_mean']:.0%}), by {result['worst_error']:.2%} at most "
         f"(target {result['target_worst']:.0%}). Below 300 MiB: "
         f"{', '.join(result['below_300_mib']) or 'none'}; failed: "
         f"{', '.join(result['failed']) or 'none'}.\n"

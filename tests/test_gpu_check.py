@@ -214,7 +214,7 @@ def test_without_what_is_needed_a_sentence_names_it_and_nothing_is_made(tmp_path
 def test_told_time_is_compared_with_the_same_steps_wall_clock():
     from gpu.throughput import told_over_wall
 
-    # Step 4 was said to take long, and came right after a turn of the hand loop.
+    # Step 4 was said to take long, and came right after a turn of the handwritten loop.
     lines = [{"step_time_s": took_s} for took_s in (9.0, 9.0, 9.0, 5.0, 1.0, 1.0, 2.0)]
     reported_s = {3: 10.0, 4: 30.0, 5: 31.0, 6: 32.0, 7: 34.0}
     assert told_over_wall(lines, reported_s, range(4, 8)) == 1.0
