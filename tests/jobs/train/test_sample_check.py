@@ -81,7 +81,7 @@ def test_samples_that_cannot_be_repeated_are_said(tmp_path, capfd):
     assert train(tmp_path, "own_generator") == 0
     said = " ".join(capfd.readouterr().err.split())
     assert "of the dataset differs each time it is read" in said
-    assert "A resumed run then trains on different samples" in said
+    assert "A resumed run then trains on samples that differ" in said
     assert train(tmp_path, "same") == 0
     assert "each time it is read" not in capfd.readouterr().err
 
