@@ -1,5 +1,6 @@
 """Evaluation mode of a module: for a while, or as the user has set it."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,27 +33,49 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 def explain_modes(module: nn.Module) -> str | None:
     """Explain that a user's module is not in the modes that `module.train()` would set.
 
-    Returns None if it is. Parts that only `train()` would put in training mode are left to the
-    user, who has frozen them.
+    Returns None if it is, or if a `train` method does not set a mode. Parts that only `train()`
+    would put in training mode are left to the user, who has frozen them.
     """
     if not module.training:
         return (
             "the module is in evaluation mode, as given, and is trained in it: dropout is off, and "
             "BatchNorm uses its moving averages. Call module.train() for training mode"
         )
-    if all(type(part).train is nn.Module.train for part in module.modules()):
+    parts = list(module.modules())
+    own = [part for part in parts if type(part).train is not nn.Module.train]
+    if not own or not all(map(_train_sets_mode, own)):
         return None
-    modes = {part: part.training for part in module.modules()}
-    _switch(module, training=True)
-    frozen = [n for n, p in module.named_modules() if modes.get(p, False) and not p.training]
-    for part, mode in modes.items():
-        part.training = mode
+    modes = {part: part.training for part in parts}
+    trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    try:
+        _switch(module, training=True)
+        frozen = [n for n, p in module.named_modules() if modes.get(p, False) and not p.training]
+    except BadInputError:
+        return None
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for parameter, is_trained in trained.items():
+            parameter.requires_grad_(is_trained)
     if not frozen:
         return None
     return (
         f"module.train() would put {first_names(frozen)} in evaluation mode, but has not been "
         "called, so they are trained in training mode. Call it before you return the module, as "
         "training loops do"
+    )
+
+
+def _train_sets_mode(part: nn.Module) -> bool:
+    """Return whether a user's `train` takes a mode, as torch's does: others run a training."""
+    try:
+        first, *others = inspect.signature(part.train).parameters.values()
+    except (TypeError, ValueError):  # without a signature, or without parameters
+        return False
+    takes_mode = first.name == "mode" or isinstance(first.default, bool)
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return takes_mode and all(
+        one.kind in optional or one.default is not inspect.Parameter.empty for one in others
     )
 
 
