@@ -288,3 +288,26 @@ def test_a_module_that_fails_under_autocast_alone_is_told_to_use_fp32() -> None:
         pytest.raises(BadInputError, match=r"mixed precision \(bfloat16.*Use precision fp32"),
     ):
         objective(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float64])
+def test_dtypes_that_fail_in_fp32_too_are_not_blamed_on_autocast(dtype: torch.dtype) -> None:
+    objective = CustomObjective(CustomModel(nn.Linear(4, 1), lambda m, batch: m(batch).mean()))
+    batch = torch.ones(2, 4).to(dtype)
+    for enabled in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            pytest.raises(RuntimeError, match=r"the same dtype, but got"),
+        ):
+            objective(batch)
+
+
+def test_a_module_on_the_meta_device_fails_with_its_own_error() -> None:
+    """torch.is_autocast_enabled("meta") raises."""
+    module = nn.Linear(4, 1, device="meta")
+
+    def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Float and BFloat16 have another dtype")
+
+    with pytest.raises(RuntimeError, match="have another dtype"):
+        CustomObjective(CustomModel(module, loss))(torch.ones(2, 4, device="meta"))

@@ -1,6 +1,7 @@
 """The loss of a custom model, in the form that strategies wrap."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -15,6 +16,11 @@ from outpace.nn.block import to_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
+
+# dtypes that autocast does not cast, so that an operator with others fails without it, too
+_NOT_CAST = re.compile(
+    r"\b(u?int\d*|long|short|byte|char|bool|float64|double|complex\w*)\b", re.IGNORECASE
+)
 
 
 class NoGradientError(BadInputError):
@@ -69,7 +75,9 @@ class CustomObjective(nn.Module):
             return self._score(batch)
         except RuntimeError as error:
             kind = next(self.model.parameters()).device.type
-            if "dtype" not in str(error) or not torch.is_autocast_enabled(kind):
+            mixed = "dtype" in str(error) and not _NOT_CAST.search(str(error))
+            possible = mixed and torch.amp.is_autocast_available(kind)
+            if not possible or not torch.is_autocast_enabled(kind):
                 raise
             narrow = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
             raise BadInputError(
