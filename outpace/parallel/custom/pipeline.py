@@ -499,16 +499,20 @@ def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict
     merged: list[dict[str, Any]] = []
     for group in _group_as_torch(inputs, params, reverse_edges):
         whole = {kind: set(group[kind]) for kind in ("params", "intermediates")}
-        whole["nodes"] = whole["intermediates"] | _nodes_between(
-            whole["intermediates"], reverse_edges
-        )
-        apart = []
-        for other in merged:
-            if any(whole[kind] & other[kind] for kind in ("params", "nodes")):
+        while True:  # what a merged group shares with others may lie between the uses of both
+            between = _nodes_between(whole["intermediates"], reverse_edges)
+            whole["nodes"] = whole["intermediates"] | between
+            touching = [
+                other
+                for other in merged
+                if any(whole[kind] & other[kind] for kind in ("params", "nodes"))
+            ]
+            if not touching:
+                break
+            merged = [other for other in merged if other not in touching]
+            for other in touching:
                 whole = {kind: whole[kind] | other[kind] for kind in whole}
-            else:
-                apart.append(other)
-        merged = [*apart, whole]
+        merged.append(whole)
     return [{kind: group[kind] for kind in ("params", "intermediates")} for group in merged]
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import _backward
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.parallel.custom.block_values import split
+from outpace.parallel.custom.pipeline import _group_parameters
 from outpace.parallel.custom.stage import CustomStage
 from outpace.parallel.custom.stage_failure import explain_cut_graph
 from outpace.parallel.tensors import drop_all_but
@@ -89,6 +91,21 @@ def test_a_block_that_is_called_twice_is_refused_with_what_can_be_done():
     with pytest.raises(BadInputError, match=r"'layers\.0' is called again") as refusal:
         through("repeated", [1])
     assert "one larger module" in str(refusal.value) and "torch.cat" in str(refusal.value)
+
+
+def test_a_split_backward_runs_uses_that_overlap_in_turn_together(monkeypatch):
+    """Two groups met a third only by what lies between the uses of both together."""
+    a, b, c = (nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(3))
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    h = torch.tanh(x @ b)
+    output = torch.tanh((torch.tanh(h @ c) + torch.tanh(torch.tanh(h @ a) @ b)) @ a)
+    grad = torch.randn_like(output)
+    expected = torch.autograd.grad(output, (a, b, c, x), grad, retain_graph=True)
+    monkeypatch.setattr(_backward, "get_param_groups", _group_parameters)
+    (of_input,), groups = _backward.stage_backward_input([output], [grad], [x], iter([a, b, c]))
+    _backward.stage_backward_weight(iter([a, b, c]), groups)
+    for one, right in zip((a.grad, b.grad, c.grad, of_input), expected, strict=True):
+        torch.testing.assert_close(one, right)
 
 
 TRAPS = (
