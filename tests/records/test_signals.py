@@ -61,11 +61,16 @@ def test_a_signal_during_a_fork_ends_the_process_after_it(handled):
     """Python prints and forgets what a handler raises in what is run around a fork."""
     handled(signal.SIGTERM, end)
     forked = []
+
+    def receive():
+        """Receive it in this thread, as a library's may, whatever the main thread blocks."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
     with pytest.raises(EndingError), defer_signals():
-        # As another thread of a library receives it, whatever the main thread blocks.
-        sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
-        sender.start()
-        sender.join()
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        receiver.join()
         forked.append(os.fork())
         if forked == [0]:
             os._exit(0)
