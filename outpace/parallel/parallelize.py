@@ -26,7 +26,7 @@ from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, div
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.parallel.parity.state_check import StateCheck
-from outpace.parallel.refusals import refuse_between_steps, refuse_together
+from outpace.parallel.refusals import refuse_together
 from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
@@ -101,6 +101,8 @@ class ParallelModule:
             self._warn_of_dropped()
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
+            if self._scaling is not None:
+                self._scaling.drop_gradients()
             averages = self.layout.averages
             given = StepHooks(self._cast, scale=lambda loss_sum: loss_sum * averages)
             passes = self._passes(batch)
@@ -139,24 +141,30 @@ class ParallelModule:
             held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
             groups = [{"params": held}]
         listed = [{**group, "params": list(group["params"])} for group in groups]
-        self._refuse_coupled(build)
         optimizer = place_optimizer(
-            self.layout, self.plan, self._scratch, listed, partial(build, **options)
+            self.layout, self.plan, self._scratch, listed, partial(self._build, build, **options)
         )
         optimizer.register_step_pre_hook(self._measure_scaling)
         optimizer.register_step_post_hook(self._note_use)
         self._optimizers += 1
         return optimizer
 
-    def _refuse_coupled(self, build: Callable[..., torch.optim.Optimizer]) -> None:
-        """Refuse an optimizer that computes with all parameters where ranks have some of them."""
-        coupled = isinstance(build, type) and issubclass(build, torch.optim.LBFGS)
-        if coupled and (self.plan.strategy == "zero1" or self.plan.pp > 1):
-            raise refuse_between_steps(
+    def _build(
+        self, build: Callable[..., torch.optim.Optimizer], groups: Any, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build an optimizer, unless it computes with all parameters and ranks have some of them.
+
+        All ranks refuse alike.
+        """
+        built = build(groups, **options)
+        shared = self.plan.strategy == "zero1" or self.plan.pp > 1
+        if shared and isinstance(built, torch.optim.LBFGS):
+            raise BadInputError(
                 f"LBFGS computes with all parameters together, but under strategy "
                 f"{self.plan.strategy} each rank's optimizer has only some of them. Use ddp, zero2 "
                 "or zero3, or another optimizer."
             )
+        return built
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
@@ -213,7 +221,7 @@ class ParallelModule:
 
     def _measure_scaling(self, *_: Any) -> None:
         if self._scaling is not None:
-            self._scaling.measure()
+            self._scaling.measure(self.layout.local_gradients())
 
     def _note_use(self, *_: Any) -> None:
         self._pending = None

@@ -4,27 +4,28 @@ A loop that clips by a norm that it computes itself has the norm of this rank's 
 rank scales by another factor.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _MOST = 64  # values of a gradient
-_TOLERANCE = 1e-5  # relative; fp32 gradients are rounded when scaled
+_TOLERANCE = 1e-5  # relative; several operations may have scaled a gradient, each with rounding
 
-_SAME = 1e-3  # relative difference of factors that is ignored
+_SAME = 1e-2  # relative difference of factors that is ignored: bf16 norms and quotients are rounded
 _STEPS = 20  # a measurement waits for the device
 
 
 class StageScaling:
     """The factor by which this rank's gradients have been scaled since `note`, in the first steps.
 
-    `is_done` after these steps.
+    NaN if it is unknown. `is_done` after these steps.
     """
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, int, Tensor]] = []
-        self.factor = 1.0
+        self.factor = math.nan
         self._steps, self._told = 0, False
 
     @property
@@ -37,25 +38,38 @@ class StageScaling:
         self._steps += 1
         some = [gradients[0], gradients[-1]] if gradients else []
         self._noted = [(one, one._version, _sample_of(one).clone()) for one in some]
-        self.factor = 1.0
+        self.factor = math.nan
 
-    def measure(self) -> None:
-        """Set the factor; 1 if gradients are unchanged, or changed in another way."""
+    def drop_gradients(self) -> None:
+        """Free the gradients, if no optimizer has used them."""
+        self._noted = []
+
+    def measure(self, gradients: Sequence[Tensor]) -> None:
+        """Set the factor, if these are the gradients of `note`, multiplied by one number."""
         noted, self._noted = self._noted, []
-        if not noted or all(one._version == version for one, version, _ in noted):
+        held = set(map(id, gradients))
+        if not noted or any(id(one) not in held for one, _, _ in noted):
+            return
+        if all(one._version == version for one, version, _ in noted):
+            self.factor = 1.0
             return
         before = torch.cat([values.double() for _, _, values in noted])
         after = torch.cat([_sample_of(one).double() for one, _, _ in noted])
-        factor = float((before * after).sum() / before.square().sum().clamp(min=1e-300))
-        if bool((after - factor * before).norm() <= _TOLERANCE * before.norm()):
+        factor = float((before * after).sum() / before.square().sum())  # NaN if all are zero
+        rounding = max(torch.finfo(one.dtype).eps for one, _, _ in noted)
+        allowed = max(_TOLERANCE, 2 * rounding) * abs(factor) * before.norm()
+        if bool((after - factor * before).norm() <= allowed):  # not if a value is not finite
             self.factor = factor
 
     def explain(self, factors: Tensor) -> str | None:
-        """Return a warning, once, if ranks have different factors and this rank's is not 1."""
-        if self.factor == 1 or self._told:
+        """Return a warning, once, if ranks have different factors and this rank's is not 1.
+
+        Only known factors are compared.
+        """
+        if self.factor == 1 or math.isnan(self.factor) or self._told:
             return None
-        lowest, highest = map(float, factors.aminmax())
-        if abs(highest - lowest) <= _SAME * abs(highest):
+        lowest, highest = map(float, factors[~factors.isnan()].aminmax())
+        if highest - lowest <= _SAME * max(abs(lowest), abs(highest)):
             return None
         self._told = True
         return (

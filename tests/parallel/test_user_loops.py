@@ -59,7 +59,8 @@ REFUSED_TRAININGS = {
     **{(one, "swa"): COPIED for one in PIPELINES},
     **{(one, loop): ABSENT for one in PIPELINES
        for loop in ("save_module", "swa_of_copy", "ema_of_copy")},
-    **{(one, "lbfgs"): "LBFGS computes with all parameters" for one in ("zero1", *PIPELINES)},
+    **{(one, loop): "LBFGS computes with all parameters" for one in ("zero1", *PIPELINES)
+       for loop in ("lbfgs", "lbfgs_by_partial")},
     **{(one, "frozen_batchnorm"): "BatchNorm outside of" for one in PIPELINES},
     ("zero1", "reload_optimizer"): r"consolidate_state_dict\(\) on all ranks",
 }  # fmt: skip
@@ -157,10 +158,11 @@ def test_stages_are_clipped_by_the_norm_of_all(tmp_path):
     require_equal(tmp_path, "interleaved", "ClipGradNorm", by="model", check="off")
 
 
+@pytest.mark.parametrize("loop", ["lbfgs", "lbfgs_by_partial"])
 @pytest.mark.parametrize("strategy", ["zero1", "1f1b"])
-def test_an_optimizer_of_all_parameters_together_is_refused(tmp_path, strategy):
-    said = REFUSED_TRAININGS[strategy, "lbfgs"]
-    require_refused(tmp_path, strategy, "lbfgs", said, by="model", check="off")
+def test_an_optimizer_of_all_parameters_together_is_refused(tmp_path, strategy, loop):
+    said = REFUSED_TRAININGS[strategy, loop]
+    require_refused(tmp_path, strategy, loop, said, by="model", check="off")
 
 
 def test_stages_that_a_loop_clips_by_their_own_norms_are_told(tmp_path):
@@ -174,7 +176,8 @@ def test_stages_that_a_loop_clips_by_their_own_norms_are_told(tmp_path):
             told[name] = [str(one.message) for one in said if "scaled" in str(one.message)]
         torch.save(told, tmp_path / f"{rank.ranks.rank}.pt")
 
-    run_forked(2, act, 240.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
     for rank in range(2):
         told = torch.load(tmp_path / f"{rank}.pt")
         assert told["ClipGradNorm"] == []

@@ -3,6 +3,7 @@
 import io
 import math
 from collections import deque
+from functools import partial
 
 import torch
 from torch import nn
@@ -184,11 +185,22 @@ def clip_by_hand(run):
         finish(optimizer)
 
 
-@loop()
-def lbfgs(run):
-    optimizer = run.make_optimizer(build=torch.optim.LBFGS, lr=0.1, max_iter=3)
-    for batch in batches():
-        optimizer.step(lambda batch=batch: run.backward(batch))
+def newton(build):
+    def train(run):
+        optimizer = run.make_optimizer(build=build, lr=0.1, max_iter=3)
+        for batch in batches():
+            optimizer.step(lambda batch=batch: run.backward(batch))
+
+    return train
+
+
+for _name, _build in (
+    ("lbfgs", torch.optim.LBFGS),
+    ("lbfgs_by_partial", partial(torch.optim.LBFGS, history_size=5)),
+):
+    _train = newton(_build)
+    _train.__name__ = _name
+    loop()(_train)
 
 
 @loop()
