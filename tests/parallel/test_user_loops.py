@@ -1,12 +1,16 @@
 """A loop of one's own equals one process, or is refused: what it does between steps, and around."""
 
+import gc
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.utils import clip_grad
 
 import outpace
 from outpace.interop.custom_model import CustomModel, CustomObjective
@@ -17,6 +21,8 @@ from outpace.records.errors import BadInputError
 from tests.parallel.user_loops import (
     LOOPS,
     WRONG,
+    ParallelRun,
+    PlainRun,
     Stack,
     batches,
     squares,
@@ -61,6 +67,8 @@ REFUSED_TRAININGS = {
        for loop in ("save_module", "swa_of_copy", "ema_of_copy")},
     **{(one, loop): "LBFGS computes with all parameters" for one in ("zero1", *PIPELINES)
        for loop in ("lbfgs", "lbfgs_by_partial")},
+    **{(one, loop): "norm of some gradients of a pipeline" for one in PIPELINES
+       for loop in ("clip_layers", "clip_groups")},
     **{(one, "frozen_batchnorm"): "BatchNorm outside of" for one in PIPELINES},
     ("zero1", "reload_optimizer"): r"consolidate_state_dict\(\) on all ranks",
 }  # fmt: skip
@@ -158,6 +166,100 @@ def test_stages_are_clipped_by_the_norm_of_all(tmp_path):
     require_equal(tmp_path, "interleaved", "ClipGradNorm", by="model", check="off")
 
 
+def test_parameters_clipped_one_at_a_time_have_their_own_norms(tmp_path):
+    require_equal(tmp_path, "1f1b", "clip_each", by="model", check="off")
+
+
+@pytest.mark.parametrize(
+    ("loop", "named"),
+    [
+        ("clip_layers", "those of blocks.0.up.weight, .* on rank 0"),
+        ("clip_groups", "those of stem.weight, .* on rank 0"),
+    ],
+)
+def test_a_norm_of_some_gradients_of_a_pipeline_is_refused(tmp_path, loop, named):
+    """Also of a list with one of them: ranks cannot know whether others select the same."""
+    require_refused(tmp_path, "1f1b", loop, f"{named}.*clip_grad_norm of", by="model", check="off")
+
+
+def norm_of(run, *others):
+    return float(nn.utils.clip_grad_norm_([*dict(run.named_parameters()).values(), *others], 1e9))
+
+
+def weighted(gradient):
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    weight.grad = torch.tensor([gradient], dtype=torch.float64)
+    return weight
+
+
+def test_gradients_of_other_modules_count_once_in_a_norm(tmp_path):
+    """Whether all ranks have them or one; refused if they differ."""
+
+    def act(rank):
+        run = ParallelRun(Stack, "1f1b", by="model", check="off")
+        run.backward(batches()[0])
+        norm = float(run.model.clip_grad_norm(math.inf))
+        mine = [weighted(3.0)] if rank.ranks.rank else []
+        assert norm_of(run) == pytest.approx(norm, rel=1e-12)
+        assert norm_of(run, weighted(100.0)) == pytest.approx(math.hypot(norm, 100), rel=1e-12)
+        assert norm_of(run, *mine) == pytest.approx(math.hypot(norm, 3), rel=1e-12)
+        assert math.isnan(norm_of(run, weighted(math.nan)))
+        assert norm_of(PlainRun(Stack), *mine) == 3.0 * len(mine)  # of no pipeline
+        with pytest.raises(BadInputError, match=r"differ by rank .norms from 1 to 2"):
+            norm_of(run, weighted(1.0 + rank.ranks.rank))
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
+
+
+def test_pipelines_of_one_process_have_their_own_norms(tmp_path):
+    """Torch's functions return with the last of them."""
+
+    def compare():
+        first, second = (ParallelRun(Stack, "1f1b", by="model", check="off") for _ in range(2))
+        first.backward(batches()[0])
+        norm = float(first.model.clip_grad_norm(math.inf))
+        assert norm_of(first) == pytest.approx(norm, rel=1e-12)
+        second.backward(batches()[1])
+        other = float(second.model.clip_grad_norm(math.inf))
+        both = math.hypot(norm, other)
+        assert norm_of(second) == pytest.approx(other, rel=1e-12)
+        assert norm_of(first, *dict(second.named_parameters()).values()) == pytest.approx(both)
+        for _, p in second.named_parameters():
+            p.grad = None
+        return first, second
+
+    def act(rank):
+        plain = clip_grad._get_total_norm
+        compare()
+        gc.collect()
+        assert clip_grad._get_total_norm is nn.utils.get_total_norm is plain
+        first, _ = compare()
+        if rank.ranks.rank == 0:
+            nn.utils.clip_grad_norm_([], 1.0)
+        first.backward(batches()[0])
+
+    for end in run_forked(2, act, 240.0, tmp_path / "job"):
+        assert end.refused and "rank 0 alone computes a norm of an empty list" in end.said, end
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0])
+def test_orders_that_cannot_be_joined_are_refused_and_leave_nothing(tmp_path, order):
+    """The next call has no refusal of an earlier one to report."""
+
+    def act(rank):
+        run = ParallelRun(Stack, "1f1b", by="model", check="off")
+        run.backward(batches()[0])
+        with pytest.raises(BadInputError, match=rf"norm of order {order:g}"):
+            nn.utils.clip_grad_norm_([p for _, p in run.named_parameters()], 1.0, order)
+        with pytest.raises(BadInputError, match="LBFGS"):
+            run.make_optimizer(build=partial(torch.optim.LBFGS, max_iter=1))
+        assert not _get_default_store().check(["outpace/refusal"])
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
+
+
 @pytest.mark.parametrize("loop", ["lbfgs", "lbfgs_by_partial"])
 @pytest.mark.parametrize("strategy", ["zero1", "1f1b"])
 def test_an_optimizer_of_all_parameters_together_is_refused(tmp_path, strategy, loop):
@@ -170,7 +272,7 @@ def test_stages_that_a_loop_clips_by_their_own_norms_are_told(tmp_path):
 
     def act(rank):
         told = {}
-        for name in ("ClipGradNorm", "clip_by_hand"):
+        for name in ("ClipGradNorm", "clip_each", "clip_by_hand"):
             with warnings.catch_warnings(record=True, action="always") as said:
                 train_parallel((LOOPS | TRAININGS)[name](), "1f1b", by="model", check="off")
             told[name] = [str(one.message) for one in said if "scaled" in str(one.message)]
@@ -180,7 +282,7 @@ def test_stages_that_a_loop_clips_by_their_own_norms_are_told(tmp_path):
     assert all(end.fine for end in ends), ends
     for rank in range(2):
         told = torch.load(tmp_path / f"{rank}.pt")
-        assert told["ClipGradNorm"] == []
+        assert told["ClipGradNorm"] == told["clip_each"] == []
         [said] = told["clip_by_hand"]
         assert "by different factors, from 0." in said and "clip_grad_norm of what" in said
 

@@ -185,6 +185,46 @@ def clip_by_hand(run):
         finish(optimizer)
 
 
+@loop()
+def clip_each(run):
+    """Clips each parameter by its own norm; stages have different numbers of gradients."""
+    for name, p in run.named_parameters():
+        p.requires_grad_(p.requires_grad and not name.startswith("blocks.0"))
+    optimizer = run.make_optimizer()
+    for batch in batches():
+        run.backward(batch)
+        for _, p in run.named_parameters():
+            nn.utils.clip_grad_norm_(p, 0.01)
+        finish(optimizer)
+
+
+@loop()
+def clip_layers(run):
+    """Clips the parameters of each layer by their own norm."""
+    optimizer = run.make_optimizer()
+    for batch in batches():
+        run.backward(batch)
+        for layer in ("stem", *(f"blocks.{n}" for n in range(4)), "norm", "head"):
+            held = [p for name, p in run.named_parameters() if name.startswith(layer)]
+            if held:
+                nn.utils.clip_grad_norm_(held, 0.01)
+        finish(optimizer)
+
+
+@loop()
+def clip_groups(run):
+    """Clips each group of the optimizer; the first has one parameter in each half."""
+    ends = ("blocks.1.up.weight", "blocks.3.up.weight")
+    one = [p for name, p in run.named_parameters() if name in ends]
+    rest = [p for name, p in run.named_parameters() if name not in ends]
+    optimizer = run.make_optimizer([{"params": one, "weight_decay": 0.1}, {"params": rest}])
+    for batch in batches():
+        run.backward(batch)
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.01)
+        finish(optimizer)
+
+
 def newton(build):
     def train(run):
         optimizer = run.make_optimizer(build=build, lr=0.1, max_iter=3)

@@ -190,7 +190,7 @@ class CustomPipeline(SpreadLayout):
         self._settings = LoopSettings(self._user_module, copies)  # type: ignore[arg-type]
         self._absent.refuse_use()
         self._place = CommonPlace()
-        measure_all_stages(self, self._group, self._place)
+        measure_all_stages(self, self._place)
 
     def _list_watched(self) -> set[nn.Module]:
         """Return the user's module and its blocks, of which stages may run copies."""

@@ -1,62 +1,189 @@
 """Norms of gradients that a user's loop computes by torch, over all stages of a pipeline.
 
 `torch.nn.utils.clip_grad_norm_` clips by the norm of the gradients that it gets, which are those of
-this rank's stages only.
+this rank's stages only. It uses `_get_total_norm` of its module, which is replaced while pipelines
+exist, and so is `get_total_norm`, its public name; a loop that has imported that name before
+`parallelize` has torch's own.
 """
 
-import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import utils
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, get_total_norm
 
 from outpace.parallel.layout import SpreadLayout
-from outpace.parallel.refusals import CommonPlace, refuse_between_steps
+from outpace.parallel.rank_objects import gather_objects
+from outpace.parallel.refusals import CommonPlace
+from outpace.records.errors import BadInputError, first_names
 
-TotalNorm = Callable[..., Tensor]
+_SAME = 1e-5  # relative difference of a norm that ranks have each computed
 
 
-def measure_all_stages(layout: SpreadLayout, group: dist.ProcessGroup, place: CommonPlace) -> None:
+def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
     """Make torch's `get_total_norm` and `clip_grad_norm_` use all stages' gradients of `layout`.
 
-    Each is counted once. Gradients of other modules have their own norm. Collective when called.
+    Each is counted once; see `StageNorms.measure`. Every rank calls this for the same layouts in
+    the same order. Torch's own functions return when the layouts are gone.
     """
-    of_tensors: TotalNorm = clip_grad._get_total_norm
-    known = ref(layout)  # torch's functions outlive the layout
+    norms = getattr(clip_grad._get_total_norm, "__self__", None)
+    if not isinstance(norms, StageNorms):
+        norms = StageNorms(place)
+        clip_grad._get_total_norm = utils.get_total_norm = norms.measure
+    norms.add(layout)
 
-    def get_total_norm(
-        tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
+
+@dataclass(frozen=True)
+class _GivenGradients:
+    """Norms of the gradients that one rank's loop gives, by the numbers of their pipelines.
+
+    `norms` are of the given gradients that count on this rank. `left_out` are parameters whose
+    gradients are not given. `other` is the norm of gradients that belong to no pipeline.
+    """
+
+    order: float
+    norms: Mapping[int, float] = field(default_factory=dict)
+    left_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    other: float | None = None
+
+
+class StageNorms:
+    """Norms of gradients where this process has stages of pipelines."""
+
+    def __init__(self, place: CommonPlace) -> None:
+        self._place = place
+        self._layouts: dict[int, ref[SpreadLayout]] = {}
+        self._added = 0
+
+    def add(self, layout: SpreadLayout) -> None:
+        """Measure a layout's gradients until it is gone."""
+        self._layouts[self._added] = ref(layout)
+        finalize(layout, self._remove, self._added).atexit = False
+        self._added += 1
+
+    def _remove(self, number: int) -> None:
+        del self._layouts[number]
+        if not self._layouts and getattr(clip_grad._get_total_norm, "__self__", None) is self:
+            clip_grad._get_total_norm = utils.get_total_norm = get_total_norm
+
+    def measure(
+        self,
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
+        """Return the norm of tensors; of all stages' gradients if this rank gives all of its own.
+
+        A parameter or gradient by itself (not in a list) and other modules' gradients have torch's
+        norm. Collective otherwise: raises BadInputError on all ranks if one gives only some of its
+        gradients, since ranks cannot know what others select. A rank without gradients takes an
+        empty list for its part of the pipelines.
+        """
+        alone = _is_one_tensor(tensors)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        pipeline, ids = known(), {id(tensor) for tensor in given}
-        mine = [] if pipeline is None else pipeline.local_gradients()
-        if pipeline is None or (given and ids.isdisjoint(map(id, mine))):
-            return of_tensors(given, norm_type, *args, **kwargs)
-        place.wait_for_all("computes a norm of gradients")
-        once = [one for one in pipeline.counted_gradients() if id(one) in ids]
-        total = _sum_norms(of_tensors(once, norm_type), float(norm_type), group, pipeline)
-        kind = given[0] if given else total
-        return of_tensors(total.to(kind.device, kind.dtype), norm_type, *args, **kwargs)
-
-    clip_grad._get_total_norm = get_total_norm
-    utils.get_total_norm = get_total_norm
-
-
-def _sum_norms(
-    norm: Tensor, order: float, group: dist.ProcessGroup, layout: SpreadLayout
-) -> Tensor:
-    """Return the norm of all ranks' vectors together, in float64. Collective."""
-    if order <= 0:
-        raise refuse_between_steps(
-            f"a norm of order {order:g} cannot be computed over the stages of a pipeline. Use a "
-            "positive order, such as 2 or math.inf."
+        known = {number: layout() for number, layout in self._layouts.items()}
+        live = {number: layout for number, layout in known.items() if layout is not None}
+        if alone or not _concerns(given, live.values()):
+            return get_total_norm(given, norm_type, *args, **kwargs)
+        self._place.wait_for_all(
+            "computes a norm of gradients"
+            if given
+            else "computes a norm of an empty list (on a "
+            "rank without gradients it stands for those of the pipeline)"
         )
-    wide = norm.detach().to(layout._device(), torch.float64)
-    powers = wide if math.isinf(order) else wide**order
-    dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group)
-    return powers if math.isinf(order) else powers ** (1 / order)
+        order = float(norm_type)
+        total = _join(gather_objects(_look_at(given, live, order)), order)
+        like = given[0] if given else total
+        return get_total_norm(total.to(like.device, like.dtype), norm_type, *args, **kwargs)
+
+
+def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
+    """Return whether a loop gives one tensor, not a list: also to `clip_grad_norm_`.
+
+    That makes a list of it, so the arguments of the calls of torch's module are looked at.
+    """
+    if isinstance(tensors, Tensor):
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals is vars(clip_grad):
+        named = frame.f_locals.get("kwargs", {}).get("parameters")
+        if isinstance(next(iter(frame.f_locals.get("args", ())), named), Tensor):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _concerns(given: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
+    """Return whether gradients are of a pipeline, or none where this rank has none of one."""
+    ids = {id(tensor) for tensor in given}
+    held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]
+    return any(ids & some if ids else not some for some in held)
+
+
+def _look_at(
+    given: Sequence[Tensor], layouts: Mapping[int, SpreadLayout], order: float
+) -> _GivenGradients:
+    """Return what this rank is given, for the others."""
+    ids = {id(tensor) for tensor in given}
+    norms: dict[int, float] = {}
+    left_out: dict[int, list[str]] = {}
+    for number, layout in layouts.items():
+        held = {n: id(p.grad) for n, p in layout.named_parameters() if p.grad is not None}
+        left_out[number] = [name for name, one in held.items() if one not in ids]
+        if ids.intersection(held.values()):
+            counted = [one for one in layout.counted_gradients() if id(one) in ids]
+            norms[number] = float(get_total_norm(counted, order))
+            ids.difference_update(held.values())
+    rest = [tensor for tensor in given if id(tensor) in ids]
+    return _GivenGradients(
+        order, norms, left_out, float(get_total_norm(rest, order)) if rest else None
+    )
+
+
+def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
+    """Return the norm of what all ranks gave together, in float64.
+
+    Raises BadInputError, on all ranks, if it is not of whole pipelines.
+    """
+    if any(one.order != order for one in told) or order <= 0:
+        seen = ", ".join(f"{one:g}" for one in sorted({one.order for one in told}))
+        raise BadInputError(
+            f"a norm of order {seen} cannot be computed over the stages of a pipeline. Use one "
+            "positive order on all ranks, such as 2 or math.inf."
+        )
+    meant = {number for one in told for number in one.norms}
+    for rank, one in enumerate(told):
+        lost = [name for number in sorted(meant) for name in one.left_out.get(number, ())]
+        if lost:
+            raise BadInputError(
+                f"a norm of some gradients of a pipeline is computed, without those of "
+                f"{first_names(lost)} on rank {rank}. Each rank has other parameters, so ranks "
+                "cannot know whether the same selection is meant. Use clip_grad_norm of what "
+                "parallelize returned, or torch.nn.utils.clip_grad_norm_ over all of its "
+                "named_parameters(); or give clip_grad_norm_ one parameter at a time, which is "
+                "clipped by its own norm."
+            )
+    norms = _as_tensor([one for rank in told for one in rank.norms.values()] or [0.0])
+    others = _as_tensor([one.other for one in told if one.other is not None])
+    if len(others):
+        lowest, highest = others.aminmax()
+        if highest - lowest > _SAME * highest:
+            raise BadInputError(
+                "a norm of a pipeline's gradients together with other gradients is computed, but "
+                f"the others differ by rank (norms from {lowest:.6g} to {highest:.6g}). Clip them "
+                "separately."
+            )
+        norms = torch.cat((norms, highest[None]))
+    joined: Tensor = torch.linalg.vector_norm(norms, order)
+    return joined
+
+
+def _as_tensor(norms: Sequence[float]) -> Tensor:
+    return torch.tensor(norms, dtype=torch.float64)
