@@ -250,19 +250,43 @@ def _flatten(batch: Batch) -> _FlatBatch:
     return _FlatBatch(*flat, samples)
 
 
-def tensors_by_place(batch: Batch) -> tuple[int, dict[tuple[str, int], Tensor]]:
-    """Return the number of samples and the tensors, by their places in a batch of that structure.
+def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
+    """Return the number of samples, and which values are split, by their places in a batch.
 
-    Lists of samples and nested tensors, which are always split, are left out.
+    Values are tensors, arrays, lists and tuples; those of one place are comparable. Left out are
+    values that are split always (nested tensors) or whole as broadcast ones are (of one row).
     """
-    leaves, structure, samples = _flatten(batch)
-    form = str(structure)
-    found = {
-        (form, number): leaf
-        for number, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_nested
-    }
+    plain = _plain(batch)
+    first = _first_tensor(batch, plain)
+    samples = _length(first)
+    found: dict[Any, tuple[Any, bool]] = {}
+
+    def record(leaves: list[Any], form: Any) -> None:
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor | np.ndarray):
+                if leaf.ndim and not _is_nested(leaf) and _length(leaf) != 1:
+                    found[form, number] = leaf, _has_rows(leaf, samples)
+            elif _holds_samples(leaf) and any(one is not None for one in leaf):
+                splits = _is_list_of_samples(samples, id(first), leaf)
+                found[form, number] = leaf, splits
+                if not splits:
+                    inner, structure = tree_flatten(
+                        leaf, partial(_is_list_of_samples, samples, id(first))
+                    )
+                    record(inner, (form, number, str(structure)))
+
+    leaves, structure = tree_flatten(plain, partial(_is_list_without, id(first)))
+    record(leaves, str(structure))
     return samples, found
+
+
+def _is_nested(value: Tensor | np.ndarray) -> bool:
+    return isinstance(value, Tensor) and value.is_nested
+
+
+def _is_list_without(tensor_id: int, value: Any) -> bool:
+    """Return whether a value is a list or a tuple that does not contain a tensor."""
+    return _holds_samples(value) and all(id(one) != tensor_id for one in tree_leaves(value))
 
 
 def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:

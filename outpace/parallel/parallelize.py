@@ -70,7 +70,7 @@ class ParallelModule:
         self._frozen = {n for n, p in layout.named_parameters() if not p.requires_grad}
         self._pending: Tensor | None = None  # the loss whose gradients no optimizer has used
         self._optimizers = 0
-        self._rows = SampleRows()
+        self._rows = getattr(layout, "rows", None) or SampleRows()  # one record with a pipeline
         self._scaling = StageScaling() if plan.pp > 1 else None
         layout.guard()
 
@@ -255,10 +255,7 @@ class ParallelModule:
                 f"{self.plan.pp_microbatches}). Change these, or use batches that divide evenly; "
                 "with drop_last=True, a DataLoader omits a smaller last batch."
             )
-        passes = self._split(batch, held // size)
-        if self.plan.pp_microbatches > 1:  # into which a pipeline splits a pass
-            self._rows.require_same(passes[0])
-        return passes
+        return self._split(batch, held // size)
 
     def _cut(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
         held = samples_in(batch)

@@ -1,35 +1,53 @@
-"""Tensors of a batch that have a row for each sample, the same ones in every batch."""
+"""Values of a batch that have a row for each sample, the same ones in every batch."""
 
-from outpace.parallel.batches import tensors_by_place
+from typing import Any
+
+from torch import Tensor
+
+from outpace.parallel.batches import splits_by_place
 from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
 
 class SampleRows:
-    """The tensors of batches that are split by samples.
+    """The tensors, arrays and lists of batches that are split by samples.
 
     A tensor is, if it has as many rows as there are samples. If the number is equal by chance in
     some batches (boxes of all images, a table), it is split in these and whole in others.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[Any, bool] = {}
 
     def require_same(self, batch: Batch) -> None:
-        """Raise BadInputError if a tensor is split in this batch and not in an earlier one."""
-        samples, tensors = tensors_by_place(batch)
+        """Raise BadInputError if a value is split in this batch and not in an earlier one."""
+        samples, values = splits_by_place(batch)
         if samples < 2:  # a table of one row may be split or not
             return
-        for place, tensor in tensors.items():
-            rows = tensor.size(0)
-            splits = rows == samples
+        for place, (value, splits) in values.items():
             if self._known.setdefault(place, splits) == splits:
                 continue
             now, before = ("", "not ") if splits else ("no longer ", "")
+            if isinstance(value, list | tuple):
+                kind = next(type(one).__name__ for one in value if one is not None)
+                what, cure = f"a {type(value).__name__} of {len(value)} {kind}s", _CURE_OF_LISTS
+            else:
+                kind = "a tensor" if isinstance(value, Tensor) else "an array"
+                what, cure = f"{kind} of shape {tuple(value.shape)}", _CURE_OF_TENSORS
             raise BadInputError(
-                f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples is {now}"
-                f"split by samples, but in an earlier batch it was {before}split. A tensor is "
-                "split if it has as many rows as there are samples, here by chance. Give a table a "
-                "first dimension of 1 (table[None]); for boxes or nodes of all samples, pass a "
-                "list with one tensor per sample, or pad them into one tensor and add masks."
+                f"{what} in a batch of {samples} samples is {now}split by samples, but in an "
+                f"earlier batch it was {before}split. {cure}"
             )
+
+
+_CURE_OF_TENSORS = (
+    "A tensor or array is split if it has as many rows as there are samples, here by chance. Give "
+    "a table a first dimension of 1 (table[None]); for boxes or nodes of all samples, pass a list "
+    "with one tensor per sample, or pad them into one tensor and add masks."
+)
+_CURE_OF_LISTS = (
+    "A list or tuple is split if it has as many entries as there are samples, and these have one "
+    "type (tensors: one dtype and shape but for the first dimension, and not all with a row per "
+    "sample). If its entries are not samples, pass dict(enumerate(entries)); if they are, pad or "
+    "stack tensors into one, and give other entries one type."
+)

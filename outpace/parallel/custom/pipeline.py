@@ -112,7 +112,10 @@ class CustomPipelineStage(Stage):
 
 
 class CustomPipeline(SpreadLayout):
-    """This rank's stages of a custom model; `parts` maps stage numbers to their blocks."""
+    """This rank's stages of a custom model; `parts` maps stage numbers to their blocks.
+
+    `rows` knows which values of batches are split.
+    """
 
     # The state of the current step: before torch 2.13, the schedule passes no arguments to the
     # loss.
@@ -166,7 +169,7 @@ class CustomPipeline(SpreadLayout):
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
-        self._rows = SampleRows()
+        self.rows = SampleRows()
         self._inspection = PipelineInspection(
             self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
         )
@@ -244,7 +247,7 @@ class CustomPipeline(SpreadLayout):
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
         """Determine the messages' forms for the schedule, and the buffers of each stage."""
-        self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
+        self._schedule_for(self._cut(batch)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
         """Do what `learn_forms` does on this rank alone, with all stages, which have no values."""
@@ -276,9 +279,7 @@ class CustomPipeline(SpreadLayout):
         """Run the schedule on each batch, and sum the `totals`."""
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
-            if count > 1:
-                self._rows.require_same(batch)
-            parts = cut(batch, count)
+            parts = self._cut(batch)
             schedule = self._schedule_for(parts[0], hooks)
             self._draws.begin_pass(place * count)
             for stage in self._stages.values():
@@ -293,6 +294,12 @@ class CustomPipeline(SpreadLayout):
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        """Split a batch into micro-batches, the same values of it in each batch."""
+        if self._plan.pp_microbatches > 1:
+            self.rows.require_same(batch)
+        return cut(batch, self._plan.pp_microbatches)
 
     def _require_sent(self, totals: Tensor) -> None:
         """Refuse a loss that is NaN because it uses a value that is not sent to the last stage."""
@@ -358,7 +365,7 @@ class CustomPipeline(SpreadLayout):
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Run only forward passes, one micro-batch at a time, through this rank's stages."""
-        parts = cut(batch, self._plan.pp_microbatches)
+        parts = self._cut(batch)
         if not self._inspection.taken:
             self._inspect(parts[0], hooks)
         totals = self._zero_totals()
