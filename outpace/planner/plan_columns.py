@@ -128,6 +128,10 @@ class PlanBatch:
         """Return which pipelines have one of these schedules."""
         return _is_among(SCHEDULE_NAMES, names)[self.schedule]
 
+    def splits_backward(self) -> Bools:
+        """Return which pipelines defer the gradients of weights (`Schedule.splits_backward`)."""
+        return self.schedule_in(*(n for n, one in SCHEDULES.items() if one.splits_backward))
+
     def strategy_in(self, *names: Strategy) -> Bools:
         """Return which plans have one of these strategies."""
         return _is_among(STRATEGIES, names)[self.strategy]

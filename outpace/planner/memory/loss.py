@@ -139,7 +139,7 @@ def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
     else:
         large = exceeds_cpu(rows, vocab, _takes_bf16_logits(setup))
-    chunks: Bools = ((large & ~_splits_backward(setup)) | c.chunked_loss) & (c.tp == 1)
+    chunks: Bools = ((large & ~c.splits_backward()) | c.chunked_loss) & (c.tp == 1)
     return chunks & setup.question.traits.chunks_loss
 
 
@@ -152,7 +152,7 @@ def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
     """Return whether logits live from forward to backward; else the forward frees them."""
     c = setup.columns
     whole = c.compile & fits(rows, columns, setup.sizes.operand)
-    return _splits_backward(setup) | (c.tp > 1) | whole
+    return c.splits_backward() | (c.tp > 1) | whole
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
@@ -200,14 +200,10 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.free("activations", states_grad + weights_grad)
 
 
-def _splits_backward(setup: MemorySetup) -> Bools:
-    return setup.columns.schedule_in("zb", "zbv", "dualpipev")
-
-
 def _takes_bf16_logits(setup: MemorySetup) -> Bools:
     """Return which plans have bf16 matmuls on a CPU, where the gradient overwrites the logits."""
     c = setup.columns
-    own = c.precision_in(*COMPUTES_IN_BF16) & ~_splits_backward(setup) & (c.tp == 1)
+    own = c.precision_in(*COMPUTES_IN_BF16) & ~c.splits_backward() & (c.tp == 1)
     takes: Bools = own & setup.question.traits.chunks_loss & (setup.question.device == "cpu")
     return takes
 

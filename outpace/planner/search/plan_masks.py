@@ -11,7 +11,6 @@ from outpace.records.plan import IN_BACKWARD
 from outpace.records.precisions import MASTERS, PURE, SCALED
 
 GATHERING_LEVELS = (2, 3)  # ZeRO levels that gather parameters before they are used
-SPLIT_BACKWARDS = tuple(name for name, one in SCHEDULES.items() if one.splits_backward)
 
 
 def untrained_mask(c: PlanBatch) -> Any:
@@ -22,7 +21,7 @@ def untrained_mask(c: PlanBatch) -> Any:
     usual = np.array([
         SCHEDULES[name].stages_per_rank if name in SCHEDULES else 1 for name in SCHEDULE_NAMES
     ])  # fmt: skip
-    found |= piped & (c.even_stages | (product & c.schedule_in(*SPLIT_BACKWARDS)))
+    found |= piped & (c.even_stages | (product & c.splits_backward()))
     return found | (piped & ~c.schedule_in("mp") & (c.stages_per_rank != usual[c.schedule]))
 
 
@@ -32,7 +31,7 @@ def options_match(c: PlanBatch) -> Any:
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
     fine &= low | ~c.precision_in(*PURE)
     fine &= ~c.in_backward | (c.strategy_in(*IN_BACKWARD) & ~c.precision_in(*SCALED))
-    return fine & ~(c.schedule_in(*SPLIT_BACKWARDS) & ((c.dp_replicate > 1) | c.compile))
+    return fine & ~(c.splits_backward() & ((c.dp_replicate > 1) | c.compile))
 
 
 def adapters_match(c: PlanBatch) -> Any:
@@ -47,9 +46,7 @@ def adapters_match(c: PlanBatch) -> Any:
 
 def possible_mask(c: PlanBatch) -> Any:
     """Return which combinations are valid plans, by the rules of `records.plan`."""
-    fine = options_match(c) & ~(
-        c.schedule_in(*SPLIT_BACKWARDS) & ((c.modes[:, 0] < 1) | c.chunked_loss)
-    )
+    fine = options_match(c) & ~(c.splits_backward() & ((c.modes[:, 0] < 1) | c.chunked_loss))
     gathers = np.isin(c.zero, GATHERING_LEVELS) | c.strategy_in("single")
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
     adamw = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in PLAIN_ADAMW])

@@ -22,7 +22,6 @@ from outpace.planner.plan_columns import (
 )
 from outpace.planner.search.axis_sizes import divisors, expert_axes, meshes
 from outpace.planner.search.plan_masks import (
-    SPLIT_BACKWARDS,
     adapters_match,
     options_match,
     possible_mask,
@@ -345,7 +344,7 @@ def _schedule_rows(
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
         return
     for schedule in SCHEDULE_NAMES[2:]:
-        if wanted.trained and strategy == "3d" and schedule in SPLIT_BACKWARDS:
+        if wanted.trained and strategy == "3d" and SCHEDULES[schedule].splits_backward:
             continue
         own = SCHEDULES[schedule].stages_per_rank
         many = range(own, own + 1)

@@ -230,14 +230,14 @@ def layer(
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
     tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine does not compile
     launched_back = np.where(tight, kernels_back, calls_back)
-    computed, stored = _weights_operators(outline, stack)
+    deferred = _weights_operators(outline, stack)  # and as many that store gradients
     return LayerWork(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
         forward_operators=np.where(tight, kernels, calls),
         backward_operators=launched_back,
-        weights_operators=np.minimum(np.where(tight, computed, computed + stored), launched_back),
+        weights_operators=np.minimum(np.where(tight, deferred, 2 * deferred), launched_back),
         products_s=matmuls,
         attention_s=inner,
         attention_back_s=inner_back,
@@ -828,16 +828,15 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
     """Return how many more operators a backward has than its forward: a matmul has two gradients, a
     bias has a sum, and every parameter's gradient is stored or accumulated.
     """
-    computed, stored = _weights_operators(outline, stack)
+    matmuls = _weights_operators(outline, stack)
     norms = stack.norms * (2 if stack.norm_bias else 1) + _count_inner_norms(stack)
-    return computed + stored + norms
+    return 2 * matmuls + norms
 
 
-def _weights_operators(outline: Outline, stack: Stack) -> tuple[float, float]:
-    """Return the operators that compute gradients of matmuls' weights, and that store them."""
+def _weights_operators(outline: Outline, stack: Stack) -> float:
+    """Return the operators that compute gradients of matmuls' weights, as many as store them."""
     own = list(weights(stack, outline.hidden))
-    count = float(len(own) + sum(weight.bias for weight in own))
-    return count, count
+    return float(len(own) + sum(weight.bias for weight in own))
 
 
 class EndsTime(NamedTuple):

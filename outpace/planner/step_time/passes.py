@@ -240,7 +240,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     beside_s = tensor.sums_s - tensor.alone_s
     tensor_s = _tensor_s(setup, beside_s, own * w.products_s) + tensor.alone_s + tensor.scatter_s
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
-    splits = setup.columns.schedule_in("zb", "zbv", "dualpipev")
+    splits = setup.columns.splits_backward()
     deferred = np.where(splits, w.weights_operators * efficiency.BACKWARD_SHARE, 0.0)
     units_s = setup.wraps_adapters * (w.units_back_s + most * w.units_s)
     return PassTime(

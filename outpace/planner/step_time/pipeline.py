@@ -123,7 +123,7 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
     W's share of a pass.
     """
     c = setup.columns
-    split = c.schedule_in("zb", "zbv", "dualpipev")
+    split = c.splits_backward()
     left = np.where(split, np.maximum(1 - 2 * weights, 0.0), 1.0)
     waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
     rank_s, busy = pipeline.way_s / c.pp, c.microbatches * pipeline.pace_s
