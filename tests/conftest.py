@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-profile") != "explore":
         # Examples also have numbers and words of the modules that happen to be imported: of the
         # tests before them in the same process.
+        assert hasattr(providers, "is_local_module_file")  # a private name of hypothesis
         providers.is_local_module_file = lambda path: False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
