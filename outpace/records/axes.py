@@ -81,12 +81,12 @@ def fill_axes(
     if math.prod(sizes.values()) != world_size:
         split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
         needed = math.prod(sizes.values())
+        are = "is 1" if world_size == 1 else f"are {world_size}"
         if not own and split:
             flags = " and ".join(f"--{axis.replace('_', '-')}" for axis in AXES if sizes[axis] > 1)
             raise BadInputError(
-                f"{' × '.join(split)} needs {needed} processes, but there "
-                f"{'is 1' if world_size == 1 else f'are {world_size}'}. Start {needed} (--nproc "
-                f"{needed}), or leave {flags} out."
+                f"{' × '.join(split)} needs {needed} processes, but there {are}. Start {needed} "
+                f"(--nproc {needed}), or leave {flags} out."
             )
         if not own:
             raise BadInputError(
@@ -94,7 +94,6 @@ def fill_axes(
                 "or use ddp."
             )
         axes = " × ".join(split) or "all axes are 1"
-        are = "is 1" if world_size == 1 else f"are {world_size}"
         raise BadInputError(
             f"{axes}: the number of processes must be {needed}, but there {are}. Start {needed} "
             f"(--nproc {needed}), or use other axes."
