@@ -194,6 +194,16 @@ def test_held_out_data_have_a_column_of_metrics_where_there_are_some(run, of_run
     assert table.columns[-1] == "metrics" and table.rows[0][-1] == "accuracy 0.5000"
 
 
+def test_an_unknown_perplexity_is_not_available_beside_known_ones(run):
+    found = read_run(run)
+    unknown = found.evaluations[0].model_copy(update={"perplexity": None})
+    for evaluations, columns in (((unknown,), 2), ((unknown, found.evaluations[-1]), 3)):
+        document = run_document(replace(found, evaluations=evaluations))
+        table = next(one for one in section(document, "Loss") if isinstance(one, DataTable))
+        assert len(table.columns) == columns
+    assert table.rows[0][2].text == "n/a"
+
+
 def test_losses_can_be_seen_by_step_tokens_and_time(of_run):
     loss = figure(of_run, "Loss")
     assert [one.label for one in loss.choices] == ["step", "tokens", "time"]

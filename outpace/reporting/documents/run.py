@@ -257,9 +257,10 @@ def _losses(run: RunFolder) -> DocumentSection:
         return DocumentSection("Loss", (Paragraph("No step was recorded."),))
     parts: list[Part] = [curves.losses(run.steps, run.evaluations), curves.norms(run.steps)]
     if run.evaluations:
+        unknown = "" if all(one.perplexity is None for one in run.evaluations) else "n/a"
         rows = tuple(
             (Number(one.step, f"{one.step:,}"), Number(one.loss, f"{one.loss:.4f}"),
-             Number(one.perplexity, _format_perplexity(one)),
+             Number(one.perplexity, _format_perplexity(one, unknown)),
              ", ".join(f"{name} {value:.4f}" for name, value in one.metrics.items()))
             for one in run.evaluations
         )  # fmt: skip
@@ -268,8 +269,8 @@ def _losses(run: RunFolder) -> DocumentSection:
     return DocumentSection("Loss", tuple(parts))
 
 
-def _format_perplexity(evaluation: Evaluation) -> str:
-    return "" if evaluation.perplexity is None else f"{evaluation.perplexity:,.4g}"
+def _format_perplexity(evaluation: Evaluation, unknown: str) -> str:
+    return unknown if evaluation.perplexity is None else f"{evaluation.perplexity:,.4g}"
 
 
 def _time(run: RunFolder) -> DocumentSection:
