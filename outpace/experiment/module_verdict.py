@@ -53,8 +53,8 @@ def verdict_of(
     numbers = [off for off in whole.values() if off is not None and off < float("inf")]
     worst_key = max(whole, key=lambda key: _size(whole[key]))
     worst = max(numbers, default=0.0)
+    note = _explain_attributes(course, plan)
     if not wrong:
-        note = _explain_attributes(course, plan)
         return make_verdict(plan, allowed, worst=worst, worst_key=worst_key, cause=note)
     if not faults and course.facts.cut_cause == "places":
         return make_verdict(plan, allowed, reason=f"{PLACED}.", refused=True)
@@ -68,6 +68,7 @@ def verdict_of(
             f"Buffers that change with each forward ({moved}) equal those of one process that "
             "splits the batch in the same way, not those of one that does not split it"
         )
+        cause = cause if note is None else f"{cause}. {note}"
         return make_verdict(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
     named = faults or counts or wrong
     listed = sorted(named, key=lambda key: _cause_order(key, named[key]))

@@ -297,6 +297,22 @@ def test_buffers_that_move_with_each_micro_batch_are_told_from_faults():
     assert verdict.passed and "change with each forward (seen)" in verdict.cause
 
 
+class CountingTwice(CountingBuffer):
+    """Counts forwards in a buffer, and samples in an attribute."""
+
+    samples = 0
+
+    def forward(self, x):
+        self.samples += len(x)
+        return super().forward(x)
+
+
+def test_counts_in_attributes_are_named_beside_buffers_that_move():
+    verdict = verdict_of(CountingTwice(), "zero1")
+    assert verdict.passed and "change with each forward (seen)" in verdict.cause
+    assert "A step counts or averages samples in samples (a plain attribute)" in verdict.cause
+
+
 class CountedSamples(Stack):
     """Counts samples for its loop in buffers, one of which no checkpoint contains."""
 

@@ -266,7 +266,8 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
         return type(value).__name__, len(value)
     seen.add(id(value))
     if type(value) in MAPPINGS:
-        return tuple((repr(key), _comparable_entry(one, seen)) for key, one in value.items())
+        # In brackets, since a key that is a number counts nothing.
+        return tuple((f"[{key!r}]", _comparable_entry(one, seen)) for key, one in value.items())
     if type(value) is set:
         return frozenset(map(repr, value))
     return tuple(_comparable_entry(one, seen) for one in value)

@@ -187,6 +187,27 @@ def test_buffers_that_depend_on_samples_are_told_from_others():
     assert torch.equal(drawn, torch.get_rng_state())
 
 
+class Keyed(nn.Linear):
+    """Its `total` counts samples in a value; `names` has numbers only as keys."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.total, self.names = {0: 0}, {0: "none"}
+
+    def forward(self, x):
+        self.total[0] += len(x)
+        self.names = {self.total[0]: "last"}
+        return super().forward(x)
+
+
+def test_numbers_that_are_keys_are_not_counts():
+    objective = CustomObjective(CustomModel(Keyed(), lambda m, batch: m(batch).mean()))
+    given = torch.ones(8, 4)
+    found = find_counted_buffers(objective, StepHooks(), True, given, attributes=None)
+    assert found is not None and [name for name in found if "total" in name]
+    assert not [name for name in found if "names" in name]
+
+
 def test_a_variable_outside_of_the_module_has_its_own_kind():
     said = explain_counted_attributes(["SEEN (a global of train.py)"], 2)
     assert "samples in SEEN (a global of train.py). Each rank" in said
