@@ -64,6 +64,7 @@ def prepare(
     streams, hashes = [], []
     hints: list[str] = []
     written: set[str] = set()
+    unknown = 0
     for reference in sources:
         source = open_source(reference)
         content = cached_fingerprint(source, text_field, cache_dir)
@@ -81,6 +82,7 @@ def prepare(
         index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
         told = index.misread
         written |= set(told.specials)
+        unknown += told.unknown
         total = sum(part.tokens for part in index.splits.values())
         hints += misread_hints(reference, total, told.specials, told.unknown, told.lost, told.nuls)
         streams.append(_choose(entry, index, split, eval_fraction))
@@ -97,7 +99,10 @@ def prepare(
         # Texts that begin with the token by themselves were once given a second one.
         ids = tokenizer.opening_ids
         opening = {token for token, number in tokenizer.special_tokens.items() if number in ids}
-        name += "|opened" if opening and opening.isdisjoint(written) else "|opened once"
+        absent = bool(opening) and opening.isdisjoint(written)
+        if ids == [tokenizer.unknown_id]:  # as in OPT, so that texts' own count as unknown
+            absent = unknown == 0
+        name += "|opened" if absent else "|opened once"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
     key = xxhash.xxh3_128_hexdigest(joined.encode())
     return Corpus(tuple(streams), weights, key, tuple(hints))

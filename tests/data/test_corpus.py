@@ -90,9 +90,10 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, 
     assert corpus.fingerprint != without.fingerprint
 
 
-def test_a_run_whose_texts_had_two_opening_tokens_has_other_data(tmp_path, prepare):
+@pytest.mark.parametrize("unknown", ["<unk>", "<s>"])
+def test_a_run_whose_texts_had_two_opening_tokens_has_other_data(tmp_path, prepare, unknown):
     """Its positions are of other tokens. Where no text has the token, they are the same."""
-    inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}))
+    inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unknown))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens(["<s>"])
     inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
