@@ -162,3 +162,17 @@ def split_backward_refusal(strategy: str) -> str | None:
         f"{VERSION} cannot do on a CPU through operators written in Python. Use torch 2.13 or "
         "newer, or --strategy interleaved"
     )
+
+
+def nested_split_refusal() -> str | None:
+    """Return why split backwards cannot use a parameter on what it has computed; None if they can.
+
+    Before 2.13, torch's `stage_backward_weight` adds the gradients of the earlier use twice.
+    """
+    if torch_release() >= (2, 13):
+        return None
+    return (
+        "a block uses a parameter again on what it has computed with it, which torch "
+        f"{VERSION} adds twice where gradients of inputs and weights are computed separately. Use "
+        "torch 2.13 or newer, or --strategy interleaved"
+    )

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.nn.compiler_exclusion import has_compiled_parts, run_eagerly
 from outpace.nn.extra_state import is_extra_state
+from outpace.nn.torch_versions import nested_split_refusal
 from outpace.optim.build import Build
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit
@@ -501,7 +502,8 @@ def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict
 
     torch's own groups may overlap if a parameter is used in several places, depending on the order
     of a set. Then a gradient is computed twice, or from a graph that has been freed. The weight
-    backward of a parameter that is used again further on also runs what is between its uses.
+    backward of a parameter that is used again further on also runs what is between its uses. Raises
+    BadInputError if this torch cannot do that.
     """
     merged: list[dict[str, Any]] = []
     for group in _group_as_torch(inputs, params, reverse_edges):
@@ -520,16 +522,26 @@ def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict
             for other in touching:
                 whole = {kind: whole[kind] | other[kind] for kind in whole}
         merged.append(whole)
+    refused = nested_split_refusal()
+    if refused and any(_is_nested(group["intermediates"]) for group in merged):
+        raise BadInputError(refused)
     return [{kind: group[kind] for kind in ("params", "intermediates")} for group in merged]
+
+
+def _is_nested(nodes: set[Any]) -> bool:
+    """Return whether one of `nodes` of a graph can be reached from another."""
+    return not nodes.isdisjoint(_reach(nodes, _next_nodes))
 
 
 def _nodes_between(nodes: set[Any], reverse_edges: Any) -> set[Any]:
     """Return the nodes of a graph on paths from one of `nodes` to another."""
     if len(nodes) < 2:
         return set()
-    return _reach(nodes, lambda node: [n for n, _ in node.next_functions]) & _reach(
-        nodes, lambda node: reverse_edges.get(node, ())
-    )
+    return _reach(nodes, _next_nodes) & _reach(nodes, lambda node: reverse_edges.get(node, ()))
+
+
+def _next_nodes(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions]
 
 
 def _reach(begins: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:

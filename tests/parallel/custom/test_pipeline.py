@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import _backward
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
+from outpace.nn import torch_versions
 from outpace.parallel.custom.block_values import split
 from outpace.parallel.custom.pipeline import _group_parameters
 from outpace.parallel.custom.stage import CustomStage
@@ -102,6 +103,11 @@ def test_a_split_backward_runs_uses_that_overlap_in_turn_together(monkeypatch):
     grad = torch.randn_like(output)
     expected = torch.autograd.grad(output, (a, b, c, x), grad, retain_graph=True)
     monkeypatch.setattr(_backward, "get_param_groups", _group_parameters)
+    with monkeypatch.context() as older, pytest.raises(BadInputError, match="adds twice"):
+        older.setattr(torch_versions, "torch_release", lambda: (2, 12))
+        _backward.stage_backward_input([output], [grad], [x], iter([a, b, c]))
+    if torch_versions.nested_split_refusal():
+        return
     (of_input,), groups = _backward.stage_backward_input([output], [grad], [x], iter([a, b, c]))
     _backward.stage_backward_weight(iter([a, b, c]), groups)
     for one, right in zip((a.grad, b.grad, c.grad, of_input), expected, strict=True):
