@@ -18,6 +18,7 @@ from outpace.parallel.parity.comparison import difference
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.piece_losses import mean_loss, total_of
 from outpace.parallel.parity.plain_copy import model_of
+from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 
 # Tensors that refer to samples by their places, a mean over samples whose parts are weighted by
@@ -50,7 +51,7 @@ def find_cut_cause(
         lambda: _find_batchnorm(plain, hooks, drops, some, tolerance),
         lambda: _find_by_weights(mean_of, some, _rounding(plain)),
     )
-    for find in ways if not batch_norms(model_of(plain)) else ways[:3]:
+    for find in ways if not _normalises(plain) else ways[:3]:
         # torch warns of quantities that a single sample lacks, such as a standard deviation.
         quiet = warnings.catch_warnings(action="ignore")
         with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
@@ -102,25 +103,39 @@ def _find_batchnorm(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
     """Find batch normalisations without whose statistics parts have the loss of the whole."""
-    if not batch_norms(model_of(plain)) or samples_in(some) % 2:
+    if not _normalises(plain) or samples_in(some) % 2:
         return ""
-    with _fixed_statistics(plain):
+    with fixed_statistics(plain):
         whole = mean_loss(total_of(plain, hooks, drops, [some], alike=False))
         halves = [total_of(plain, hooks, drops, [half], alike=False) for half in cut(some, 2)]
     return "batchnorm" if difference(whole, mean_loss(*halves)) <= tolerance else ""
 
 
+def _normalises(plain: nn.Module) -> bool:
+    """Return whether a batch normalisation uses the statistics of its batch."""
+    norms = batch_norms(model_of(plain)).values()
+    return any(part.training or part.running_mean is None for part in norms)
+
+
 @contextmanager
-def _fixed_statistics(plain: nn.Module) -> Iterator[None]:
-    """Let batch normalisations use their moving averages inside the context."""
-    modes = [(part, part.training) for part in batch_norms(plain).values()]
+def fixed_statistics(plain: nn.Module) -> Iterator[None]:
+    """Let batch normalisations use their moving averages inside the context.
+
+    Those that have none use a mean of 0 and a variance of 1.
+    """
+    parts = list(batch_norms(plain).values())
+    held = [(part.training, part.running_mean, part.running_var) for part in parts]
+    like = next(plain.parameters()).detach()
     try:
-        for part, _ in modes:
+        for part in parts:
             part.training = False
+            if part.running_mean is None:
+                part.running_mean = like.new_zeros(part.num_features)
+                part.running_var = like.new_ones(part.num_features)
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for part, (mode, mean, variance) in zip(parts, held, strict=True):
+            part.training, part.running_mean, part.running_var = mode, mean, variance
 
 
 def _rounding(plain: nn.Module) -> float:
@@ -234,6 +249,14 @@ def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
     if plan.data_parallel == 1:
         return "one micro-batch per step"
     return f"sync_batchnorm=True{where}" + " and one micro-batch per step" * (micro_batches > 1)
+
+
+def synchronised_cure(names: Sequence[str], setting: str) -> str:
+    """Return the cure `setting`, and why the shared statistics of layers do not cover a step."""
+    return (
+        f"{setting}, since with sync_batchnorm the statistics of {first_names(names)} are of each "
+        "micro-batch, over all ranks"
+    )
 
 
 def common_cause(causes: Sequence[CutCause]) -> CutCause:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
-from outpace.parallel.batchnorm import batch_norms
+from outpace.parallel.batchnorm import SynchronisedBatchNorm, batch_norms
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import (
     choose_tolerance,
@@ -23,10 +23,17 @@ from outpace.parallel.parity.comparison import (
     largest,
     relative,
 )
-from outpace.parallel.parity.cut_cause import CutCause, batchnorm_cure, explain_cut, find_cut_cause
+from outpace.parallel.parity.counted_buffers import batchnorm_state
+from outpace.parallel.parity.cut_cause import (
+    CutCause,
+    batchnorm_cure,
+    explain_cut,
+    find_cut_cause,
+    fixed_statistics,
+)
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
-from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.parity.piece_losses import (
     DrawsError,
     mean_loss,
@@ -107,6 +114,54 @@ def compare_cut(
     first = None if first is None else _complete(plain, hooks, first)
     if first is None:
         return CutDifference()
+    asked = passes, hooks, synchronised, tolerance
+    shared = any(isinstance(part, SynchronisedBatchNorm) for part in plain.modules())
+    compare = _compare_beside_norms if shared else _compare
+    return compare(plain, plan, first, *asked)
+
+
+def _compare_beside_norms(
+    plain: nn.Module,
+    plan: Plan,
+    first: FirstPiece,
+    passes: Sequence[Batch],
+    hooks: StepHooks,
+    synchronised: bool,
+    tolerance: float,
+) -> CutDifference:
+    """Compare a batch with its halves where ranks share the statistics of batch normalisations.
+
+    Ranks do not split these, so they are fixed to find what else mixes samples. Micro-batches do
+    split them.
+    """
+    by_norms = 0.0
+    if len(passes) * plan.pp_microbatches > 1:
+        mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
+        by_norms = _run_first([lambda: _compare_halves(mean_of, first)], plain)
+    norms = batchnorm_state(model_of(plain))
+    held = dict(model_of(plain).named_buffers())
+    buffers = {n: b for n, b in first.buffers.items() if id(held[n]) not in norms}
+    beside = replace(first, mean=None, halves=None, two=(), buffers=buffers)
+    watch = MovedParameters(())  # for collectives of the user's code
+    with fixed_statistics(plain):
+        with suppress(Exception), keep_values(model_of(plain).named_parameters()), watch:
+            total_of(plain, hooks, first.drops, [take_first(first.piece, 2)], alike=True)
+        found = _compare(plain, plan, beside, passes, hooks, watch.communicates, tolerance)
+    if found.loss <= tolerance < by_norms:
+        return replace(found, loss=by_norms, cause="batchnorm")
+    return found
+
+
+def _compare(
+    plain: nn.Module,
+    plan: Plan,
+    first: FirstPiece,
+    passes: Sequence[Batch],
+    hooks: StepHooks,
+    synchronised: bool,
+    tolerance: float,
+) -> CutDifference:
+    """Compare the first piece with its halves, or other parts, as `compare_cut` does."""
     counts = _compare_counts(first, tolerance)
     if counts is not None:
         return CutDifference(counts=counts)

@@ -45,6 +45,7 @@ from outpace.parallel.parity.cut_cause import (
     batchnorm_cure,
     common_cause,
     explain_cut,
+    synchronised_cure,
 )
 from outpace.parallel.parity.cut_difference import explain_counts
 from outpace.parallel.parity.first_batch_messages import (
@@ -520,8 +521,10 @@ class FirstBatch:
     def _about_cut(self, apart: float, how: str, count: int, cause: CutCause = "") -> str:
         where = " in what build returns" if self._by_command else ""
         cure = ""
-        if self._plain.synchronised:
-            cure = "larger micro-batches, since statistics already cover all ranks,"
+        if self._plain.shared_norms:
+            name = "--micro-batch " if self._by_command else "micro_batch="
+            setting = f"{name}{count * self._plan.micro_batch} (all samples of a rank)"
+            cure = synchronised_cure(self._plain.shared_norms, setting) if count > 1 else ""
         elif self._plain.has_batchnorm:
             cure = batchnorm_cure(self._plan, count, where)
         split = "as ranks and micro-batches split it"

@@ -88,8 +88,11 @@ class PlainPass:
         self._plan, self._ranks, self._blocks = plan, ranks, blocks
         self.pieces = Pieces(plan, ranks)
         self.left_out: str | None = None
-        self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
-        self.has_batchnorm = bool(batch_norms(objective))
+        norms = batch_norms(model_of(objective))
+        self.has_batchnorm = bool(norms)
+        # Names of the layers whose statistics ranks share.
+        self.shared_norms = [n for n, m in norms.items() if isinstance(m, SynchronisedBatchNorm)]
+        self.synchronised = bool(self.shared_norms)
         self._recomputes = False
         self.draws_alike = False  # whether the copy draws what the layout will
         self._affected = False  # whether a few samples affect each other's losses

@@ -95,7 +95,11 @@ def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
             NormalisedStack, squares, False, "sync_batchnorm=True and one micro-batch per step",
             ("(sum, count)", "negatives"),
         ),
-        (NormalisedStack, squares, True, "larger micro-batches", ()),
+        (
+            NormalisedStack, squares, True,
+            f"micro_batch={SAMPLES // 2} (all samples of a rank), since with sync_batchnorm the "
+            "statistics of norm are of each micro-batch", ("(sum, count)", "negatives"),
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
@@ -107,6 +111,42 @@ def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
     [said] = first["warnings"]
     assert "when the batch is split in two" in said and cure in said
     assert not any(words in said for words in others)
+
+
+class Untracked(NormalisedStack):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, track_running_stats=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("ddp", NormalisedStack), ("ddp", Untracked), ("zero2", NormalisedStack),
+     ("zero3", NormalisedStack)],
+)  # fmt: skip
+def test_shared_statistics_of_one_micro_batch_are_those_of_the_whole_batch(
+    tmp_path, strategy, make
+):
+    one = {"micro_batch": SAMPLES // 2}
+    both = run_first_step(tmp_path, strategy, make, squares, change=one, sync_batchnorm=True)
+    assert all(said["warnings"] == [] and "loss" in said for said in both)
+
+
+@pytest.mark.parametrize("micro_batch", [SAMPLES // 2, SAMPLES // 4])
+@pytest.mark.parametrize("make", [NormalisedStack, Untracked])
+def test_samples_that_are_mixed_beside_shared_statistics_are_reported(tmp_path, make, micro_batch):
+    change = {"micro_batch": micro_batch}
+    first, _ = run_first_step(tmp_path, "ddp", make, contrast, change=change, sync_batchnorm=True)
+    [said] = first["warnings"]
+    assert "when the batch is split in two" in said and "accept the difference" in said
+    assert "BatchNorm normalises" not in said and "sync_batchnorm" not in said
+
+
+def test_statistics_of_each_rank_are_reported_for_one_micro_batch(tmp_path):
+    one = {"micro_batch": SAMPLES // 2}
+    first, _ = run_first_step(tmp_path, "ddp", NormalisedStack, squares, change=one)
+    assert "BatchNorm normalises each part by itself" in first["warnings"][0]
+    assert "use sync_batchnorm=True" in first["warnings"][0]
 
 
 def slopes(module, batch):
