@@ -8,7 +8,7 @@ holds for parameters, too, and a wrong factor does not cancel.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from outpace.nn.mixed_precision import make_mixed
 from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
-from outpace.parallel.batches import cut
+from outpace.parallel.batches import concatenate, cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.layout import StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parallelize import lay_out, synchronise_statistics
 from outpace.parallel.parity.comparison import SINGLE, explain, mismatch, relative, scales
 from outpace.parallel.parity.counted_buffers import find_counted_buffers
-from outpace.parallel.parity.cut_cause import CutCause, find_cut_cause
+from outpace.parallel.parity.cut_cause import CutCause, find_cut_cause, fixed_statistics
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.module_state import kept_attributes, preserve_state
 from outpace.parallel.parity.moved_parameters import (
@@ -112,6 +112,8 @@ class ReferenceFacts:
     written: tuple[str, ...] = ()  # parameters that the forward writes to
     cut_cause: CutCause = ""  # why a batch that is split has another loss, if it has
     has_batchnorm: bool = False
+    shared_norms: tuple[str, ...] = ()  # batch normalisations whose statistics ranks share
+    cut_cause_beside: CutCause = ""  # the cause with the statistics of `shared_norms` fixed
     counted: tuple[str, ...] = ()  # buffers and attributes whose changes depend on samples
     moved: tuple[str, ...] = ()  # buffers that forwards change and that training depends on
 
@@ -138,7 +140,8 @@ def reference(
     """Train in one process, splitting each global batch into `shares` of `pieces` each.
 
     Buffers are those after the first share, as on rank 0. `pipeline`: running averages of batch
-    normalisations cover all pieces of a step, as in a pipeline.
+    normalisations cover all pieces of a step, as in a pipeline. If ranks share the statistics of
+    batch normalisations, the shares' first pieces run together, then their second ones.
     """
     objective = trial.begin()
     module = trial.custom.module
@@ -154,6 +157,11 @@ def reference(
     ]
     facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
     facts.has_batchnorm = bool(batch_norms(module))
+    if trial.custom.sync_batchnorm and facts.has_batchnorm:
+        facts.shared_norms = tuple(batch_norms(module))
+        with fixed_statistics(module):
+            asked_cause = objective, StepHooks(), True, trial.batch(1), SINGLE.cut
+            facts.cut_cause_beside = find_cut_cause(*asked_cause)
     asked = objective, StepHooks(), True, trial.batch(1), None, None
     facts.counted = tuple(
         name.removeprefix("model.") for name in find_counted_buffers(*asked) or ()
@@ -165,7 +173,8 @@ def reference(
             narrow = stack.enter_context(NarrowResults()) if step == 1 else None
             watch = stack.enter_context(MovedParameters(named.items())) if step == 1 else None
             drawn = random_state(CPU)
-            totals = _pass_in_shares(objective, trial.batch(step), shares, pieces)
+            run = _pass_together if facts.shared_norms else _pass_in_shares
+            totals = run(objective, trial.batch(step), shares, pieces)
             commit(module)
             facts.draws |= not same_random_state(drawn, random_state(CPU))
         if narrow is not None and watch is not None:
@@ -188,16 +197,35 @@ def reference(
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
     """Run forwards and backwards share by share; return the loss sum and the target count."""
-    first, *others = cut(batch, shares) if shares > 1 else [batch]
+    first, *others = _cut(batch, shares)
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
         totals += _pass_aside(objective, share, pieces)
-    return totals + _pass(objective, first, pieces)
+    return totals + _pass(objective, _cut(first, pieces))
 
 
-def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
+def _pass_together(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
+    """Run the pieces that ranks run at the same time together; return loss sum and count."""
+    if pieces == 1:
+        return _pass(objective, [batch])
+    parts = [_cut(share, pieces) for share in _cut(batch, shares)]
+    return _pass(objective, [reduce(_join, several) for several in zip(*parts, strict=True)])
+
+
+def _join(one: Any, other: Any) -> Any:
+    joined = concatenate(one, other)
+    if joined is None:
+        raise BadInputError("the batch's parts cannot be concatenated")
+    return joined
+
+
+def _cut(batch: Any, parts: int) -> Sequence[Any]:
+    return cut(batch, parts) if parts > 1 else [batch]
+
+
+def _pass(objective: CustomObjective, pieces: Sequence[Any]) -> Tensor:
     totals = torch.zeros(2, dtype=torch.float64)
-    for piece in cut(share, pieces) if pieces > 1 else [share]:
+    for piece in pieces:
         loss_sum, count = objective(piece)
         loss_sum.backward()
         totals += torch.stack((loss_sum.detach().double(), count.double()))
@@ -211,7 +239,7 @@ def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
-        totals = _pass(objective, share, pieces)
+        totals = _pass(objective, _cut(share, pieces))
         made = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, made, strict=True):
         if gradient is not None:

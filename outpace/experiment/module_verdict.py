@@ -1,6 +1,7 @@
 """The verdict on one plan for a user's module: what differs, and the likely cause."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import isfinite
 
 from outpace.experiment.module_parity import (
     RankFindings,
@@ -9,7 +10,12 @@ from outpace.experiment.module_parity import (
 )
 from outpace.parallel.parity.comparison import LOST_IN_SPLIT, MISSING, ComparisonLimits
 from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS, explain_counted_attributes
-from outpace.parallel.parity.cut_cause import PLACED, batchnorm_cure, explain_cause
+from outpace.parallel.parity.cut_cause import (
+    PLACED,
+    batchnorm_cure,
+    explain_cause,
+    synchronised_cure,
+)
 from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.state_messages import (
     explain_state_after_resume,
@@ -85,17 +91,20 @@ def verdict_of(
         )
     cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
     largest = max(listed, key=lambda key: _size(named[key]))
+    off = _size(named[largest])
     told = [listed[0]] if largest == listed[0] else [listed[0], largest]
+    commas = ["", ","]  # "a is off by 0.1; the worst, b, is off by 0.9"
     first, *worst_of = [
-        f"{key[0]} {key[1]} (step {key[2]}) {unmatched.get(key) or _format_deviation(named[key])}"
-        for key in told
+        f"{key[0]} {key[1]} (step {key[2]}){comma} "
+        f"{unmatched.get(key) or _format_deviation(named[key])}"
+        for key, comma in zip(told, commas, strict=False)
     ]
     others = len(listed) - 1
     reason = first + (f", and {others} more" if others else "")
-    reason += "".join(f"; the worst is {one}" for one in worst_of)
+    reason += "".join(f"; the worst, {one}" for one in worst_of)
     return make_verdict(
-        plan, allowed, worst=worst, worst_key=worst_key, reason=f"{reason}. {cause}",
-        cause=cause, differences=differences,
+        plan, allowed, worst=off if isfinite(off) else None, worst_key=largest,
+        reason=f"{reason}. {cause}", cause=cause, differences=differences,
     )  # fmt: skip
 
 
@@ -130,6 +139,8 @@ def _explain_cut(facts: ReferenceFacts, plan: Plan) -> str:
         what = f"moves {first_names(facts.moved)}, on which the loss or its gradient depends,"
     else:
         cure = batchnorm_cure(plan, 2) if facts.has_batchnorm else ""
+        if facts.shared_norms and plan.data_parallel > 1:
+            cure = synchronised_cure(facts.shared_norms, "one micro-batch per step")
         return f"For a batch that is split, {CUT_ALIKE}: {explain_cause(facts.cut_cause, cure)}"
     return (
         f"The forward {what} with each micro-batch, so a split batch differs from the whole one: "
@@ -188,7 +199,11 @@ def _known_cause(
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
-    return explain_state_of_wrong([facts.state_of_ranks])
+    kept = explain_state_of_wrong([facts.state_of_ranks])
+    if kept is None and facts.cut_cause_beside and plan.data_parallel > 1:
+        why = explain_cause(facts.cut_cause_beside)
+        return f"Ranks share the statistics of BatchNorm, but nothing else: {why}"
+    return kept
 
 
 def _likely_cause(

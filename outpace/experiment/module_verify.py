@@ -118,7 +118,9 @@ def verify_custom(
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
     custom = _host_copy(custom)
-    asked, skipped = _plans(plans, nproc, samples)
+    # Without accumulation, ranks that share statistics of BatchNorm equal the whole batch.
+    accumulates = not (custom.sync_batchnorm and batch_norms(custom.module))
+    asked, skipped = _plans(plans, nproc, samples, accumulates)
     double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
     trial = ModuleTrial(custom, batches, samples, double, spoil)
     with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
@@ -182,13 +184,13 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 
 
 def _plans(
-    asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
+    asked: Sequence[Plan | str] | str | None, nproc: int, samples: int, accumulates: bool
 ) -> tuple[list[Plan], dict[str, str]]:
     """Return the plans to verify; if all were requested, also omitted strategies with reasons."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
-        return [_resolve_plan(one, nproc, samples) for one in asked], {}
+        return [_resolve_plan(one, nproc, samples, accumulates) for one in asked], {}
     skipped: dict[str, str] = {}
     plans = []
     for name in STRATEGIES:
@@ -197,7 +199,7 @@ def _plans(
         reason = reason or why_not(name, ranks, torch.device("cpu"))
         if reason is None and (name == "single") == (nproc == 1):
             try:
-                plans.append(plan_for_module(name, nproc, samples))
+                plans.append(plan_for_module(name, nproc, samples, accumulates))
             except BadInputError as error:
                 reason = str(error)
         if reason is not None:
@@ -205,7 +207,7 @@ def _plans(
     return plans, skipped
 
 
-def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
+def _resolve_plan(one: Plan | str, nproc: int, samples: int, accumulates: bool) -> Plan:
     if isinstance(one, Plan):
         one.accumulation(samples)  # raises if the samples cannot be divided
         return one
@@ -217,11 +219,14 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
     reason = refused_strategy(one)
     if reason is not None:
         raise BadInputError(f"verify of a module does not support strategy {one}: {reason}.")
-    return plan_for_module(one, 1 if one == "single" else nproc, samples)
+    return plan_for_module(one, 1 if one == "single" else nproc, samples, accumulates)
 
 
-def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
-    """Return a strategy's plan on all ranks, with two accumulation steps if samples suffice."""
+def plan_for_module(strategy: Strategy, nproc: int, samples: int, accumulates: bool = True) -> Plan:
+    """Return a strategy's plan on all ranks.
+
+    It has two accumulation steps if samples suffice, and `accumulates`.
+    """
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if samples % shares:
@@ -232,7 +237,7 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
     share = samples // shares
     parts = default_microbatches(strategy, sizes["pp"], share)
     each = share // parts
-    if strategy not in SCHEDULES and each % 2 == 0:
+    if accumulates and strategy not in SCHEDULES and each % 2 == 0:
         each //= 2  # two accumulation steps
     return Plan.parse(
         {"strategy": strategy, **sizes, "micro_batch": each, "pp_microbatches": parts}, "verify"

@@ -33,7 +33,9 @@ class ParityVerdict(Record):
 
     For custom models, `refused` means that outpace does not train the model this way, for the given
     `reason`; `differences` are the tensors that differ, in the order in which they were computed,
-    and `cause` is the likely cause. Bytes on the wire are not counted.
+    and `cause` is the likely cause. If some differ for other reasons than the split of the batch,
+    the worst is one of these; its difference is None if it is not finite. Bytes on the wire are
+    not counted.
     """
 
     strategy: str

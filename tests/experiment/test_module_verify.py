@@ -358,6 +358,52 @@ def test_averages_of_batch_normalisations_in_pipelines_are_of_the_whole_step():
     assert "use one micro-batch per step" in verdict.cause and "sync" not in verdict.cause
 
 
+class Normalised(Stack):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+ACCUMULATED = Plan(strategy="ddp", dp_replicate=2, micro_batch=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_shared_statistics_of_whole_steps_equal_one_process(strategy):
+    verdict = verdict_of(Normalised(), strategy, sync_batchnorm=True)
+    assert verdict.passed, verdict.reason
+
+
+def test_shared_statistics_of_micro_batches_are_why_a_split_batch_differs():
+    verdict = verdict_of(Normalised(), ACCUMULATED, sync_batchnorm=True)
+    assert not verdict.passed and CUT_ALIKE in verdict.cause
+    assert "use one micro-batch per step, since" in verdict.cause
+    assert "statistics of norm are of each micro-batch" in verdict.cause
+    assert f"; the worst, {verdict.worst_tensor}, is off by " in verdict.reason
+
+
+def test_statistics_of_each_rank_are_why_a_split_batch_differs():
+    verdict = verdict_of(Normalised(), "ddp")
+    assert not verdict.passed and CUT_ALIKE in verdict.cause
+    assert "sync_batchnorm=True and one micro-batch per step" in verdict.cause
+
+
+def test_shared_statistics_without_batch_normalisation_change_nothing():
+    assert verdict_of(Stack(), ACCUMULATED, sync_batchnorm=True).passed
+
+
+@pytest.mark.parametrize("plan", ["ddp", ACCUMULATED])
+def test_samples_that_are_mixed_beside_shared_statistics_are_the_cause(plan):
+    def apart(module, batch):
+        return (module(batch[0]) - batch[1]).std(0).mean()
+
+    verdict = verdict_of(Normalised(), plan, loss=apart, sync_batchnorm=True)
+    assert not verdict.passed and "BatchNorm, but nothing else" in verdict.cause
+    assert "samples affect each other" in verdict.cause
+
+
 class Counting(Stack):
     """Has state that no checkpoint holds."""
 
@@ -474,7 +520,9 @@ class Averaging(Stack):
 def test_state_of_ranks_is_the_cause_and_the_worst_is_named():
     verdict = verdict_of(Averaging(), "ddp")
     assert not verdict.passed and "depends on mean in an attribute" in verdict.cause
-    assert "; the worst is " in verdict.reason and "add up" not in verdict.reason
+    worst = verdict.worst_tensor
+    assert f"; the worst, {worst}, is off by " in verdict.reason
+    assert "add up" not in verdict.reason
     assert f"{verdict.worst_relative_difference:.2g} of its scale" in verdict.reason
 
 
