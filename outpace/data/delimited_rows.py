@@ -23,7 +23,9 @@ def read_delimited(
     """Yield rows of a table below its header.
 
     GLUE's tab-separated files do not use quoting: a quotation mark is part of the text. Others do,
-    such as files from pandas (see `_quotes`).
+    such as files from pandas (see `_quotes`). Lines without quoting that have fewer columns than
+    the header, as benchmarks' files have, are passed to `on_left_out` if that is not None. Raises
+    BadInputError for other lines without the header's columns.
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -44,13 +46,23 @@ def read_delimited(
             )
         if len(row) == len(header):
             yield Row(dict(zip(header, row, strict=True)), where), took
-        elif on_left_out is not None:
+        elif on_left_out is not None and not quoted and len(row) < len(header):
             on_left_out(where)
         else:
             raise BadInputError(
                 f"{where} has {len(row)} columns, but the header has {len(header)}: "
-                f"{quote_names(header)}"
+                f"{quote_names(header)}. {_remedy(len(row) > len(header), delimiter, quoted)}"
             )
+
+
+def _remedy(too_many: bool, delimiter: str, quoted: bool) -> str:
+    """Say how to correct a line that does not have the header's columns."""
+    if not too_many:
+        return "Complete the line, or remove it."
+    name = _DELIMITERS[delimiter]
+    if quoted:
+        return f"Put a text that contains {name} in quotation marks, or write the rows as .jsonl."
+    return f"Replace {name} within a text by spaces, or write the rows as .jsonl."
 
 
 def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> None:

@@ -20,8 +20,9 @@ def read_rows(
 ) -> Iterator[tuple[Row, int]]:
     """Yield every record of a file, with its approximate size in bytes.
 
-    `form` defaults to that of the suffix; only `columns` of a Parquet file are read. A line of a
-    table without the header's columns is passed to `on_left_out`, or refused if that is None.
+    `form` defaults to that of the suffix; only `columns` of a Parquet file are read. The
+    places of lines that `read_delimited` can leave out are passed to `on_left_out`; if that is
+    None, they are refused.
     Raises BadInputError, which names the place that cannot be read.
     """
     form = form or form_of(file)

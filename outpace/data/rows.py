@@ -25,13 +25,13 @@ _VALIDATION = (
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of a source. `left_out` counts lines that do not have the header's columns."""
+    """All rows of a source. `left_out`: places of lines with fewer columns than their header."""
 
     reference: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     names: Mapping[str, tuple[str, ...]]  # names of classes, from a dataset's class columns
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
 
 
@@ -155,7 +155,7 @@ def _of_files(source: Source) -> Table:
         for row in found[:1]:
             columns |= dict.fromkeys(row.values)
     return Table(
-        source.reference, tuple(columns), tuple(rows), {}, len(left_out), hints=source.hints
+        source.reference, tuple(columns), tuple(rows), {}, tuple(left_out), hints=source.hints
     )
 
 

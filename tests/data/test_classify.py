@@ -78,8 +78,12 @@ def test_tables_of_glue(tmp_path):
     assert examples(read_table(str(sst)))[0] == [("it's bad",), ("it's good",)]
     assert examples(read_table(str(cola)))[0] == [("She left.",), ("Left she.",)]
     table = read_table(str(qnli))
+    with qnli.open("a") as file:
+        file.write("4\ta\tb\tentailment\ttoo many\n")
+    with pytest.raises(BadInputError, match=r"line \d+ has 5 columns.*Replace tabs within a text"):
+        read_table(str(qnli))
     assert examples(table)[:2] == ([p[:2] for p in PAIRS], ("entailment", "not_entailment"))
-    assert table.left_out == 1
+    assert table.left_out == (f"{qnli}, line {len(PAIRS) + 2}",)
 
 
 def test_other_forms_of_rows(tmp_path):
@@ -392,6 +396,8 @@ def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
         ("a.tsv", "text\tlabel\rhello\t1\rho\t0", r"carriage returns only"),
         ("a.jsonl", '{"text":"a","label":1}\r{"text":"b","label":0}\r', r"carriage returns only"),
         ("a.csv", "text,label\na,b,c\nd,e,f\n", r"line 2 has 3 columns, but the header has 2"),
+        ("a.csv", "text,label\na,b\nc,d,e\n", r"line 3 has 3 columns.*commas in quotation marks"),
+        ("a.csv", "text,label\na,b\nc\nd,e\n", r"line 3 has 1 columns.*or remove it"),
     ],
 )
 def test_a_table_that_is_divided_in_another_way_says_how(tmp_path, name, content, told):

@@ -239,12 +239,13 @@ def read_source(settings: TrainSettings) -> TaskRows:
     tables = read_tables(train_names)
     rows = _rows(tables)
     others = read_tables(eval_names) if eval_names is not None else []
-    left_out = sum(table.left_out for table in (*tables, *others))
+    left_out = [where for table in (*tables, *others) for where in table.left_out]
     hints = [hint for table in (*tables, *others) for hint in table.hints]
     hints += unread_file_hints(settings.data)
     if left_out:
         hints.append(
-            f"{left_out:,} lines do not match the columns of their header and were skipped"
+            f"{len(left_out):,} lines have fewer columns than their header and were skipped "
+            f"(first {'; '.join(left_out[:3])}). Complete or remove them"
         )
     if eval_names is not None and tuple(train_names) == tuple(eval_names):
         return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)

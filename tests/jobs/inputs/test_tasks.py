@@ -267,6 +267,19 @@ def test_null_characters_in_rows_are_said(home, tmp_path, task):
     assert hint.startswith("1 rows have NUL characters") and f"line {4 * len(rows) + 1})" in hint
 
 
+def test_skipped_lines_are_named_and_those_of_a_csv_refused(home, tmp_path):
+    table, path = "text\tlabel\na\t0\nb\nc\t1\nd\n", tmp_path / "rows.tsv"
+    path.write_text(table)
+    source = tasks.read_source(asked(home, task="classify", data=[str(path)]))
+    (hint,) = source.hints
+    assert hint.startswith("2 lines have fewer columns than their header and were skipped")
+    assert f"(first {path}, line 3; {path}, line 5)" in hint
+    path = tmp_path / "rows.csv"
+    path.write_text(table.replace("\t", ","))
+    with pytest.raises(BadInputError, match=r"rows\.csv, line 3 has 1 columns"):
+        tasks.read_source(asked(home, task="classify", data=[str(path)]))
+
+
 def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
     """Other columns of labels and texts, labels that differ in capitals, samples without a text."""
     path = tmp_path / "rows.jsonl"
