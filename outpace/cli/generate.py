@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError, shorten
-from outpace.records.run import explain_removed_checkpoint
+from outpace.records.run import explain_removed_checkpoint, suggest_runs
 from outpace.records.settings import MOST_SEED
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def require_run(run: Path) -> None:
     if not run.is_dir():
         raise BadInputError(
             f"--run {run}: there is no such directory. Give the one that `outpace train` printed "
-            f"at the end.{explain_removed_checkpoint(run)}"
+            f"at the end.{suggest_runs(run)}{explain_removed_checkpoint(run)}"
         )
 
 

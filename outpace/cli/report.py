@@ -17,6 +17,7 @@ from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.estimate import Plans
 from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
+from outpace.records.run import explain_removed_checkpoint, suggest_runs
 from outpace.records.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -125,6 +126,12 @@ def _format(asked: str | None, out: Path | None) -> str:
 
 def _read_subject(path: Path) -> _Subject:
     """Read a run's folder or a result file. Raises BadInputError if `path` is neither."""
+    if not path.exists():
+        raise BadInputError(
+            f"there is no file or folder {path}. Give the folder of a run, which outpace train "
+            f"prints at the end (outpace runs lists them), or a result: {', '.join(_IN_FOLDERS)}."
+            f"{suggest_runs(path)}{explain_removed_checkpoint(path)}"
+        )
     if path.is_dir():
         if (path / _RUN).is_file():
             return _Subject(path, None)

@@ -11,7 +11,7 @@ from outpace.experiment.past_runs import checkpoints
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError
 from outpace.records.interpreter import PYTHON
-from outpace.records.run import explain_removed_checkpoint
+from outpace.records.run import explain_removed_checkpoint, suggest_runs
 from outpace.records.settings import TrainSettings
 
 # Settings that determine the samples, their order, the model, its trained part or the optimizer's
@@ -59,7 +59,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         raise BadInputError(
             f"--resume: there is no directory {run}. Give the folder of a run, which outpace "
             "train prints at the end (outpace runs lists "
-            f"them).{explain_removed_checkpoint(run)}"
+            f"them).{suggest_runs(run)}{explain_removed_checkpoint(run)}"
         )
     if not path.exists():
         raise BadInputError(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from outpace.records.base import Record, entry
+from outpace.records.errors import nearest_of
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.model import ModelSpec
@@ -30,6 +31,12 @@ def explain_removed_checkpoint(path: Path) -> str:
         f"{'is' if len(kept) < 2 else 'are'} left. --keep N of outpace train keeps the N "
         "newest."
     )
+
+
+def suggest_runs(path: Path) -> str:
+    """Return a note with the most similar names of runs beside a missing path, else ""."""
+    found = sorted(one.parent.name for one in path.parent.glob("*/run.json"))
+    return f" Runs in {path.parent}: {nearest_of(path.name, found, 3)}." if found else ""
 
 
 class RunRecord(Record):

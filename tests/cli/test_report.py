@@ -305,7 +305,17 @@ def test_a_plans_answer_is_reported_and_a_plan_alone_refused(capsys, tmp_path):
 
 def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_path):
     assert "holds nothing to report on" in refused(capsys, tmp_path)
-    assert "No such file" in refused(capsys, tmp_path / "none.json")
+    for name in ("first", "second", "third", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").touch()
+    (tmp_path / "runs" / "frist").mkdir()  # not a run
+    said = refused(capsys, tmp_path / "runs" / "firts")
+    assert "there is no file or folder" in said and "Give the folder of a run" in said
+    assert f"Runs in {tmp_path / 'runs'}: first, " in said and " and 1 more." in said
+    assert "Runs in" not in refused(capsys, tmp_path / "none.json")
+    for command in (["generate", "a", "--run"], ["train", "--resume"]):
+        assert main([*command, str(tmp_path / "runs" / "firts")]) == 2
+        assert "and 1 more." in capsys.readouterr().err
     path = tmp_path / "a.json"
     path.write_text("{")
     assert "is not JSON" in refused(capsys, path)
