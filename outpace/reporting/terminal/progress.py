@@ -273,7 +273,10 @@ def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord
 
 def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str = "") -> str:
     """Format the figures of a progress line; `short` fits 80 columns together with a bar."""
-    rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
+    if record.tokens_per_s is None:
+        rate = show_whole(record.samples_per_s, "samples/s")
+    else:
+        rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
     words = [f"loss {record.loss:.3f}", rate]
     if record.mfu is not None:
         words.append(f"MFU {show_share(record.mfu)}")

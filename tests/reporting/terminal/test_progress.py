@@ -152,6 +152,9 @@ def test_in_a_terminal_the_line_is_live_and_goes_away(clock: list[float]) -> Non
     text = file.getvalue()
     assert "step   7/100" in text
     assert "loss 7.930  2,048 tok/s  MFU 41.0 %" in text
+    progress.on_step(step(8, tokens_per_s=None))
+    progress._bars.refresh()
+    assert "loss 7.920  8 samples/s" in file.getvalue()
     assert "(bf16, compiled)" in text
     progress.close()
     assert file.getvalue().endswith("\x1b[2K")  # the line is erased
