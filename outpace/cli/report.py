@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli.output import output_file, write_output
 from outpace.cli.parser import Parser
-from outpace.records.base import read_json
+from outpace.records.base import format_path, read_json
 from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError, escape_controls
@@ -128,8 +128,9 @@ def _read_subject(path: Path) -> _Subject:
     """Read a run's folder or a result file. Raises BadInputError if `path` is neither."""
     if not path.exists():
         raise BadInputError(
-            f"there is no file or folder {path}. Give the folder of a run, which outpace train "
-            f"prints at the end (outpace runs lists them), or a result: {', '.join(_IN_FOLDERS)}."
+            f"there is no file or folder {format_path(path)}. Give the folder of a run, which "
+            "outpace train prints at the end (outpace runs lists them), or a result: "
+            f"{', '.join(_IN_FOLDERS)}."
             f"{suggest_runs(path)}{explain_removed_checkpoint(path)}"
         )
     if path.is_dir():

@@ -260,24 +260,32 @@ def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
     first = _first_tensor(batch, plain)
     samples = _length(first)
     found: dict[Any, tuple[Any, bool]] = {}
-
-    def record(leaves: list[Any], form: Any) -> None:
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor | np.ndarray):
-                if leaf.ndim and not _is_nested(leaf) and _length(leaf) != 1:
-                    found[form, number] = leaf, _has_rows(leaf, samples)
-            elif _holds_samples(leaf) and any(one is not None for one in leaf):
-                splits = _is_list_of_samples(samples, id(first), leaf)
-                found[form, number] = leaf, splits
-                if not splits:
-                    inner, structure = tree_flatten(
-                        leaf, partial(_is_list_of_samples, samples, id(first))
-                    )
-                    record(inner, (form, number, str(structure)))
-
     leaves, structure = tree_flatten(plain, partial(_is_list_without, id(first)))
-    record(leaves, str(structure))
+    _record_splits(leaves, str(structure), samples, id(first), found)
     return samples, found
+
+
+def _record_splits(
+    leaves: list[Any],
+    form: Any,
+    samples: int,
+    first_id: int,
+    found: dict[Any, tuple[Any, bool]],
+) -> None:
+    """Write into `found` which of `leaves`, and of the entries of whole lists, are split.
+
+    This is no closure that calls itself: its cycle would keep the batch until a collection.
+    """
+    is_split = partial(_is_list_of_samples, samples, first_id)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor | np.ndarray):
+            if leaf.ndim and not _is_nested(leaf) and _length(leaf) != 1:
+                found[form, number] = leaf, _has_rows(leaf, samples)
+        elif _holds_samples(leaf) and any(one is not None for one in leaf):
+            found[form, number] = leaf, is_split(leaf)
+            if not is_split(leaf):
+                inner, structure = tree_flatten(leaf, is_split)
+                _record_splits(inner, (form, number, str(structure)), samples, first_id, found)
 
 
 def _is_nested(value: Tensor | np.ndarray) -> bool:

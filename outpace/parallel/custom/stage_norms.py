@@ -6,6 +6,7 @@ exist, and so is `get_total_norm`, its public name; a loop that has imported tha
 `parallelize` has torch's own.
 """
 
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,18 @@ def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
     Each is counted once; see `StageNorms.measure`. Every rank calls this for the same layouts in
     the same order. Torch's own functions return when the layouts are gone.
     """
-    norms = getattr(clip_grad._get_total_norm, "__self__", None)
-    if not isinstance(norms, StageNorms):
+    norms = _find_stage_norms()
+    if norms is None:
         norms = StageNorms(place)
         clip_grad._get_total_norm = utils.get_total_norm = norms.measure
     norms.add(layout)
+
+
+def _find_stage_norms() -> "StageNorms | None":
+    """Return what has replaced torch's function."""
+    function: Any = clip_grad._get_total_norm
+    owner = function.__self__ if inspect.ismethod(function) else None
+    return owner if isinstance(owner, StageNorms) else None
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class StageNorms:
 
     def _remove(self, number: int) -> None:
         del self._layouts[number]
-        if not self._layouts and getattr(clip_grad._get_total_norm, "__self__", None) is self:
+        if not self._layouts and _find_stage_norms() is self:
             clip_grad._get_total_norm = utils.get_total_norm = get_total_norm
 
     def measure(
