@@ -18,7 +18,7 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
-from outpace.parallel.batches import cut, samples_in
+from outpace.parallel.batches import samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
@@ -255,7 +255,7 @@ class ParallelModule:
                 f"{self.plan.pp_microbatches}). Change these, or use batches that divide evenly; "
                 "with drop_last=True, a DataLoader omits a smaller last batch."
             )
-        return self._split(batch, held // size)
+        return self._rows.cut(batch, held // size)
 
     def _cut(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
         held = samples_in(batch)
@@ -264,12 +264,7 @@ class ParallelModule:
                 f"{what} of {held} samples cannot be divided evenly among {among}. Use a multiple "
                 f"of {parts}, and drop_last=True in a DataLoader."
             )
-        return self._split(batch, parts)
-
-    def _split(self, batch: Batch, parts: int) -> list[Batch]:
-        if parts > 1:
-            self._rows.require_same(batch)
-        return cut(batch, parts)
+        return self._rows.cut(batch, parts)
 
     def _all_reduce(self, totals: Tensor) -> Tensor:
         if self._ranks.world_size > 1:

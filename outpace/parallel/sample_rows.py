@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outpace.parallel.batches import splits_by_place
+from outpace.parallel.batches import cut, splits_by_place
 from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
@@ -18,6 +18,15 @@ class SampleRows:
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
+
+    def cut(self, batch: Batch, parts: int) -> list[Batch]:
+        """Split a batch as `batches.cut` does, the same values of it as in earlier batches.
+
+        Raises BadInputError as `require_same` and `batches.cut` do.
+        """
+        if parts > 1:
+            self.require_same(batch)
+        return cut(batch, parts)
 
     def require_same(self, batch: Batch) -> None:
         """Raise BadInputError if a value is split in this batch and not in an earlier one."""

@@ -248,7 +248,7 @@ class CustomPipeline(SpreadLayout):
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
         """Determine the messages' forms for the schedule, and the buffers of each stage."""
-        self._schedule_for(self._cut(batch)[0], hooks)
+        self._schedule_for(self.rows.cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
         """Do what `learn_forms` does on this rank alone, with all stages, which have no values."""
@@ -280,7 +280,7 @@ class CustomPipeline(SpreadLayout):
         """Run the schedule on each batch, and sum the `totals`."""
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
-            parts = self._cut(batch)
+            parts = self.rows.cut(batch, self._plan.pp_microbatches)
             schedule = self._schedule_for(parts[0], hooks)
             self._draws.begin_pass(place * count)
             for stage in self._stages.values():
@@ -295,12 +295,6 @@ class CustomPipeline(SpreadLayout):
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
-
-    def _cut(self, batch: Batch) -> list[Batch]:
-        """Split a batch into micro-batches, the same values of it in each batch."""
-        if self._plan.pp_microbatches > 1:
-            self.rows.require_same(batch)
-        return cut(batch, self._plan.pp_microbatches)
 
     def _require_sent(self, totals: Tensor) -> None:
         """Refuse a loss that is NaN because it uses a value that is not sent to the last stage."""
@@ -366,7 +360,7 @@ class CustomPipeline(SpreadLayout):
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Run only forward passes, one micro-batch at a time, through this rank's stages."""
-        parts = self._cut(batch)
+        parts = self.rows.cut(batch, self._plan.pp_microbatches)
         if not self._inspection.taken:
             self._inspect(parts[0], hooks)
         totals = self._zero_totals()
