@@ -32,10 +32,10 @@ from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.evidence import fewest_rounds
 from outpace.records.line_checksums import encode_line
+from outpace.records.run import RUN_FILE
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import idle_strategy_note
 from outpace.records.units import show_seconds
-from outpace.training.run_dir import RUN_FILE
 
 if TYPE_CHECKING:
     from outpace.experiment.compare import ComparisonEnd, Run

@@ -20,7 +20,7 @@ from outpace.experiment.past_runs import (
     sizes,
 )
 from outpace.records.errors import BadInputError
-from outpace.records.run import RunRecord
+from outpace.records.run import RunRecord, require_run
 
 _ABOUT = "List past runs, newest first, or show one of them in full."
 _EPILOG = (
@@ -127,10 +127,7 @@ def _list(runs: list[PastRunFolder], of: int, folders: list[Path], as_json: bool
 
 def _show(folder: Path, as_json: bool) -> int:
     if not is_run(folder):
-        raise BadInputError(
-            f"{folder} holds no run (no run.json). outpace runs lists the runs of this folder, "
-            "outpace runs FOLDER those of another."
-        )
+        require_run(folder)
     (past,) = mark_running([read_past_run(folder)])
     command = None if past.record is None else repeat_command(past.record)
     files = sizes(folder)

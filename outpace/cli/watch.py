@@ -13,6 +13,7 @@ from outpace.cli.output import output_file
 from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
 from outpace.records.line_checksums import strip_checksum
+from outpace.records.run import require_run
 from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
 
@@ -184,8 +185,7 @@ def _print_json(seen: list[Utilisation]) -> None:
 
 def _show_recorded(folder: Path, arguments: Namespace) -> int:
     """Show what a finished run recorded. Raises BadInputError if it recorded nothing."""
-    if not (folder / "run.json").is_file():
-        raise BadInputError(f"{folder} holds no run (no run.json). Give the folder of a run.")
+    require_run(folder)
     paths = sorted((folder / "utilisation").glob("host-*.json"))
     if not paths:
         raise BadInputError(

@@ -9,9 +9,9 @@ from typing import Any
 from outpace.records.comparison import Arm, Comparison, Experiment, Outcome
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord
 from outpace.records.utilisation import Load
-from outpace.training.run_dir import RESULT_FILE, RUN_FILE
+from outpace.training.run_dir import RESULT_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
 # Names of facts in a comparison, with the settings under test that may explain a difference.

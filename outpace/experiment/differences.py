@@ -11,11 +11,11 @@ from outpace.experiment.results import step_times_of
 from outpace.records.comparison import ArmResult
 from outpace.records.measurement import PARTS, Measurement
 from outpace.records.plan import Plan
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.units import show_seconds
 from outpace.records.utilisation import disturbance
-from outpace.training.run_dir import RESULT_FILE, RUN_FILE
+from outpace.training.run_dir import RESULT_FILE
 
 # Settings reported elsewhere (in the resolved plan or by facts), and paths.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",

@@ -9,9 +9,8 @@ from outpace.experiment.results import step_times_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord, require_run
 from outpace.records.settings import OF_A_RUN
-from outpace.training.run_dir import RUN_FILE
 
 _MOST_BLOCKS = 30
 NOT_IN_TURN = (
@@ -26,8 +25,7 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
     Raises BadInputError if a folder holds no run.
     """
     for run in runs:
-        if not (run / RUN_FILE).is_file():
-            raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
+        require_run(run)
     given = [_repeat_settings(RunRecord.load(run / RUN_FILE)) for run in runs]
     alike = {name for name in given[0] if all(one[name] == given[0][name] for one in given)}
     names = _names(runs)

@@ -16,9 +16,9 @@ from outpace.records.line_checksums import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, StepRecord
 from outpace.records.past_run import PastRun
 from outpace.records.plan import Plan
-from outpace.records.run import Failure, RunRecord
+from outpace.records.run import RUN_FILE, Failure, RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
+from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE
 
 _TIMED = ("step_time_s", "tokens_per_s", "mfu")
 _DEFAULT = "default"  # origin of a setting that the user did not set

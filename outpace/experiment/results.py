@@ -15,9 +15,9 @@ from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.line_checksums import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, TimeParts
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord
 from outpace.records.utilisation import device_utilisation
-from outpace.training.run_dir import METRICS_FILE, RUN_FILE
+from outpace.training.run_dir import METRICS_FILE
 
 _MILLION = 1e6
 # Allowed relative difference of two losses at the same step and samples: rounding differences of

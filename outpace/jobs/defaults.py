@@ -20,9 +20,9 @@ from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import AXES, POWERSGD_LEAST_START, Axis, Plan, Strategy
 from outpace.records.precisions import LEVELS, Precision
 from outpace.records.ranks import Ranks
+from outpace.records.run import RUN_FILE
 from outpace.records.settings import DEFAULT_SEQ_LEN, TrainSettings
 from outpace.training.precision import default_precision
-from outpace.training.run_dir import RUN_FILE
 from outpace.training.schedule import warmup_steps
 
 DEFAULT_STEPS = 70

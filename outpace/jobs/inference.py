@@ -47,10 +47,9 @@ from outpace.records.errors import BadInputError, excerpt
 from outpace.records.measurement import Evaluation
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord
 from outpace.records.settings import DEFAULT_SEQ_LEN, Task, TrainSettings
 from outpace.training.evaluate import evaluate as measure
-from outpace.training.run_dir import RUN_FILE
 
 
 @dataclass(frozen=True)

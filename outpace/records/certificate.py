@@ -56,6 +56,19 @@ class ParityVerdict(Record):
     differences: tuple[TensorDifference, ...] = ()
     cause: str | None = None
 
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.strategy}: refused: {self.reason}"
+        worst = self.worst_relative_difference
+        difference = "not finite" if worst is None else f"{worst:.1e}"
+        found = f"largest relative difference {difference}, tolerance {self.tolerance:.1e}"
+        if self.passed:
+            return f"{self.strategy}: equal ({found})"
+        explanation = self.cause or self.reason
+        return f"{self.strategy}: differs in {self.worst_tensor} ({found})" + (
+            f": {explanation}" if explanation else ""
+        )
+
 
 WITHOUT_DROPOUT = "without dropout, so the ranks' dropout masks are not verified"
 
@@ -89,3 +102,6 @@ class Certificate(Record):
     def passed(self) -> bool:
         """Return whether every plan passed, apart from those that are refused."""
         return all(verdict.passed or verdict.refused for verdict in self.verdicts)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.verdicts))

@@ -6,13 +6,15 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from outpace.records.base import Record, entry
-from outpace.records.errors import nearest_of
+from outpace.records.base import Record, entry, format_path
+from outpace.records.errors import BadInputError, nearest_of
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
+
+RUN_FILE = "run.json"
 
 
 def resume_command(run: Path) -> str:
@@ -34,9 +36,28 @@ def explain_removed_checkpoint(path: Path) -> str:
 
 
 def suggest_runs(path: Path) -> str:
-    """Return a note with the most similar names of runs beside a missing path, else ""."""
-    found = sorted(one.parent.name for one in path.parent.glob("*/run.json"))
-    return f" Runs in {path.parent}: {nearest_of(path.name, found, 3)}." if found else ""
+    """Return a note that lists the runs in a folder, or beside it with similar names first; "" if
+    there are none.
+    """
+    for folder in (path, path.parent):
+        found = sorted(one.parent.name for one in folder.glob(f"*/{RUN_FILE}"))
+        if found:
+            return f" Runs in {folder}: {nearest_of(path.name, found, 3)}."
+    return ""
+
+
+def require_run(folder: Path) -> None:
+    """Raise BadInputError, with the runs nearby, if a folder holds no run."""
+    if (folder / RUN_FILE).is_file():
+        return
+    if not folder.exists():
+        fault = f"there is no folder {format_path(folder)}. Give the folder of a run."
+    else:
+        fault = (
+            f"{format_path(folder)} holds no run (no {RUN_FILE}). Give the folder of a run, which "
+            "outpace train prints at the end (outpace runs lists the runs of a folder)."
+        )
+    raise BadInputError(f"{fault}{suggest_runs(folder)}{explain_removed_checkpoint(folder)}")
 
 
 class RunRecord(Record):

@@ -14,12 +14,11 @@ from outpace.records.checksums import CHECKSUMS_FILE, added_names, folder_damage
 from outpace.records.errors import BadInputError
 from outpace.records.line_checksums import encode_line
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
-from outpace.records.run import Failure, RunRecord
+from outpace.records.run import RUN_FILE, Failure, RunRecord
 from outpace.training.callbacks import Callback
 from outpace.training.run_log import RunLog, read_log
 
 Loaded = TypeVar("Loaded", bound=Record)
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"

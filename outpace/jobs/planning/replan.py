@@ -10,8 +10,9 @@ from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES
 from outpace.records.ranks import Ranks
+from outpace.records.run import RUN_FILE
 from outpace.records.settings import TrainSettings
-from outpace.training.run_dir import RUN_FILE, RunDir
+from outpace.training.run_dir import RunDir
 
 # Settings that divide a step among ranks; numerics and samples do not change.
 _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")

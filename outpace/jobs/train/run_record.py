@@ -27,7 +27,7 @@ from outpace.records.measurement import WARMUP_STEPS, RunInfo
 from outpace.records.model import ModelSpec
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.precisions import COMPUTES_IN_FP16, MEANS, PURE
-from outpace.records.run import RunRecord
+from outpace.records.run import RUN_FILE, RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import TRAITS, idle_strategy_note
 from outpace.records.units import show_count, show_seconds
@@ -35,7 +35,7 @@ from outpace.records.version import __version__
 from outpace.training.accounting import OPENING_STEPS
 from outpace.training.callbacks import notify
 from outpace.training.precision import float8_hints, shape_hints
-from outpace.training.run_dir import RUN_FILE, RunDir
+from outpace.training.run_dir import RunDir
 from outpace.training.run_lock import lock_run
 from outpace.training.schedule import learning_rate, warmup_steps
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from outpace.records.comparison import ArmResult, Comparison
 from outpace.records.machine import Machine
+from outpace.records.run import RUN_FILE
 from outpace.reporting.answers.comparison import (
     arms_parts,
     comparison_answer,
@@ -44,7 +45,6 @@ from outpace.reporting.render.document import (
 )
 from outpace.reporting.sections import runs as runs_parts
 from outpace.reporting.sections.environment import command, machine_table, topology
-from outpace.training.run_dir import RUN_FILE
 
 _HALF = ", and the middle half of them"
 _QUARTERS = 4  # minimum number of rounds for quartiles

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from outpace.experiment.tune import step_times_s
 from outpace.records.machine import Machine
+from outpace.records.run import RUN_FILE
 from outpace.records.tuning import Tuning
 from outpace.records.units import show_seconds
 from outpace.reporting.answers.tuning import trial_name, tuning_answer
@@ -34,7 +35,6 @@ from outpace.reporting.render.document import (
 )
 from outpace.reporting.sections import runs as runs_parts
 from outpace.reporting.sections.environment import command, machine_table, topology
-from outpace.training.run_dir import RUN_FILE
 
 
 def tuning_document(
