@@ -97,8 +97,9 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 def _reason(unstable: str) -> str:
     """Return a reason without its numbers, so that figures with the same reason share a note."""
-    if unstable.startswith("a repeat may lie"):
-        return "a repeat may differ by more than a quarter"
+    if unstable.startswith("a repeat may"):  # older records: "may lie"
+        limit = "15 points" if "points" in unstable else "a quarter"
+        return f"a repeat may differ by more than {limit}"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable
 
 

@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from outpace.probing.timing.measure import figure_of
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.probe_results import Advice, LinkFit, ProbeRecord, Steadiness
@@ -45,6 +46,23 @@ def test_matmuls_stand_by_shape_and_dtype_with_what_is_published():
     assert " ".join(line.split()) == "64 × 64 × 64 2.00 GFLOP/s ±10 % unstable"
     assert "989.00 TFLOP/s catalog" in text
     assert "was not steady enough. Of 1 figures: they drifted" in text
+
+
+def test_figures_that_are_unstable_for_the_same_reason_are_counted_together():
+    """The reasons are those that a probe writes now; recorded ones say "may lie"."""
+    key = Key(kind="memory", what="copy", of={})
+    rounds = ([[1.0], [1.0 + by], [1.0 - by], [1.0], [1.0 + by]] for by in (0.3, 0.4))
+    reasons = [figure_of(key, "s", samples).unstable for samples in rounds]
+    assert reasons[0] == "a repeat may differ by 249% of its median"
+    assert reasons[1] == "a repeat may differ by 331% of its median"
+    reasons.append("a repeat may lie 30% of its median away")
+    text = shown(*(figure("memory", "copy", 1.0, unstable=why, bytes=number)
+                   for number, why in enumerate(reasons)))  # fmt: skip
+    assert "Of 3 figures: a repeat may differ by more than a quarter" in " ".join(text.split())
+    points = figure("overlap", "hidden share", 1.0, unstable="a repeat may differ by 18 points")
+    assert "Of 1 figures: a repeat may differ by more than 15 points" in " ".join(
+        shown(points).split()
+    )
 
 
 def test_collectives_stand_by_size_with_both_bandwidths():
