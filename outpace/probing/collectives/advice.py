@@ -15,8 +15,8 @@ from outpace.records.units import show_count
 _WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
 _RECOMMENDED_NODES = 4
 _FIRST_NAMED = 5
-# The network is unsteady if rounds across nodes differ by more than this share, and by this many
-# times as much as rounds within nodes.
+# The network is unsteady if rounds across nodes differ by more than this fraction, and more than
+# this many times as much as rounds within nodes.
 _WANDERS, _TIMES_NODE = 0.10, 3.0
 _LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
@@ -30,7 +30,7 @@ def link_sentence(fit: LinkFit) -> str:
 
 
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
-    """Compare the network between nodes with the needs of large runs; empty for one node."""
+    """Compare the network between nodes, if there is one, with the needs of large runs."""
     fit = network_fit(fits, len(nodes))
     if len(nodes) < 2:
         return []
@@ -81,7 +81,7 @@ def world_notes(nodes: Nodes) -> list[str]:
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Return a note if the network between nodes is unsteady but everything within nodes is steady.
+    """Return a note if the network between nodes is unsteady, but the links within nodes are not.
 
     The criterion is the variation between rounds of the same collectives at the larger sizes, which
     depend on links.
@@ -98,7 +98,7 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return the median of large collectives' relative spreads between rounds."""
+    """Return the median, over large collectives, of the relative spread between rounds."""
     large = [
         figure
         for figure in figures
@@ -112,7 +112,7 @@ def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
-    """Find ranks that compute more slowly than the others, from their times for the same work."""
+    """Report ranks that compute more slowly than the others, by their times for the same work."""
     found = []
     for what in dict.fromkeys(figure.key.what for figure in figures):
         of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
@@ -132,7 +132,7 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
 
 
 def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[Advice]:
-    """Find slow links, and ranks with only slow links, separately within and between nodes."""
+    """Report slow links, and ranks with only slow links, separately within and between nodes."""
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     found: list[Advice] = []
     for within in (True, False):

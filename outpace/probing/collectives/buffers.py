@@ -1,4 +1,4 @@
-"""The data that ranks send, their receive buffers, and checks of the received data."""
+"""Data that ranks send, their receive buffers, and checks of the received data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,8 @@ from torch import Tensor
 from outpace.probing.timing.rank_clock import PreparedCall
 
 ITEM_BYTES = 4  # fp32
-# A prime, so that parts of an array begin with different values and misplaced parts are detected.
+# A prime number, so that chunks of an array begin with different values and a misplaced chunk is
+# detected.
 _PERIOD = 65_521
 _PERIODS_AT_ONCE = 16  # number of values to compare
 # Allowed error of fp32 sums in any order, as a share of the sum of magnitudes.
@@ -21,7 +22,7 @@ _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """Return a rank's data, to be repeated as needed: (65521,) random fp32 values per `draw`."""
+    """Return a rank's data for a `draw`, to be repeated as needed: (65521,) random fp32 values."""
     seed = (0xC0DE + draw << 24) + rank
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
@@ -48,7 +49,7 @@ class Buffers:
         self.room = torch.zeros_like(self.source)
 
     def add_dependents(self) -> list[Any]:
-        """Return a list for objects that use the buffers, which `release_dependents` empties."""
+        """Return a list for objects that use the buffers; `release_dependents` will empty it."""
         self._held.append([])
         return self._held[-1]
 
@@ -60,8 +61,9 @@ class Buffers:
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that previously received values are now wrong. With `size`,
-        replace only the first `size` bytes; the rest is from an earlier draw.
+        """Replace the data in place, so that previously received values are now wrong.
+
+        With `size`, only the first `size` bytes are replaced; the rest is from an earlier draw.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -86,7 +88,7 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe the error in a sum of ranks' data from `offset` on; None if it is correct."""
+    """Describe the error in a sum of ranks' data, from element `offset` on; None if correct."""
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))
@@ -111,7 +113,7 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return calls of `reduce` that sum in place, with too few sums per array for an overflow.
+    """Return calls of `reduce` that sum in place, each array only until the sums might overflow.
 
     Before the calls, enough arrays are filled with the data, which is not timed.
     """

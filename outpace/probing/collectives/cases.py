@@ -1,4 +1,4 @@
-"""The collectives as cases: their inputs and expected results.
+"""Collectives as cases to time: their inputs and expected results.
 
 Bytes are counted as in nccl-tests: as the size of the whole array, which a rank has after an
 all-gather and before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next
@@ -80,7 +80,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """Wrap `wrong` as a check that all ranks run, with a shared result."""
+    """Return a check that all ranks run, with a shared result, from this rank's check `wrong`."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -128,7 +128,7 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe the error in equal parts, one from each rank, from element `offset` on."""
+    """Describe the error in equal chunks, one from each rank, from element `offset` on."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong
@@ -190,7 +190,7 @@ def _send_recv(place: AxisPlace, count: int) -> Made:
 
 
 def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> Made:
-    """Send to one rank and receive from another at the same time."""
+    """Return a call that sends to one rank and receives from another, and its check."""
     source, room = place.buffers.get(count)
 
     def call() -> Tensor:
@@ -227,8 +227,9 @@ class SizeLimits:
 def cases_by_size(
     collective: str, place: AxisPlace, sizes: Sequence[int], limits: SizeLimits, clock: RanksClock
 ) -> list[Case]:
-    """Yield cases from small to large, until one call takes too long. Large cases are tried once
-    when they are created; all ranks get the same cases.
+    """Return cases from small to large, until one call takes too long.
+
+    Each case is tried when it is created; all ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0

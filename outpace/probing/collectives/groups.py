@@ -1,7 +1,7 @@
 """Groups of communicating ranks: all, within a node, across nodes, and pairs.
 
 The network between nodes is measured as training uses it: by one group for each local rank, all at
-the same time, since they share the node's network cards.
+the same time, because they share the node's network cards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
 
 
 def axes_of(nodes: Nodes) -> list[Axis]:
-    """Return the axis of all ranks, and the axes within and across nodes if these are different."""
+    """Return the axis of all ranks, and the axes within and across nodes if they differ from it."""
     world = tuple(rank for node in nodes for rank in node)
     axes = [Axis("all", (world,))]
     sizes = {len(node) for node in nodes}

@@ -1,4 +1,4 @@
-"""The share of a collective that computation hides, from timing both alone and together."""
+"""Fraction of a collective that computation hides, from timing both alone and together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from outpace.probing.timing.measure import Case, Clock, Effort, measure
 from outpace.probing.timing.rank_clock import PreparedCall
 from outpace.records.figure import Figure, Key
 
-# Shares for which a repeated measurement may differ by more than this are not reported.
+# A hidden share is not reported if a repeated measurement may differ by more than this.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
 # The collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
@@ -58,7 +58,7 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """A collective that was started, and for which to wait later."""
+    """A collective to start, compute beside, and wait for."""
 
     collective: str
     count: int
@@ -77,7 +77,7 @@ class _PendingCollective:
 
 @dataclass(frozen=True)
 class _Matmul:
-    """Matmul, a check of its result, and its time."""
+    """A matmul, a check of its result, and its time."""
 
     call: Callable[[], Tensor]
     wrong: Callable[[Tensor], str | None]
@@ -85,7 +85,7 @@ class _Matmul:
 
 
 def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock) -> list[Case]:
-    """Yield cases of computation, the collective, and both together."""
+    """Return cases of computation, the collective, and both together."""
     alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     matmuls = max(1, round(collective_s / max(matmul.seconds, _LEAST_S)))
@@ -110,7 +110,7 @@ def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Cl
 
 
 def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
-    """Start the collective, compute, and wait for the collective to end."""
+    """Return a call that starts the collective, computes, and waits for the collective."""
 
     def call() -> Tensor:
         room: Tensor
@@ -194,7 +194,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
-    """Prepare nothing, since the call does not change its data."""
+    """Return a prepared call that needs no preparation, because it does not change its data."""
     return PreparedCall(begin, lambda calls: None)
 
 

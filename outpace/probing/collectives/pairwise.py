@@ -1,4 +1,4 @@
-"""Times of each rank alone and with each other rank, on all ranks at the same time."""
+"""Times of every rank for the same work, and of transfers between every pair of ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ _TIMED = 0.9  # share of the budget; the rest is for checking the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Yield rounds of samples for each call, with every rank's seconds. All ranks must call this.
+    """Time calls in rounds of samples, with every rank's seconds. All ranks must call this.
 
     Samples visit the calls in alternating order.
     """
@@ -62,14 +62,14 @@ def by_rank(
 
 
 class RankWork(NamedTuple):
-    """A call that every rank makes, and the check of its result."""
+    """A call that every rank makes, and a check of its result."""
 
     call: Callable[[], Tensor]
     check: Callable[[Tensor], str | None]
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """Return a matmul and a copy in memory that are large enough to show the device's speed."""
+    """Return a matmul and a memory copy that are large enough to show the device's speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
@@ -108,18 +108,18 @@ def ranks_figures(
     ]  # fmt: skip
 
 
-Exchange = Callable[
+TransferMaker = Callable[
     [AxisPlace, int, int, int], tuple[Callable[[], Any], Callable[[Any], str | None]]
 ]
 
 
 def pair_figures(
     nodes: Nodes, place: AxisPlace, sizes: Sequence[int], clock: RanksClock, rounds: int,
-    budget_s: float, between: Exchange = send_and_receive,
+    budget_s: float, between: TransferMaker = send_and_receive,
 ) -> Turns[dict[Pair, list[Figure]]]:  # fmt: skip
-    """Time each pair while both send to each other at the same time, by size.
+    """Time each pair while both ranks send to each other at the same time, by size.
 
-    Raises WrongResultError if received data differ from sent data before or after.
+    Raises WrongResultError if received data differ from sent data before or after the timing.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
     place.buffers.get(max(sizes) // ITEM_BYTES)  # once, since parts of it are sent
@@ -140,9 +140,9 @@ Check = Callable[[Any], str | None]
 
 
 def _slot_call(
-    slot: tuple[Pair, ...], size: int, place: AxisPlace, between: Exchange
+    slot: tuple[Pair, ...], size: int, place: AxisPlace, between: TransferMaker
 ) -> tuple[Callable[[], Any], Check]:
-    """Return this rank's call while a slot's pairs send, and its check; make one checked call."""
+    """Return this rank's call while a slot's pairs send, and its check, after one checked call."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong

@@ -1,7 +1,7 @@
 """Ranks and links that are slower than the others, from times measured side by side.
 
 Slow means slower by more than noise: a repeated measurement would still exceed `_RANK_SLOWER` or
-`_LINK_SLOWER`. A rank that is slow on every link is named once, without its links.
+`_LINK_SLOWER`. A rank that is slow on every link is reported once, without its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
     """Find links that are slower than the others, and ranks whose links are all slow.
 
     `seconds`: by pair, for sending the same data in each round. Links are compared with the first
-    quartile of all links, since one slow rank out of four makes half of all links slow.
+    quartile of all links, because one slow rank out of four makes half of all links slow.
     """
     rounds = min(map(len, seconds.values()), default=0)
     if len(seconds) < 2:
@@ -96,7 +96,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return ranks whose interval is above all other intervals, slowest first."""
+    """Return the ranks or links that are surely slower than the factor `slower`, slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:

@@ -1,4 +1,4 @@
-"""The matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's matmuls."""
+"""Matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's matmuls."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,8 +23,7 @@ Progress = Callable[[float], None]
 # The dtype of 16-bit training, if there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _UNLUCKY = 0.03  # smaller gains give no advice
-# Share of the budget for one call of each of a model's matmuls, each of which is called about
-# twenty times.
+# Share of the budget for calling each of a model's matmuls once; each is called about 20 times.
 _ONE_OF_EACH = 0.05
 
 
@@ -39,9 +38,8 @@ def probe_matmul(
 ) -> Turns[ProbeSection]:
     """Time matmuls on a device.
 
-    `features`: features of its processor. Raises WrongResultError.
-
-    `tokens`: number of rows of a model's matmuls; None chooses one that keeps calls short.
+    `features`: features of its processor. `tokens`: number of rows of a model's matmuls; None
+    chooses one that keeps calls short. Raises WrongResultError.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -101,7 +99,7 @@ def _cases(
 
 
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Return notes on cases that were not measured, on the device, and on dtypes."""
+    """Yield notes on cases that were not measured, on the device, and on dtypes."""
     if quick:
         yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
@@ -122,7 +120,7 @@ def _clock_words(
 
 
 def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
-    """Say which clock would explain the processor's best rate if its units were always busy."""
+    """Return the clock that would explain the best rate if the processor were always busy."""
     dtype: Dtype = figure.key.of["dtype"]  # type: ignore[assignment]
     span = flops_per_cycle(features, dtype)
     if span is None or figure.value is None:
@@ -168,7 +166,7 @@ def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
 def _granularity(
     figures: Sequence[Figure], device: torch.device, features: Collection[str]
 ) -> list[Advice]:
-    """Report tiles found in fine sweeps, with waves on a GPU and threads' shares on a processor."""
+    """Report tiles in fine sweeps, with waves on a GPU and the threads' blocks on a processor."""
     found = []
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]

@@ -1,4 +1,4 @@
-"""Matmuls: their rates, how these grow with size, and the cost of unfavourable sizes.
+"""Matmuls: their rates, growth with size, and the cost of unfavourable sizes.
 
 The best matmul measured on a machine is an upper bound for training (MAMF: Bekman, "Machine
 Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times B (k ×
@@ -37,7 +37,7 @@ _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
 _TIMES = (1, 2, 3)  # number of multiples of each step
 ROUND = "none"  # name of a sweep's starting point
-# Matmuls that reach this share of the largest one's rate no longer gain from size.
+# Widths of square matmuls, smallest first.
 _CURVE = tuple(1 << power for power in range(5, 15))
 
 
@@ -45,7 +45,7 @@ _CURVE = tuple(1 << power for power in range(5, 15))
 class Bench:
     """A device on which matmuls are timed, and the longest time that one may take.
 
-    Random values are created once per dtype, and operands are parts of them. `rates`: approximate
+    Random values are created once per dtype; operands are slices of them. `rates`: approximate
     FLOP/s of large matmuls, for choosing sizes and not for display.
     """
 
@@ -97,7 +97,7 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
 
 
 def _pool_size(device: torch.device, quick: bool) -> int:
-    """Return the number of elements that large matmuls need, a small share of a GPU's memory."""
+    """Return the number of elements that large matmuls need, a small fraction of a GPU's memory."""
     if device.type != "cuda":
         return 1 << (26 if quick else 27)
     free, _ = torch.cuda.mem_get_info(device)
@@ -128,7 +128,7 @@ def _in_tf32() -> Iterator[None]:
 
 
 def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
-    """Compare the first and the last row with matmuls in double precision."""
+    """Return a check of a matmul's first and last row against double precision."""
     m, n, k = shape
 
     def check(found_MN: Tensor) -> str | None:
@@ -172,7 +172,7 @@ def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) ->
 
 
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
-    """Return a rough FLOP/s of a matmul that takes longer than its launch, by the host's clock."""
+    """Return the rough FLOP/s of a matmul longer than its launch, by the host's clock."""
     for size in _CURVE[4:]:
         if not on.supports(dtype, (size, size, size)):
             break
@@ -212,8 +212,10 @@ def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the given number of tokens, regardless of how long a matmul takes. If none is given,
-    return the largest power of two for which a model's largest matmul is short enough.
+    """Return the given number of tokens, or one that keeps a model's matmuls short.
+
+    A given number is used regardless of how long a matmul takes. Otherwise, this is the largest
+    power of two for which the largest matmul is short enough.
     """
     if given is not None:
         return given
@@ -225,7 +227,7 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Vary each dimension by 1 and larger steps, to detect tiles; on a GPU, vary n over waves."""
+    """Return matmuls with each dimension in small steps, to detect tiles (on a GPU, also waves)."""
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -241,7 +243,7 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Repeat a processor's coarse steps of m and n on a single thread."""
+    """Return a processor's coarse steps of m and n again, on a single thread."""
     shapes = [(dim, _shape_of(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
     return [
         replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
@@ -319,7 +321,7 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return candidates for the best shape: the fastest ones, and larger versions of the fastest.
+    """Return candidates for the best shape: the fastest shapes, and larger versions of the fastest.
 
     They are timed again, because the best of many timings is partly due to luck.
     """

@@ -1,4 +1,4 @@
-"""Cost of a model's sizes on a machine: its vocabulary and its number of heads."""
+"""Cost of a model's vocabulary size and number of heads on a machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's matmuls, forward and backward, with the vocabulary padded and unpadded."""
+    """Return the head's matmuls, forward and backward, with and without a padded vocabulary."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -111,7 +111,7 @@ def attention_cases(
 def _has_attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
 ) -> bool:
-    """Return whether this attention runs on the device, by trying it."""
+    """Try this attention; return whether it runs on the device."""
     try:
         _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
     except RuntimeError:  # no memory, or no kernel
@@ -150,7 +150,7 @@ def _attention(
 
 
 def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
-    """Check the results and gradients of the first and the last head against double precision."""
+    """Check results and gradients of the first and the last head against double precision."""
     ends = [0, found.out.shape[1] - 1]
     q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -230,7 +230,7 @@ def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
 
 
 def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
-    """Return the size with the largest gain over `present`."""
+    """Return the figure with the largest gain over `present`, and the gain."""
     if present is None:
         return None
     gains = [

@@ -14,8 +14,8 @@ _ROW_BITS = 512
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
     """Describe a step of a matmul's dimension in registers of `bits` bits; None if it is unrelated.
 
-    Matmuls are summed in fp32, so a register holds adjacent sums along m and n, and operands along
-    k.
+    Matmuls are summed in fp32, so a register holds adjacent sums along m and n, and adjacent
+    operands along k.
     """
     row = min(bits, _ROW_BITS)
     whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"

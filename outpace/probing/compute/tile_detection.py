@@ -1,4 +1,4 @@
-"""Detection of tiles, waves and threads' shares from the growth of time with size.
+"""Detection of tiles, waves and threads' blocks from the growth of time with size.
 
 A matmul is computed tile by tile: time rises in steps as wide as a tile, and sizes between two
 multiples of it waste time on unused results (tile quantisation). A device with s multiprocessors
@@ -15,7 +15,7 @@ import numpy as np
 # Widths that libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
 TILES = (2, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256))
-# Steps explain a curve if their deviation from it is at most this share of a straight line's.
+# Steps explain a curve if their deviation from it is at most this fraction of a straight line's.
 _EXPLAINS = 0.5
 # A smaller tile has all steps of a larger one, so the larger must explain clearly more.
 _CLEARLY = 0.85
@@ -23,9 +23,10 @@ _CLEARLY = 0.85
 
 @dataclass(frozen=True)
 class TileSteps:
-    """Time that rises at multiples of `tile`. `explained`: the fraction that steps explain of the
-    variation around a straight line. `rise`: the rise at a step, relative to the time at the start
-    of the sweep.
+    """Time that rises at multiples of `tile`.
+
+    `explained`: the fraction that steps explain of the variation around a straight line. `rise`:
+    the rise at a step, relative to the time at the start of the sweep.
     """
 
     tile: int
@@ -84,8 +85,8 @@ def find_threads(
     """Return the width of the blocks that threads divide among them, and the explained fraction.
 
     It is found from the speed-up of all threads over one thread at each size: if blocks do not
-    divide evenly, threads are idle. The steps of tiles occur in both times and cancel out. None if
-    no width explains it much better than a straight line.
+    divide evenly, threads are idle. The steps of tiles occur in both times and cancel out. Returns
+    None if no width explains the speed-up much better than a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)

@@ -1,6 +1,7 @@
-"""The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
+"""The doctor: checks of an inventory, and their findings in order of cost.
 
-A check returns its findings, if any, or raises `UnknownFactError` if it lacks a fact.
+A check is a pure function that returns its findings, if any, or raises `UnknownFactError` if it
+lacks a fact.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs, from their driver's data."""
+"""The doctor's checks of GPUs, from the driver's data."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
     if held:
         now, can = held[0].pcie_generation_max or 1, held[0].pcie_generation_card or 1
         yield make_finding(
-            name, "low", "the slot is of an older PCIe generation than the card",
+            name, "low", "the slot has an older PCIe generation than the card",
             f"{_gpu_names(held)}: {now} of {can}",
             "use a slot of that generation; set the slot's link speed to Auto in the BIOS",
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
@@ -160,7 +160,7 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
 
 
 def links(inventory: Inventory) -> Iterator[Finding]:
-    """Find NVLinks that are not up."""
+    """Find GPUs with NVLinks that are not up."""
     gpus = _gpus(inventory)
     if all(gpu.nvlinks is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "NvLinkState"))
@@ -199,7 +199,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
     sliced = [gpu for gpu in gpus if gpu.mig]
     if sliced:
         yield make_finding(
-            "GPU sharing", "high", "divided into MIG slices, which communicate neither by "
+            "GPU sharing", "high", "GPUs are divided into MIG slices, which communicate neither by "
                                    "NVLink nor directly over PCIe", _gpu_names(sliced),
             "for one large training run: nvidia-smi -mig 0 as root, and a reset",
         )  # fmt: skip
@@ -215,7 +215,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank on CPUs far from its GPU, whose memory traffic crosses processors."""
+    """Find a rank on CPUs far from its GPU; its memory traffic crosses processors."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError(
@@ -271,7 +271,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "visible GPUs",
             "high",
-            "of several slices (MIG), CUDA uses only the first",
+            "CUDA uses only the first of several MIG slices",
             said,
             "start one run for each slice, or train on whole GPUs (nvidia-smi -mig 0 as root)",
         )
@@ -293,8 +293,8 @@ def read_visible(words: Sequence[str], count: int) -> list[str]:
     """Return the devices that CUDA uses from a list: all entries before the first invalid one.
 
     All entries are numbers, or all have the same form as the first (CUDA C++ Programming Guide,
-    "CUDA Environment Variables"; torch.cuda._parse_visible_devices, which finds no device if one is
-    named twice, and reads numbers as C's strtoul does).
+    "CUDA Environment Variables"). torch.cuda._parse_visible_devices finds no device if one is named
+    twice, and reads numbers as C's strtoul does.
     """
     shown = []
     form = next((begin for begin in _UUIDS if words[0].startswith(begin)), None)

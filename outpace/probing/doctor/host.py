@@ -18,7 +18,7 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Return the number of cores whose full time this process may use."""
+    """Return the number of cores that this process may use in full."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
@@ -99,14 +99,14 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name,
             "moderate",
-            "two threads on each core",
+            "each core runs two threads",
             f"{count * ranks} threads, {cores} cores with {len(usable)} hyper-threads",
             f"OMP_NUM_THREADS={max(1, cores // ranks)}: one for each core",
         )
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find a process bound to a part of the host, which is a mistake if there is only one rank."""
+    """Find a process bound to a part of the host, a likely mistake if it is the only rank."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -121,7 +121,7 @@ def affinity(inventory: Inventory) -> Iterator[Finding]:
 
 
 def numa(inventory: Inventory) -> Iterator[Finding]:
-    """Find processes that are not bound to a NUMA node, whose memory may become remote."""
+    """Find processes that are not bound to a NUMA node, so their memory may become remote."""
     name = "NUMA binding"
     if not inventory.cpu.numa:
         raise UnknownFactError("the kernel does not report NUMA nodes")
@@ -227,7 +227,7 @@ def shared_memory(inventory: Inventory) -> Iterator[Finding]:
 
 
 def open_files(inventory: Inventory) -> Iterator[Finding]:
-    """Find a low limit on open files, since workers share tensors by file descriptors."""
+    """Find a low limit on open files; workers share tensors by file descriptors."""
     soft, hard = inventory.open_files_limit, inventory.open_files_hard_limit
     if soft is None:
         raise UnknownFactError("this system has no such limit")
@@ -244,7 +244,7 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
 
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
-    """Find programs that are using the cores, which slow down steps and disturb measurements."""
+    """Find programs that use the cores, which slows down steps and disturbs measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
         raise UnknownFactError("outpace could not read the load of the cores")

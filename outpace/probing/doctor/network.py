@@ -22,7 +22,7 @@ _WITHOUT_P2P = Slowdown(
 
 
 def peer_access(inventory: Inventory) -> Iterator[Finding]:
-    """Find NCCL_P2P_DISABLE and similar variables, which make GPUs send through host memory."""
+    """Find NCCL_P2P_DISABLE and similar variables, with which GPUs send through host memory."""
     name, settings = "NCCL_P2P_DISABLE", inventory.settings
     off = settings.get(name) not in (None, "", "0")
     level = settings.get("NCCL_P2P_LEVEL", "").upper()

@@ -34,9 +34,9 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:
-    """Read packages, cores, NUMA nodes and caches.
+    """Read this host's packages, cores, NUMA nodes and caches.
 
-    Facts that the kernel does not report are None or empty.
+    Values that the kernel does not report are None or empty.
     """
     folder = sys / "devices/system/cpu"
     online = read_text(folder / "online")
@@ -44,7 +44,7 @@ def read_cpus(sys: Path = SYS) -> CpuTopology:
     siblings, packages = set[str](), set[str]()
     for cpu in cpus:
         topology = folder / f"cpu{cpu}/topology"
-        # The first is the name since Linux 5.5. Some virtual machines have only one of the two.
+        # Linux 5.5 renamed the file, and some virtual machines have only one of the two.
         shared = read_text(topology / "core_cpus_list") or read_text(
             topology / "thread_siblings_list"
         )
@@ -80,7 +80,7 @@ def _numa(folder: Path) -> list[NumaNode]:
 
 
 def _caches(folder: Path, cpus: frozenset[int]) -> list[Cache]:
-    """Return each kind of cache once; a cache shared by several CPUs counts once."""
+    """Return each kind of cache with its count; a cache that several CPUs share counts once."""
     seen = set[tuple[int, Any, int, str]]()
     for cpu in cpus:
         for place in sorted((folder / f"cpu{cpu}/cache").glob("index*")):

@@ -1,4 +1,4 @@
-"""Recognition of texts that are not from `nvidia-smi topo -m` but errors or other tools' output."""
+"""Recognition of text that `nvidia-smi topo -m` did not print: errors, and other tools' output."""
 
 import re
 
@@ -15,7 +15,7 @@ _KNOWN = (
      "nvidia-smi failed. Fix what it reports (see `outpace doctor` on that host), and save "
      "its output again."),
     (r"(?i)command not found|not recognized as an internal|no such file or directory",
-     "there was no nvidia-smi on that host: no NVIDIA driver, or not on PATH."),
+     "nvidia-smi was not found on that host: install the NVIDIA driver, or put its tools on PATH."),
     (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi|^(LINK TYPE|HOPS|ACCESS) TABLE",
      "it is the output of rocm-smi or amd-smi for AMD GPUs; outpace reads only topologies of "
      "NVIDIA GPUs."),
@@ -42,7 +42,7 @@ _KNOWN = (
 
 
 def describe_foreign(text: str) -> str | None:
-    """Describe a text that is not a topology, and what to do; None if unknown.
+    """Describe a text that is not a topology, and say what to do; None if the text is unknown.
 
     An error of the tool is quoted with its line.
     """

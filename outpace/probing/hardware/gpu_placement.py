@@ -1,4 +1,4 @@
-"""Advice from a topology: GPUs to use for tensor parallelism, and slow links that cost time."""
+"""Advice from a topology: GPUs to use for tensor parallelism, and slow links to avoid."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -27,7 +27,7 @@ def advise_placement(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, by the one-way rates of an NVLink and a GPU's PCIe slot."""
+    """Return advice on a topology, by the one-way rates of an NVLink and of a GPU's PCIe slot."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -35,7 +35,7 @@ def advise_placement(
     found = tuple(group_gpus(topology, size, nvlink_bytes_per_s) for size in sizes)
     return Placement(
         groupings=found,
-        tensor_parallel=_worth_it(found, len(gpus))
+        tensor_parallel=_largest_grouping(found, len(gpus))
         or _partial_grouping(topology, nvlink_bytes_per_s),
         missing=missing_nvlinks(topology),
         bottleneck=None if topology.pcie_only else bottleneck(topology),
@@ -150,7 +150,7 @@ def _connected_groups(
     yield from sorted(groups, key=lambda group: -_sum(group, score))
 
 
-def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
+def _largest_grouping(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
     """Return the largest groups joined by NVLink, or else by PCIe switches; None if none exist."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
@@ -164,7 +164,8 @@ def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
     """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
 
     There is a pattern if at least half of all pairs have the host's best kind of connection. This
-    is so on hosts whose GPUs are all connected in the same way, but not if bridges connect pairs.
+    is the case on hosts whose GPUs are all connected in the same way, but not if bridges connect
+    pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]
@@ -194,7 +195,8 @@ def _order(link: str) -> int:
 def bottleneck(topology: Topology) -> str | None:
     """Return the worst link that some pair of GPUs cannot avoid on any path between them.
 
-    A collective of all GPUs must cross a link at most this good. None with fewer than two GPUs.
+    Every collective of all GPUs must cross a link that is no better than this one. Returns None for
+    fewer than two GPUs.
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(
@@ -214,7 +216,7 @@ def bottleneck(topology: Topology) -> str | None:
 def _times(
     topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
 ) -> float | None:
-    """Return a PCIe slot's time relative to the best NVLinks' time; None without NVLinks."""
+    """Return how many times slower a PCIe slot is than the best NVLinks; None without NVLinks."""
     pairs = combinations(topology.gpus, 2)
     most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:

@@ -1,8 +1,8 @@
 """Rates of this host, measured in a few seconds: fp32 and bf16 matmuls, and memory.
 
-Without a probe's measurements, they replace a guess from the vector width, which may be several
-times too high or too low. They are measured in a separate process, since the threads of a math
-library do not survive a fork.
+Without a probe's measurements, these rates replace a guess from the vector width, which may be
+several times too high or too low. They are measured in a separate process, because the threads of a
+math library do not survive a fork.
 """
 
 import json
@@ -22,7 +22,7 @@ _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Measure the rates of `threads` cores together, once per process; None if this is impossible.
+    """Measure the rates of a host with `threads` cores once per process; None on failure.
 
     All plans of one process then use the same rates.
     """
@@ -34,7 +34,7 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 @cache
 def _measure_separately(threads: int) -> HostRates:
-    """Measure in a separate process. Raises an error on failure, so failures are not cached."""
+    """Measure in a separate process. Raises an error on failure, so a failure is not cached."""
     ended = subprocess.run(
         [sys.executable, "-m", __name__, str(threads)],
         capture_output=True, text=True, timeout=_LIMIT_S, check=True,
@@ -43,7 +43,7 @@ def _measure_separately(threads: int) -> HostRates:
 
 
 def measure_rates(threads: int) -> HostRates:
-    """Measure the rates of `threads` threads in a thread of this process, which ends afterwards."""
+    """Measure one thread in this process; matmul rates are multiplied by `threads`."""
     import torch
 
     # One thread, by its CPU time, which other programs do not lengthen.
@@ -61,7 +61,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's CPU time for the work: the minimum of several runs."""
+    """Return the thread's CPU time for the work, s: the minimum of several runs."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

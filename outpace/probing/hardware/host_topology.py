@@ -24,7 +24,7 @@ def read_topology(
     """Read the topology of this host, or from a file with the output of `nvidia-smi topo -m`.
 
     `file` "-" is standard input. `nvlink`: the generation of the links ("4"), if no GPU here
-    reports it. Raises BadInputError if that generation is unknown, or the file cannot be read.
+    reports it. Raises BadInputError if this generation is unknown, or the file cannot be read.
     """
     if nvlink is not None:
         find_link(f"NVLink {nvlink}")  # raises an error for an unknown one, even if no GPU needs it
@@ -57,8 +57,7 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
     """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
-    They are the rates of the named link and the accelerators that have it, or else of this host's
-    GPUs.
+    They belong to the named link and the accelerators that have it, or else to this host's GPUs.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")
@@ -79,6 +78,6 @@ def _device_link(chip: Accelerator) -> str | None:
 
 
 def _slot(chips: Sequence[Accelerator]) -> float | None:
-    """Return the fastest PCIe slot of these accelerators."""
+    """Return the rate of the fastest PCIe slot of these accelerators, bytes/s."""
     links = [LINKS[chip.host_link] for chip in chips]
     return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

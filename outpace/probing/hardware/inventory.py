@@ -43,7 +43,7 @@ def gather(
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
-    """Read this host's facts.
+    """Collect the facts of this host.
 
     `watch_s`: how long to watch other programs; `timeout_s`: the limit for a driver's tool.
     """
@@ -96,7 +96,7 @@ def gather(
 def _watch(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
-    """Return how much others use this process's cores, their programs, and swapped bytes/s."""
+    """Return how many cores other programs use, the busiest of them, and swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
     # Listing all processes takes a while on a busy host, so cores are timed separately.

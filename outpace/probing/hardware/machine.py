@@ -19,7 +19,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_i
 
 
 def usable_cores(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> int:
-    """Return the cores that this process may use, by CPU affinity and control groups."""
+    """Return the number of cores that this process may use, by CPU affinity and control groups."""
     cpus, (quota, _) = len(usable_cpus()), cpu_quota(membership, mounts)
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 

@@ -1,6 +1,6 @@
 """Topology of GPUs and network cards, from the output of `nvidia-smi topo -m`.
 
-It is read from a file, or from the driver's own tool, which may be missing, refuse, or hang.
+The output is in a file, or comes from the driver's own tool, which may be missing, fail, or hang.
 """
 
 import os
@@ -29,11 +29,11 @@ _TAB = 8
 
 
 class ToolError(OutpaceError):
-    """Raised if the driver's tool gives no answer: it is missing, failed, or timed out."""
+    """Raised if a driver's tool gives no answer: it is missing, failed, or timed out."""
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
-    """Run this host's `nvidia-smi`. Raises ToolError with its message, also after a timeout."""
+    """Return the topology from this host's `nvidia-smi`. Raises ToolError if it fails or hangs."""
     text = run_tool([TOOL, "topo", "-m"], timeout_s)
     try:
         return parse(text, "nvidia-smi topo -m")
@@ -45,7 +45,7 @@ def read_live(timeout_s: float = 20.0) -> Topology:
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Read the topology as `read_live` does; None if the tool gives no answer."""
+    """Return `read_live`'s topology; None if the tool gives no answer."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -53,7 +53,10 @@ def read_if_there(timeout_s: float = 20.0) -> Topology | None:
 
 
 def run_tool(command: list[str], timeout_s: float) -> str:
-    """Return a tool's output. Raises ToolError. The tool's child processes are killed with it."""
+    """Return a tool's output. On a timeout, the tool's child processes are killed with it.
+
+    Raises ToolError if the tool is missing, fails or times out.
+    """
     name = command[0]
     if shutil.which(name) is None:
         raise ToolError(
@@ -110,7 +113,8 @@ def parse(text: str, source: str) -> Topology:
     """Return the topology in a tool's output, wherever it is in `text`.
 
     Cells that a terminal has merged are separated; a cell that is missing in one row is taken from
-    the other device's row. Raises BadInputError without a matrix, or if links of GPUs stay unknown.
+    the other device's row. Raises BadInputError if there is no matrix, or if a link between GPUs is
+    unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
@@ -253,7 +257,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
 def _mirror(
     names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
 ) -> list[list[str | None]]:
-    """Complete the matrix: take a link that is missing in one row from the other device's row."""
+    """Complete the matrix: take a link that one row lacks from the other device's row."""
     place = {name: at for at, name in enumerate(names)}
     unknown = []
     links: list[list[str | None]] = [["X" if a == b else None for b in names] for a in names]
@@ -284,7 +288,7 @@ def _mirror(
 
 
 def render(topology: Topology) -> str:
-    """Format the matrix like the tool; `parse` reads it back."""
+    """Format a topology like the tool's matrix; `parse` reads it back."""
     with_numa = any(device.numa_affinity for device in topology.devices)
     with_id = any(device.gpu_numa_id for device in topology.devices)
     header = ["", *(device.name for device in topology.devices), "CPU Affinity"]

@@ -44,7 +44,7 @@ def query(
 ) -> tuple[tuple[GpuState, ...], str | None]:
     """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` prints them as `main` does. Problems of the driver raise no error.
+    `command` prints them as `main` does. A failing driver raises no error.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -148,7 +148,7 @@ def _state(library: Any, index: int) -> GpuState:
 
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return reasons for slowed clocks; older libraries have another name for the query."""
+    """Return the reasons for throttled clocks; older libraries name the query differently."""
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")
@@ -204,7 +204,10 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a fraction. For finished processes, drivers report more than 100."""
+    """Return a percentage as a fraction.
+
+    Returns None above 100, which drivers report for finished processes.
+    """
     return percent / 100 if 0 <= percent <= 100 else None
 
 

@@ -1,4 +1,4 @@
-"""Memory that this process uses, and the memory that it may use before the kernel kills it."""
+"""Memory that this process uses, and how much it may use before the kernel kills it."""
 
 import ctypes
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Linux's files that describe a host, and this process's control groups."""
+"""Linux's files that describe a host, and the control groups of this process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Versions and commits, which must be equal for results to be equal."""
+"""Versions and commits, which must be equal for two results to be comparable."""
 
 import hashlib
 import platform
@@ -36,11 +36,10 @@ _ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, relevant packages, CUDA and its driver, as far as present.
+    """Return the installed versions of Python, relevant packages, CUDA, its driver, NCCL and gloo.
 
-    This includes the communication libraries. The driver is not queried, because a broken one may
-    not answer. outpace and torch report their versions themselves, since those on PYTHONPATH have
-    no metadata.
+    The driver is not queried, because a broken one may not answer. outpace and torch report their
+    versions themselves, because packages on PYTHONPATH have no metadata.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -57,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """Return the versions of NCCL and gloo; gloo is part of torch, and has torch's version."""
+    """Return the versions of NCCL and gloo; gloo is part of torch, and has its version."""
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

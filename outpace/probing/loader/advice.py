@@ -1,4 +1,4 @@
-"""Choice of loader settings: the cheapest of those that are about the fastest."""
+"""Choice of loader settings: the cheapest among those about as fast as the fastest."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +10,13 @@ from outpace.records.units import show_count, show_seconds
 # A worker is worthwhile if exposed loading takes a larger share of a step than this.
 _SHOWN = 0.01
 _WORTH = 0.05
-# Settings within this share of the fastest count as equally fast, even if the difference is
+# Settings within this fraction of the fastest count as equally fast, even if the difference is
 # certain.
 _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice as sentences that include the figures."""
+    """Return advice as sentences with the figures."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -30,7 +30,7 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the fastest setting with the fewest workers, then the least prefetching.
+    """Return the setting with the fewest workers, then the least prefetching, among the fastest.
 
     Returns None if there are no figures.
     """
@@ -113,8 +113,8 @@ def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Ad
         yield Advice(
             about="loader",
             text=f"With {workers} workers, batches reach the device at {pinned} from pinned "
-                 f"memory, at {other} from pageable:"
-            + (f"{advised}." if sure else " no certain difference."),
+                 f"memory, at {other} from pageable: "
+            + (f"{advised}." if sure else "no certain difference."),
             of=_keys(pinned, other), **_gain_fields(by),
         )  # fmt: skip
 

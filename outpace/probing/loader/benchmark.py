@@ -97,7 +97,7 @@ def _counts(quick: bool) -> list[int]:
 
 @contextmanager
 def _one_thread_for_each_tokenizer() -> Iterator[None]:
-    """Limit tokenizers to one thread, since workers run in parallel and forks would warn."""
+    """Limit tokenizers to one thread, because workers run in parallel and forks would warn."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -288,7 +288,7 @@ def _move_leaf(device: torch.device, leaf: Any) -> Any:
 
 @dataclass
 class _Starter:
-    """A case whose calls open a loader and wait for its first batch."""
+    """A case that opens a loader and waits for its first batch in each call."""
 
     open: Callable[[_Setting], _OpenLoader]
     setting: _Setting
@@ -301,7 +301,7 @@ class _Starter:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """Take a sample, then end the workers, which would keep running during other cases."""
+        """Take a sample, then end the workers, which would otherwise run during other cases."""
         try:
             with _one_thread_for_each_tokenizer():
                 yield

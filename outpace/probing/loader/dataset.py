@@ -1,4 +1,4 @@
-"""Data with which to time a loader: the user's data as training reads it, or a part of it."""
+"""Data for timing a loader: the user's data as training reads it, or a part of it."""
 
 import math
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class LoaderData:
 
 @dataclass(frozen=True)
 class LoaderInput:
-    """`tokens` is what training loads; `texts` is its source, if that is text.
+    """Data to time: `tokens`, which training loads, and `texts`, from which they were made, if any.
 
     `sample_tokens`: the tokens of each sample, None if unknown.
     """
@@ -138,7 +138,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
 def _write_tokens(
     path: Path, parts: list[Piece], encoded: list[Array], tokenizer: Tokenizer
 ) -> Stream:
-    """Write tokens to a file in the form of the token cache, repeated until there are enough."""
+    """Write tokens to a file in the format of the token cache, repeated until there are enough."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     starts, ids, length = [], [], 0
     for part, found in zip(parts, encoded, strict=True):
@@ -184,7 +184,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 def _as_text(
     tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
 ) -> TextDataset:
-    """Return the same texts, cut into pieces of about one sample each."""
+    """Return the same texts, cut to the length of about one sample each."""
     characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
     length = max(1, round(characters * seq_len))
     cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]

@@ -1,8 +1,8 @@
 """Rates of tokenization, by the number of processes that encode text.
 
 Text is encoded as `outpace train` prepares data, with a cache of words that fills up over time. So
-each sample starts with an empty cache, fills it with the first part of the text, and is timed on a
-second, unseen part.
+each sample starts with an empty cache, fills it with the first part of the text, and is timed on an
+unseen second part.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure
 
 
 class _Run:
-    """Encoding by one number of processes. `tokens` and `bytes` describe the timed part."""
+    """Encoding with one number of processes. `tokens` and `bytes` describe the timed part."""
 
     def __init__(self, tokenizer: Tokenizer, whole: str, processes: int, quick: bool) -> None:
         size = min((_PART if quick else _FULL_PART) * processes, len(whole) // 2)
@@ -81,12 +81,12 @@ class _Run:
         self._encoders: Encoders | None = None
 
     def case(self) -> Case:
-        """Return a case in which a call encodes a part."""
+        """Return a case in which each call encodes one part."""
         key = Key(kind="tokenise", what="tokens", of={"processes": self._processes})
         return Case(key, "tokens/s", self._make, self.tokens, self._wrong)
 
     def _make(self) -> Callable[[], list[Ids]]:
-        """Create new encoders."""
+        """Create new encoders, with an empty cache, and return the call to time."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0
@@ -103,7 +103,7 @@ class _Run:
         return [ids for future in waiting for ids in future.result()]
 
     def _wrong(self, encoded: list[Ids]) -> str | None:
-        """Compare the first piece with the tokenizer's own result."""
+        """Compare the first text with the tokenizer's own result."""
         if encoded[0].tolist() == self._tokenizer.encode(self._parts[0][0]):
             return None
         return "its ids are not the tokenizer's"

@@ -26,7 +26,7 @@ from outpace.records.probe_results import Advice
 # Numbers of fp32 elements, below that of `large_elements`.
 _QUICK = (1 << 14, 1 << 18)
 _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-# A copy uses two arrays, so half of its data stays in a cache that can hold one array.
+# Size of an array in caches: much of a smaller one would stay in the cache.
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
@@ -89,7 +89,7 @@ def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
 
 
 def _sums(found: Tensor, x: Tensor) -> str | None:
-    """Check a sum; its rounding error is relative to the sum of absolute values."""
+    """Check a sum; its allowed rounding error is relative to the sum of absolute values."""
     true = x.sum(dtype=torch.float64).item()
     allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
     return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
@@ -121,7 +121,7 @@ def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
 
 
 def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield a case that allocates, writes to each page and frees, as for a temporary tensor."""
+    """Yield cases that allocate, write to each page and free, as for a temporary tensor."""
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
@@ -139,7 +139,7 @@ def _allocate(count: int, device: torch.device) -> Tensor:
 
 
 def _optimizer_step(device: torch.device, elements: int) -> Case:
-    """Yield AdamW's step, which reads four arrays and writes all except the gradient."""
+    """Return a case of AdamW's step, which reads four arrays and writes all except the gradient."""
     parameter = torch.nn.Parameter(torch.randn(elements, device=device))
     parameter.grad = torch.randn_like(parameter)
     before = parameter.detach()[:1024].clone()
@@ -240,7 +240,7 @@ def _both_right(
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[ProbeSection]:
-    """Measure a device's memory, and on a GPU transfers to the host's."""
+    """Measure a device's memory and, on a GPU, transfers to and from the host's."""
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
     alike = "host and device are the same, so there are no transfers to measure"
@@ -274,7 +274,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Yield notes on figures that were not steady enough."""
+    """Yield a note for each hidden share that was not stable enough."""
     for figure in hidden:
         if figure.value is None:
             yield (

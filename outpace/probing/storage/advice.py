@@ -54,7 +54,7 @@ def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _needs_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
-    """Return whether a single stream leaves the disk idle."""
+    """Report a disk that a single stream does not saturate."""
     for verb in ("read", "write"):
         blocks = [f for f in known if f.key.what == f"sequential {verb}"]
         largest = max((f.key.of["block_bytes"] for f in blocks), default=0)

@@ -63,8 +63,10 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload), once per file system. `budget_s` is the
-    total time. Raises BadInputError if a directory cannot be written to or lacks space.
+    """Time each role's directory (checkpoints, offload), once per file system.
+
+    `budget_s` is the total time. Raises BadInputError if a directory cannot be written to or lacks
+    space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -114,7 +116,7 @@ def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
     """Yield the cases for an existing directory. `role` is its name in figures.
 
     Nothing is left in the directory. Raises BadInputError if there is too little space, OSError if
-    it cannot be written to.
+    the directory cannot be written to.
     """
     nbytes = _FILE_BYTES if quick else _FULL_FILE_BYTES
     require_room(directory, nbytes + BUFFERED_BYTES)
@@ -159,7 +161,7 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _Mover:
-    """Mover of blocks in a given order, `queue` at a time, which continues at its last position."""
+    """Reader or writer of blocks in a given order, `queue` at a time, from its last position on."""
 
     file: PageFile
     pool: ThreadPoolExecutor
@@ -203,7 +205,7 @@ class _Mover:
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
     def find_error(self) -> str | None:
-        """Read and compare all bytes that each thread moved in its last operation."""
+        """Read and check all bytes that each thread moved in its last operation."""
         found = (
             self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last

@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 BLOCK_PAGES = 1024  # pages of the largest block, after which the contents of pages repeat
 _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
-# A test may use at most this share of a disk's free space, since others may need it.
+# A test may use at most this fraction of a disk's free space, because others may need it.
 _TAKEN_SHARE = 0.5
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -41,7 +41,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def in_memory(directory: Path) -> str | None:
-    """Return the kind of a file system without a disk; None if it is on a disk, or unknown.
+    """Return the type of a file system without a disk; None if it is on a disk, or unknown.
 
     Recent kernels accept O_DIRECT on such file systems, and copy memory.
     """
@@ -70,7 +70,7 @@ def refusals(directory: Path) -> Iterator[None]:
 
 
 def require_room(directory: Path, nbytes: int) -> None:
-    """Refuse to use more than half of the free space."""
+    """Raise BadInputError if a probe would use more than half of the free space."""
     free = shutil.disk_usage(directory).free
     if nbytes > _TAKEN_SHARE * free:
         raise BadInputError(
@@ -81,7 +81,7 @@ def require_room(directory: Path, nbytes: int) -> None:
 
 
 class _Lane:
-    """Aligned memory of one thread, for writing and reading."""
+    """Page-aligned buffers of one thread, for writing and reading."""
 
     def __init__(self, contents: "np.ndarray[Any, np.dtype[np.uint64]]") -> None:
         # Anonymous mappings begin at a page, as O_DIRECT requires.
@@ -216,6 +216,6 @@ def _open(directory: Path) -> tuple[int, bool]:
 
 
 def require_whole(moved: int, wanted: int) -> None:
-    """Raise OSError if only a part was transferred."""
+    """Raise OSError if the transfer was incomplete."""
     if moved != wanted:
         raise OSError(errno.EIO, f"{moved} bytes were moved instead of {wanted}")

@@ -28,7 +28,7 @@ def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
     """Return the gain from `before` to `after`, by the ratio of samples taken side by side.
 
     A slow period affects both and cancels out. `among`: the number of gains from which the largest
-    is chosen, for which each interval needs a higher probability (Bonferroni). Returns None if
+    will be chosen, for which each interval needs a higher probability (Bonferroni). Returns None if
     there are fewer than four samples of either.
     """
     both = zip(before.rounds, after.rounds, strict=False)

@@ -13,8 +13,8 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
 from outpace.records.probe_results import Steadiness
 
-# Shares above which use by others is reported: of one core's time, and of all time for the
-# hypervisor.
+# Use by others is reported above these shares: of one core's time by other programs, and of all
+# time by the hypervisor.
 _OTHERS, _STOLEN = 0.15, 0.02
 # Share of all cores' time used by others above which the processor's figures are invalid. If
 # another program takes one of two cores, a matmul is more than twice as slow, because every call
@@ -82,7 +82,7 @@ def _probe_s() -> float:
 
 @contextmanager
 def record_use(into: list[CoreSeconds]) -> Iterator[None]:
-    """Append the usage during the context to a list."""
+    """Append the usage of the cores during the context to a list."""
     steady = InterferenceWatch()
     yield
     into.append(steady.read_use())
@@ -135,7 +135,7 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return the section without values and the advice and text based on them; samples are kept."""
+    """Return the section without values and without advice and text based on them; keep samples."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

@@ -1,7 +1,7 @@
 """Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
 A machine may be slower for minutes at a time. A measurement without pauses would miss this, and its
-intervals would not contain the value of a repeat.
+interval would not contain the value of a repeat.
 """
 
 from collections.abc import Callable, Generator
@@ -26,7 +26,7 @@ def run_turns(turns: Turns[T]) -> T:
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
     """Interleave several parts: every turn of the whole is a turn of each part.
 
-    Return the results. If one part raises an error, the others are closed, too, and release their
+    Returns their results. If one part raises an error, the others are closed and release their
     resources.
     """
     found: list[Any] = [None] * len(parts)

@@ -10,7 +10,7 @@ LEVEL = 0.95
 _MEDIAN_COSTS = 1.2533
 # A median absolute deviation varies like a standard deviation of 37 % as many values.
 _EFFICIENCY = 0.37
-# Values that were measured together are closer to each other than to those of a repeat.
+# Factor on widths: values of one measurement are closer to each other than to those of a repeat.
 SLACK = 1.15
 # A trend of this share is drift unless it is due to chance.
 _DRIFT = 0.10
@@ -53,7 +53,7 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return the distance between the medians of the first and last third; 0.0 if due to chance."""
+    """Return the relative change from the first to the last third; 0.0 if it may be chance."""
     third = len(rounds) // 3
     if third < 2:
         return 0.0

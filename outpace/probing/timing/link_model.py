@@ -29,8 +29,8 @@ _BUS: dict[str, Callable[[int], float]] = {
 }
 COLLECTIVES = tuple(_BUS)
 _LEAST_SIZES = 3
-# Sizes whose times vary by less than this between rounds have equal weight, since no line is more
-# accurate.
+# Sizes whose times vary by less than this between rounds have equal weight, because no line is
+# more accurate than that.
 _STEADY = 0.02
 
 
@@ -50,7 +50,7 @@ class LinkLine:
         return self.latency_s + traffic_bytes * self.s_per_byte
 
     def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
-        """Return the distance from each point, as a share of its time."""
+        """Return the distance from each point, as a fraction of its time."""
         return [abs(self.time_s(traffic) / time_s - 1) for traffic, time_s in points]
 
 
@@ -62,7 +62,7 @@ def fit_line(
     Neither latency nor time per byte is negative. The best line goes through two of the points, or
     through one if its latency or time per byte is 0 (Bloomfield & Steiger, "Least Absolute
     Deviations"), so all such lines are tried. Raises ValueError for fewer than two points, or for
-    times or traffic that are not above 0.
+    times or traffic of 0 or less.
     """
     if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):
         raise ValueError(f"a line needs two points or more, all above 0: {list(points)}")
@@ -84,7 +84,7 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 
 
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
-    """Fit a link to the times of one collective on one axis; None if there are too few.
+    """Fit a link to the times of one collective on one axis; None if there are too few sizes.
 
     The samples of each round also get a separate line, and the differences between lines give
     intervals. `figures` have the same key except for their bytes.

@@ -85,11 +85,11 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time. `amount`: FLOP, bytes or other units that a call processes; 1 for "s".
+    """A call to time.
 
-    `make` returns the callable; its objects are released after a sample. `check` describes what is
-    wrong with a call's result, and is called once, before anything is timed. Everything runs in the
-    context `within`.
+    `amount`: FLOP, bytes or other units that a call processes; 1 for "s". `make` returns the
+    callable; its objects are released after a sample. `check` describes what is wrong with a call's
+    result, and is called once, before anything is timed. Everything runs in the context `within`.
     """
 
     key: Key
@@ -153,7 +153,7 @@ class _Timing:
     def sample(self) -> None:
         """Measure one sample of the round, after half a sample to wake threads and fill caches.
 
-        Long calls warm up within their first half, except for the first one of a round, which
+        Long calls warm up within their first half, except for the first call of a round, which
         follows other cases. If samples are single calls, the first is not timed.
         """
         call = self.case.make()
@@ -172,9 +172,8 @@ def measure(
 ) -> Turns[list[Figure]]:
     """Time all cases, one round in each turn.
 
-    `progress` is called with the share of the budget that is used.
-
-    Raises WrongResultError if a case computes a wrong result.
+    `progress` is called with the fraction of the budget that is used. Raises WrongResultError if a
+    case computes a wrong result.
     """
     begin_s = clock.now_s()
     timings = [_Timing(case, clock, effort) for case in cases]
@@ -228,7 +227,7 @@ def in_rounds(
 
 
 def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
-    """Return the figure of rounds of samples."""
+    """Return the figure for rounds of samples."""
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
     # Use rounds, which vary like repeats; neighbouring samples vary less.
@@ -243,12 +242,12 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
 
 
 def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
-    """Explain why no value is given."""
+    """Return why no value is given; None if the figure is stable."""
     if value <= 0:
         return "it cannot be distinguished from 0"
     if drift := trend(rounds):
         return f"it drifted by {drift:+.0%} of its median during the measurement"
     if half > CONCLUSIVE * value:
-        away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"
+        away = "any amount" if half == inf else f"{half / value:.0%} of its median"
         return f"a repeat may differ by {away}"
     return None

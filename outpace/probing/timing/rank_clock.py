@@ -27,7 +27,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call with a `prepare(count)` that runs before `count` calls and is not timed."""
+    """A call with a `prepare(count)` that runs untimed before `count` calls."""
 
     call: Callable[[], Any]
     prepare: Callable[[int], None]
@@ -38,9 +38,10 @@ class PreparedCall:
 
 
 def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """Wait for an event by polling, since waits in the driver have no time limit.
+    """Wait for an event by polling, because waits in the driver have no time limit.
 
-    After `limit_s`, abort `group`, whose collective it waits for, and raise DistBackendError.
+    After `limit_s`, abort `group`, whose collective the event waits for, and raise
+    DistBackendError.
     """
     end_s = time.monotonic() + limit_s
     while not event.query():
@@ -53,7 +54,7 @@ def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = 
 
 
 def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds for which a group waits for its ranks."""
+    """Return how long a group waits for its ranks, s."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit.total_seconds()
 
@@ -74,8 +75,9 @@ class PatientCudaClock:
     """CudaClock with a time limit, for collectives that a rank never joins.
 
     The polling interval does not affect the measured time, which is between two events on the
-    device. Raises DistBackendError beyond the limit, and aborts the group. The NCCL path has never
-    run, since no machine with two GPUs was available; `ended` was tested with fake events.
+    device. Beyond the limit, the group is aborted and DistBackendError raised. The NCCL path has
+    never run, since no machine with two GPUs was available; `await_event` was tested with fake
+    events.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, limit_s: float) -> None:
@@ -105,10 +107,12 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 
 
 class RanksClock:
-    """Clock that reports the slowest rank's time of a call. All ranks start together; neither
-    waiting for this nor preparing a `PreparedCall` is timed. `by_rank` has each rank's seconds for
-    the last calls; if they differ, a rank is slow. `control` carries small host messages, and none
-    of its collectives are timed. Every rank must make the same calls in the same order.
+    """Clock that reports the slowest rank's time of a call.
+
+    All ranks start together; neither waiting for this nor preparing a `PreparedCall` is timed.
+    `by_rank` has each rank's seconds for the last calls; if they differ, a rank is slow. `control`
+    carries small host messages, and none of its collectives are timed. Every rank must make the
+    same calls in the same order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:
@@ -129,7 +133,7 @@ class RanksClock:
         return max(self.by_rank)
 
     def now_s(self) -> float:
-        """Return rank 0's clock, on all ranks."""
+        """Return the time of rank 0's clock, on all ranks."""
         now = torch.tensor([self._inner.now_s()], dtype=torch.float64)
         dist.broadcast(now, 0, group=self._control)
         return now.item()

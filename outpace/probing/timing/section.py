@@ -8,9 +8,10 @@ from outpace.records.probe_results import Advice, LinkFit
 
 @dataclass(frozen=True)
 class ProbeSection:
-    """Part of `outpace probe`. `notes`: omissions and changes, with the reasons.
+    """A section of `outpace probe`.
 
-    `said`: the figures in words, omitted if the figures are withdrawn.
+    `notes`: omissions and changes, with the reasons. `said`: the figures in words, omitted if the
+    figures are withdrawn.
     """
 
     figures: tuple[Figure, ...] = ()

@@ -40,10 +40,11 @@ class GpuObservation:
 
 
 class GpuWatch:
-    """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
+    """Monitor that queries NVML about one GPU.
 
-    `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
-    be the host's; then as many processes as the probe has are assumed to be the probe's.
+    `probe_pids`: processes of this probe on this host. `pids_known`: whether NVML's process IDs are
+    the ones visible here. In a container, they may be the host's; then as many processes as the
+    probe has are assumed to be the probe's.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def observe(self) -> GpuObservation:
-        """Return the current state; its fields are empty if the driver does not report it."""
+        """Return the current state; fields that the driver does not report are empty."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -101,7 +102,7 @@ def watch_gpu(
 
 
 def _ancestors() -> list[int]:
-    """Return the processes that started this one; a probe keeps its GPU open while ranks run."""
+    """Return this process and its ancestors; a probe keeps its GPU open while ranks run."""
     try:
         return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
     except psutil.Error:

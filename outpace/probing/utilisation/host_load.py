@@ -12,12 +12,12 @@ from outpace.probing.hardware.procfs import read_text
 from outpace.records.utilisation import HostLoad
 
 RAPL = Path("/sys/class/powercap")
-# Maximum share of a core's time for finding a run's new processes, which reads every process.
+# Maximum fraction of a core's time for finding a run's new processes, which reads every process.
 _SEARCH_SHARE = 1 / 1000
 
 
 class Rate:
-    """Rate per second of a counter that may wrap around at `wraps_at`."""
+    """Rate per second of a counter, which may wrap around at `wraps_at`."""
 
     def __init__(self, wraps_at: float | None = None) -> None:
         self._wraps_at = wraps_at
@@ -164,7 +164,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """Return each package's file with its energy in microjoules, and its wrap-around value."""
+    """Return a reader of each package's energy in microjoules, and its wrap-around value."""
 
     def reader(path: Path) -> Callable[[], float | None]:
         return lambda: _number(path)

@@ -1,4 +1,4 @@
-"""Recorder of the load of the host and its devices, in a thread that takes little time."""
+"""Recorder of the load of the host and its devices, in a background thread."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ class Samples:
         self._last_s = time.monotonic()
 
     def read_new(self) -> Load | None:
-        """Return the load since the previous call, and keep it; None if that was just now."""
+        """Return the load since the previous call, and keep it; None if that call was just now."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None
@@ -52,7 +52,7 @@ class Samples:
 
 
 class LoadRecorder:
-    """Recorder that runs from `start` to `close`, and writes the whole file at most once a minute.
+    """Recorder that runs from `start` to `close`, and writes its file at most once a minute.
 
     A problem with the file or a sensor stops only the recording.
     """

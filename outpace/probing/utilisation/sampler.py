@@ -39,7 +39,7 @@ _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """Interface with the functions of `pynvml` that are used. Unsupported ones raise an error."""
+    """The functions of `pynvml` that are used. Unsupported ones raise an error."""
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
@@ -56,7 +56,7 @@ class Nvml(Protocol):
 
 
 def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
-    """Return the driver's interface; None without it or nvidia-ml-py, or if it hangs.
+    """Return the driver's interface; None without it or nvidia-ml-py, or if the driver hangs.
 
     A query to a broken driver may never return, and a call in this process cannot be aborted. So
     another process queries the driver first, within `timeout_s`.
@@ -75,8 +75,8 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
 class DeviceReader:
     """Reader of one device; NVML's counters cover the time since the previous reading.
 
-    `pids_known`: whether NVML's process numbers are the ones visible here; in a container, they may
-    be those of the host. Raises NVML's error if there is no such device.
+    `pids_known`: whether NVML's process IDs are the ones visible here; in a container, they may be
+    the host's. Raises NVML's error if there is no such device.
     """
 
     def __init__(self, nvml: Nvml, index: int, pids_known: bool) -> None:
@@ -166,7 +166,7 @@ class DeviceReader:
         return memory_bytes, self._run_utilisation(run_pids) if known else None
 
     def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
-        """Return the sum of the run's processes' latest utilisation; None if none computed."""
+        """Return the sum of the latest utilisation of the run's processes; 0.0 if none computed."""
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception as error:
@@ -211,7 +211,7 @@ class Sampler:
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
-        """Return the load since the previous call, at least a tenth of a second ago."""
+        """Return the load since the previous call, at least a tenth of a second earlier."""
         now_s = time.monotonic()
         host = self._host.read(now_s)
         run_pids = None if self._processes is None else self._processes.pids
@@ -233,10 +233,10 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 
 
 def training_in(metrics: Path) -> list[int]:
-    """Return the PIDs of the run's first processes on this host, by its metrics file.
+    """Return the PIDs of the first processes of the run that writes this metrics file.
 
-    Rank 0 holds the file open; if a launcher started rank 0 and others on this host, its PID is
-    returned for all of them.
+    Rank 0 holds the file open. If a launcher started rank 0 and others on this host, the launcher's
+    PID is returned for all of them.
     """
     target = metrics.resolve()
     for process in psutil.process_iter():
@@ -249,7 +249,7 @@ def training_in(metrics: Path) -> list[int]:
 
 
 def open_files() -> set[Path]:
-    """Return the files that processes of this host have open, as far as permitted."""
+    """Return the files that processes of this host have open, as far as permissions allow."""
     found: set[Path] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -192,7 +192,7 @@ TABLE = "| NVIDIA-SMI 550.90   Driver Version: 550.90   CUDA Version: 12.4 |\n"
         ("Unable to determine the device handle for GPU0: Unknown Error\n", "handle for GPU0"),
         ("Failed to run topology matrix\n", "It says: 'Failed to run topology matrix'"),
         ("No devices were found\n", "It says: 'No devices were found'"),
-        ("bash: nvidia-smi: command not found\n", "there was no nvidia-smi"),
+        ("bash: nvidia-smi: command not found\n", "nvidia-smi was not found on that host"),
         ("hello\n", "Save the output of `nvidia-smi topo -m`"),
     ],
 )  # fmt: skip

@@ -242,3 +242,9 @@ def test_advice_names_the_flag():
     (workers,) = advise(figures)
     assert "Recommended: --workers 2" in workers.text and workers.gain == pytest.approx(3.0)
     assert "up to 10.00 ktokens/s" in workers.text
+
+
+def test_advice_on_pinned_memory_names_its_flag():
+    figures = [figure(value, workers=0, pin=pin) for value, pin in ((1e6, "no"), (2e6, "yes"))]
+    (pinning,) = [one for one in advise(figures) if "pinned" in one.text]
+    assert pinning.text.endswith("from pageable: --pin-memory.")
