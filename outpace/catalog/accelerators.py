@@ -1,9 +1,9 @@
-"""Accelerators: dense peak rates by dtype, memory, power and links, from the maker's datasheet.
+"""Accelerators: dense peak rates by dtype, memory, power and links, from makers' datasheets.
 
 The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
 rates are those with fp32 accumulation, which training uses. An AMD Instinct MI250X is two devices
 (GCDs) with a process each: figures are for one device (half of the module's), except the power,
-which is the module's. AMD's fp32 rate is its matrix cores' rate.
+which is the module's. AMD's fp32 rate is that of its matrix cores.
 """
 
 import re
@@ -17,7 +17,7 @@ from outpace.records.hardware import Accelerator, Bundle, Dtype, Peak
 
 _T = 1e12
 _GB_PER_S = 1e9
-# Datasheets write GB for 2^30 bytes of memory, as comparing them with drivers' values shows.
+# Datasheets write GB for 2^30 bytes of memory, as the values of drivers show.
 _GB = 2**30
 
 # GiB that torch reports as a device's capacity in out-of-memory errors, quoted in public issues:
@@ -31,9 +31,9 @@ _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
 
 def _accelerators() -> Iterator[Accelerator]:
-    """Yield the accelerators of accelerators.json, whose rows name their rates and their chip.
+    """Yield the accelerators of accelerators.json, with the rates and the chip that a row names.
 
-    The first of `powers_w` is the one for the published rates.
+    The first of `powers_w` belongs to the published rates.
     """
     table = read_table("accelerators")
     for row in read_rows(table):

@@ -15,8 +15,8 @@ SOURCE = (
     "Apple's technical specifications (memory, bandwidth, GPU cores) and press releases (fp32 of "
     "M1 and M2; later chips: cores x 256 x clock)"
 )
-# The share of memory that Metal recommends as a GPU's maximum: 11.84 of 16 GB, 17.76 of 24. For
-# chips with 128 GB it is more (107.5).
+# The fraction of memory that Metal recommends as a GPU's maximum: 11.84 of 16 GB, 17.76 of 24. It
+# is larger for chips with 128 GB (107.5).
 USABLE_SHARE = 0.74
 USABLE_SOURCE = (
     "Metal's recommendedMaxWorkingSetSize: 11.84 of 16 GB (AlexsJones/llmfit pull request 754), "

@@ -1,7 +1,7 @@
-"""Shares of link rates that collectives reach, and NCCL's latencies, by published measurements.
+"""Fractions of link rates that collectives reach, and NCCL's latencies, as published.
 
 Each figure has its source. Links and chips without published measurements have the figures of the
-nearest measured ones, as their sources say.
+most similar measured ones, as their sources say.
 """
 
 from collections.abc import Mapping
@@ -77,11 +77,11 @@ _DISPATCH_CARD_SHARE = 0.87
 
 
 class DispatchRate(Record):
-    """Seconds of a dispatcher that sends each token once to a rank (DeepEP, HybridEP).
+    """Times of a dispatcher that sends each token once per rank (DeepEP, HybridEP).
 
     One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share` of a
     device's link, or at `card_share` of a network card's rate. Dispatching and combining are
-    averaged: a step has the same number of both.
+    averaged, because a step has the same number of both.
     """
 
     fixed_s: NonNegativeFloat

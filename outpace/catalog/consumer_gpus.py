@@ -23,9 +23,9 @@ PAPERS: dict[Architecture, str] = {
 
 
 class Card(NamedTuple):
-    """A card; `low`: the rate of 16-bit matmuls; `reported_mib`: memory according to nvidia-smi.
+    """A consumer card; `low`: its rate of 16-bit matmuls; `bridge`: the kind and number of NVLinks.
 
-    `bridge`: the kind and the number of its NVLinks.
+    `reported_mib`: memory according to nvidia-smi.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Shares of datasheet rates that accelerators and links reach, by published measurements.
+"""Fractions of datasheet rates that accelerators and links reach, from published measurements.
 
-Each figure has its source. A chip without published measurements gets the shares of a measured chip
-of its architecture. An architecture without measurements gets those of the nearest one, and the
-source says so.
+Each figure has its source. A chip without published measurements gets the figures of a measured
+chip of its architecture. An architecture without measurements gets those of the most similar one,
+and the source says so.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class MatmulCurve(Record):
     A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
     fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
     bits, a tile takes as long as if its inner dimension were longer by `fill` (to fill its pipeline
-    and write its results). The smallest matmul takes `fixed_s`. No matmul is faster than `limit` of
-    the best rate, at which even a short matmul reaches the board's power limit; under the load of a
-    training step, none is faster than `sustained`, or `sustained_fp8`, of the dense peaks.
+    and write its results). The smallest matmul takes `fixed_s`. No matmul exceeds `limit` of the
+    best rate, at which even a short matmul reaches the board's power limit. Under the load of a
+    training step, none exceeds `sustained`, or `sustained_fp8`, of the dense peaks.
     """
 
     share: PositiveFloat
@@ -424,7 +424,7 @@ CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
 
-# The same if the operators run on the CPU, including autograd.
+# Time of one operator that runs on the CPU, with autograd.
 CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
 # A guess: time for Python and copies around a unit's gather or reduction in FSDP. A probe's
@@ -477,8 +477,9 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return how much uneven loads of experts slow down matmuls: on one rank, on the slowest of
-    many.
+    """Return how much an uneven load of experts slows down matmuls.
+
+    The two factors are for a single rank, and for the slowest of many ranks.
     """
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
@@ -504,12 +505,12 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 
 
 def has_fused_attention(accelerator: Accelerator) -> bool:
-    """Return whether a kernel computes attention without keeping its scores."""
+    """Return whether the accelerator has a kernel for attention that does not keep its scores."""
     return bool(attention_rates(accelerator))
 
 
 def _has_tensor_memory(accelerator: Accelerator) -> bool:
-    """Return whether this is a Blackwell GPU of a data centre (sm100, sm103)."""
+    """Return whether this is a Blackwell data-centre GPU (sm100, sm103), with tensor memory."""
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 
 
@@ -519,6 +520,9 @@ def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether fp32 sums run at half of the chip's rate, so power does not limit the chip."""
+    """Return whether this is a GeForce Ada card, which power does not limit.
+
+    It accumulates in fp32 at half of the chip's rate.
+    """
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

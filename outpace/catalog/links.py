@@ -24,7 +24,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 
 def find_link(name: str) -> Link:
-    """Find a link by its name ("InfiniBand NDR", "infiniband-ndr").
+    """Return a link by its name ("InfiniBand NDR", "infiniband-ndr").
 
     Raises BadInputError, which names the closest links, if there is none.
     """

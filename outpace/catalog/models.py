@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def _repositories() -> Iterator[tuple[str, str]]:
-    """Return outpace's model names by Hugging Face repository, in lower case."""
+    """Yield each Hugging Face repository, in lower case, with outpace's name for its model."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
@@ -39,9 +39,10 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the name of the preset or outline that `text` means, despite capitals and spaces.
+    """Return the preset or outline that `reference` names, ignoring case, with "-" for spaces.
 
-    Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Files or folders of that name take precedence.
+    Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Any other reference is returned unchanged. A
+    caller that accepts files must check first whether one has this name.
     """
     name = reference.casefold().replace(" ", "-")
     return name if name in PRESETS or name in OUTLINES else reference
@@ -55,7 +56,7 @@ def name_of_hub(reference: str) -> str | None:
 def without_weights(reference: str) -> str:
     """Return the preset or outline for a name on the Hub, if only dimensions are needed.
 
-    Any other reference, and the name of an existing folder, is returned unchanged.
+    Any other reference, and the path of an existing file or folder, is returned unchanged.
     """
     try:
         is_file = Path(reference).expanduser().exists()
@@ -65,15 +66,14 @@ def without_weights(reference: str) -> str:
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
-    """Return the error message for a name that is neither among `known` nor a file or folder.
+    """Return the error for a name that is neither among `known` nor a file or folder.
 
-    For a repository on the Hub, it says how to download it, and names its preset if there is one.
+    For a repository on the Hub, the message says how to download it, and names its preset if there
+    is one.
     """
     said = f"no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
-        said += (
-            f"{nearest_model(reference, known)} outpace models lists all that are known by name."
-        )
+        said += f"{nearest_model(reference, known)} outpace models lists every model known by name."
         return BadInputError(said)
     folder = reference.rpartition("/")[2]
     alike = name_of_hub(reference)
@@ -82,14 +82,14 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
         f"{reference} --local-dir {folder}, then --model {folder}."
     )
     if alike is None:
-        return BadInputError(f"{said} outpace models lists all that are known by name.")
+        return BadInputError(f"{said} outpace models lists every model known by name.")
     return BadInputError(
         f"{said} If you do not need its weights: --model {alike} has the same dimensions."
     )
 
 
 def untrained_model(reference: str) -> BadInputError | None:
-    """Return the error message for building a model known only by its outline; None for others."""
+    """Return the error for building a model of which only the outline is known; None for others."""
     name = name_of_hub(reference) or named_model(reference)
     if name not in OUTLINES:
         return None
@@ -107,5 +107,5 @@ def preset(name: str) -> ModelSpec:
     except KeyError:
         raise BadInputError(
             f"there is no model preset {name!r}.{suggest(name, PRESETS)} "
-            "outpace models lists all that are known by name."
+            "outpace models lists every model known by name."
         ) from None

@@ -14,10 +14,10 @@ _GIB = 2**30
 
 
 def find_node(name: str) -> Node:
-    """Find a machine in the catalog by its name, or by its accelerators' name, number and memory.
+    """Return a machine of the catalog by its name, or by its accelerators' name, number and memory.
 
-    Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
-    that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
+    Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and the
+    forms of drivers, SLURM and clouds: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
     "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
     a count larger than any host has is refused, and the error names the options for several hosts.
     Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
@@ -221,8 +221,9 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options for `count` accelerators on hosts of equal, usual size. They name the
-    catalog's first matching machine, or the accelerators if there is none.
+    """Return the options for `count` accelerators on hosts of equal, usual size.
+
+    They name the catalog's first matching machine, or the accelerators if there is none.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
@@ -232,7 +233,7 @@ def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _find_several(name: str, wanted: str) -> Node | None:
-    """Find a machine by number and name in an unusual form ("4090x4").
+    """Find a machine by count and name in an unusual form ("4090x4").
 
     Raises BadInputError, which names the options to use, for several machines ("128xdgx-h100").
     """
@@ -346,7 +347,7 @@ def _printed_gb(chip: Accelerator) -> int:
 
 
 def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
-    """Return a host with `count` accelerators of one kind."""
+    """Return a host with `count` accelerators of one model."""
     if count == 1:
         return Node(
             name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,

@@ -1,6 +1,6 @@
 """Machines by the names under which they are rented and sold, each with its source (nodes.json).
 
-For cards that you plug into a host yourself, the host's cores, memory and network stay unknown.
+For cards that you plug into a host yourself, the host's cores, memory and network are unknown.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def _node(name: str, values: dict[str, Any]) -> Node:
-    """Create a node whose accelerators are connected by all their advertised links, or by none.
+    """Create a node from its row; accelerators have all their advertised links, or none.
 
     Links to the host are the accelerator's, unless the node has others.
     """

@@ -22,7 +22,7 @@ PROCESSORS = tuple(_processor(name, **values) for name, values in read_table("pr
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
-    """Return the register width in bits with which a core with these features computes in a dtype.
+    """Return the register width, in bits, in which a core with these features computes a dtype.
 
     Returns None if no known extension supports the dtype, or if manufacturers choose the width.
     """

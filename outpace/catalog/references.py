@@ -1,6 +1,6 @@
-"""Small runs that `outpace probe` times, to find costs that do not show in single operations.
+"""Small training steps that `outpace probe` times, for costs that single operations do not show.
 
-Operators in a step are slower than by themselves: caches are cold, and allocators, autograd and
+Operators in a step are slower than in isolation: caches are cold, and allocators, autograd and
 strategies' hooks run. One model is limited by operators, one by computation, one by both, and one
 has long sequences. Each runs with every strategy that supports the number of ranks.
 """
@@ -33,7 +33,7 @@ _SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
     },
 }  # fmt: skip
 _SEQ_LEN: dict[Kind, int] = {"cpu": 64, "cuda": 1024}
-_LONGER = 4  # how many times as long sequences are in "long"
+_LONGER = 4  # factor on the sequence length in "long"
 _OFTEN = ("single", "ddp", "zero3", "tp")
 _AGAIN = ("single", "ddp", "zero3")  # also with recomputation
 _BATCH = 8  # or more, if the ranks need it
@@ -41,7 +41,7 @@ _BATCH = 8  # or more, if the ranks need it
 
 @dataclass(frozen=True)
 class Reference:
-    """A plan for a model, and the batch of a step."""
+    """A reference step: a model, a plan and a batch."""
 
     name: str
     spec: ModelSpec
@@ -58,7 +58,7 @@ class Reference:
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the references for `ranks` processes by name; if `quick`, only a quick probe's."""
+    """Return the reference steps on `ranks` processes by name; if `quick`, only a quick probe's."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

@@ -1,4 +1,4 @@
-"""Tables of the catalog, which are JSON files next to its modules."""
+"""Tables of the catalog: JSON files next to its modules."""
 
 import json
 from importlib.resources import files
@@ -13,5 +13,5 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def read_rows(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a table as values by column."""
+    """Return the rows of a table, each as values by column."""
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]

@@ -1,4 +1,4 @@
-"""The planner's answer: the plan to use, other plans (fastest first), and why others are not."""
+"""The planner's answer: recommended plans, alternatives, and why other strategies were rejected."""
 
 import time
 from dataclasses import replace
@@ -34,7 +34,11 @@ from outpace.records.estimate import KeptOption, Plans, RankedPlan
 
 
 def plans(job: PlanningProblem) -> Plans:
-    """Consider every plan. Raises BadInputError, naming alternatives, if none fits."""
+    """Return the ranked plans for a problem, and why other kinds of plan were rejected.
+
+    Raises BadInputError if no plan fits, with changes that would help, or if outpace must train the
+    model but cannot.
+    """
     began = time.perf_counter()
     wanted = job.wanted
     if wanted.trained and job.outline.untrained is not None:
@@ -61,7 +65,7 @@ def plans(job: PlanningProblem) -> Plans:
         global_batch=wanted.global_batch,
         plans=tuple(planned),
         rejected=tuple(rejected_families(used, found, listed)),
-        insistences=tuple(_insistences(job, least_seconds(found))),
+        insistences=tuple(_kept_option_costs(job, least_seconds(found))),
         considered=found.considered,
         took_s=time.perf_counter() - began,
         source=job.cluster.source,
@@ -83,8 +87,8 @@ def plans(job: PlanningProblem) -> Plans:
     )
 
 
-def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return the cost of each option that the user requires, compared with the time without it."""
+def _kept_option_costs(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
+    """Return how much slower each required option makes the fastest plan."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [

@@ -1,6 +1,7 @@
-"""Plans as columns, from which time and memory of many plans are estimated together.
+"""Plans in columns, for estimating the time and memory of many plans at once.
 
-Every array has one entry per plan. Names are stored as positions in the tuples of this module.
+Every array has one entry per plan. Named values, such as the strategy, are stored as indices into
+the tuples of this module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,12 +35,12 @@ _SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIO
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans, one entry each. `samples`: samples per data-parallel rank and step.
+    """Many plans as arrays, with one entry per plan.
 
-    `zero` is 0 if dp_shard is 1. `modes` has four columns: the share of blocks that recompute in
-    each mode, in the order of MODES. `etp` ranks of tp split each expert. `passes`: accumulation
-    steps, with samples = micro_batch × microbatches × passes. `adapters`: the AdapterSettings of
-    plans that train only adapters, else None.
+    `zero` is 0 if dp_shard is 1. `modes` has one column per entry of MODES: the fraction of blocks
+    in that mode. `etp` is the tensor-parallel degree within each expert. `passes` counts
+    accumulation steps: each data-parallel rank trains micro_batch × microbatches × passes samples
+    per step. `adapters`: the AdapterSettings of plans that train only adapters, else None.
     """
 
     strategy: Ints
@@ -76,16 +77,16 @@ class PlanBatch:
         return len(self.strategy)
 
     def select(self, chosen: Any) -> Self:
-        """Return the plans at a mask, a slice or a list of positions."""
+        """Return the plans selected by a mask, a slice or a list of indices."""
         return type(self)(
             **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}
         )
 
     @property
     def common_adapters(self) -> AdapterSettings | None:
-        """Return the adapters that these plans have in common.
+        """Return the adapter settings that all plans share; None without adapters.
 
-        Raises ValueError if plans differ in them.
+        Raises ValueError if plans have different settings.
         """
         found = set(self.adapters.tolist())
         if len(found) > 1:
@@ -93,7 +94,7 @@ class PlanBatch:
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
-        """Yield settings with which adapters cannot be estimated, and which plans have them."""
+        """Yield each setting that adapters cannot be estimated with, and a mask of its plans."""
         columns: dict[str, tuple[Any, Sequence[Any]]] = {
             "strategy": (self.strategy, STRATEGIES),
             "offload_activations": (self.offload_activations, OFFLOADS),
@@ -110,72 +111,75 @@ class PlanBatch:
 
     @property
     def data_parallel(self) -> Ints:
-        """Return the number of ranks over which a global batch is divided."""
+        """Return the data-parallel degree."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def ranks(self) -> Ints:
-        """Return the number of ranks on the axes, without parameter servers."""
+        """Return the world size without parameter servers."""
         return self.data_parallel * self.tp * self.cp * self.pp
 
     @property
     def shards(self) -> Ints:
-        """Return the number of ranks over which parameters are sharded; in 3d, this includes cp."""
+        """Return the number of shards of each parameter; in 3d, cp ranks hold shards too."""
         product = self.strategy == STRATEGIES.index("3d")
         return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
 
     def schedule_in(self, *names: str) -> Bools:
-        """Return which pipelines have one of these schedules."""
+        """Return a mask of the plans with one of these schedules."""
         return _is_among(SCHEDULE_NAMES, names)[self.schedule]
 
     def splits_backward(self) -> Bools:
-        """Return which pipelines defer the gradients of weights (`Schedule.splits_backward`)."""
+        """Return a mask of the plans whose schedule defers weight gradients."""
         return self.schedule_in(*(n for n, one in SCHEDULES.items() if one.splits_backward))
 
     def strategy_in(self, *names: Strategy) -> Bools:
-        """Return which plans have one of these strategies."""
+        """Return a mask of the plans with one of these strategies."""
         return _is_among(STRATEGIES, names)[self.strategy]
 
     def holds_masters(self) -> Bools:
-        """Return which plans use fp32 shards as master weights (bf16-master, gathered in bf16)."""
+        """Return a mask of the bf16-master plans whose fp32 shards are the master weights."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         return split & self.precision_in("bf16-master")
 
     def with_kept_states(self) -> Self:
-        """Return the plans with precisions whose optimizer keeps no separate master weights.
+        """Return the plans with bf16 instead of bf16-master where fp32 shards are the masters.
 
-        This is the case if shards of parameters are the masters.
+        The optimizer of these plans keeps no separate master weights.
         """
         plain = PRECISIONS.index("bf16")
         return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
-        """Return each plan's bytes per number of gathered parameters and of reduced gradients."""
+        """Return each plan's bytes per element of gathered parameters and of reduced gradients."""
         gathered, reduced = _SHARD_ITEMS[self.precision].T
         return gathered, reduced
 
     def precision_in(self, *names: Precision) -> Bools:
-        """Return which plans have one of these precisions."""
+        """Return a mask of the plans with one of these precisions."""
         return _is_among(PRECISIONS, names)[self.precision]
 
 
 def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
-    """Return the plans of several batches as one batch."""
+    """Concatenate several batches of plans."""
     names = [field.name for field in fields(PlanBatch)]
     return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return, for each name (as a position), whether it is among the given names."""
+    """Return a mask that marks the `values` that are in `names`."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found
 
 
 def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:
-    """Return the plans as columns. Raises BadInputError if a plan does not divide the batch."""
+    """Convert plans to columns.
+
+    Raises BadInputError if a plan does not divide the global batch.
+    """
     rows = [_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
         field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)

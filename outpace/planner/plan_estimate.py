@@ -1,4 +1,4 @@
-"""The estimate of one plan: its time, its memory, its cost, and measured steps that resemble it."""
+"""Estimates of single plans: time, memory, cost, and measured steps of similar plans."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,7 +33,7 @@ from outpace.records.plan import Plan
 
 
 def prediction_interval(job: PlanningProblem) -> Interval:
-    """Return the prediction interval for a problem's chips, kind of model, and software."""
+    """Return the prediction interval for a problem's device, kind of model and software stack."""
     chip = ACCELERATORS.get(job.cluster.device.name)
     kind = QuestionKind(
         architecture=None if chip is None else chip.architecture,
@@ -46,7 +46,7 @@ def prediction_interval(job: PlanningProblem) -> Interval:
 
 
 def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
-    """Describe a plan by the features that are compared with measured cases."""
+    """Return the features by which a plan is compared with measured cases."""
     device = job.cluster.device
     chip = ACCELERATORS.get(device.name)
     return Likeness(
@@ -62,7 +62,7 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return the fields of `RankedPlan` about measured cases; empty for CPUs and guessed rates."""
+    """Return `RankedPlan`'s fields on measured cases; empty on CPUs and without a vocabulary."""
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
     return {
@@ -77,8 +77,9 @@ def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
-    """Estimate one plan, whether it fits or not. Raises BadInputError if it does not divide the
-    batch.
+    """Estimate one plan, whether or not it fits.
+
+    Raises BadInputError if it does not divide the global batch.
     """
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
@@ -102,7 +103,7 @@ def describe_plan(
     roles: tuple[Role, ...],
     listed: Sequence[int],
 ) -> RankedPlan:
-    """Describe a plan that was found; `listed` are the places of all plans that are shown."""
+    """Return the plan at index `place` of a search; `listed` are the indices of all shown plans."""
     plan = to_plan(found.columns, place)
     return RankedPlan(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
@@ -144,7 +145,7 @@ def _estimate(
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }
-    kinds.pop("offloaded", 0)  # at the device's peak, not at the host's
+    kinds.pop("offloaded", 0)  # at the device's peak; the host's own peak follows
     host, disk = (round(float(amount[0])) for amount in job.offloaded_bytes(row))
     inside = sum(kinds.values())
     kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
@@ -175,7 +176,7 @@ def _estimate(
 
 
 def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
-    """Return the copies and optimizer steps of a plan that offloads."""
+    """Return the bytes and exposed time of a plan's offloading, by what is copied or computed."""
     found = offloading(job.question, row)
     plan = to_plan(row, 0)
     sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [

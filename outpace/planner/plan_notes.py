@@ -1,4 +1,4 @@
-"""Notes below the planner's answer: assumptions, and settings that would change it."""
+"""Notes below the list of plans: assumptions, and settings that would change the result."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from outpace.records.units import show_bytes, show_count, show_seconds
 
 
 def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
-    """Return notes on assumptions about plans that the interval does not cover."""
+    """Return notes on assumptions that the prediction interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
         told.append(
@@ -28,13 +28,14 @@ def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
         )
     if any(one.plan.compile for one in planned):
         told.append(
-            "compile: its gain is counted in bytes and launches (docs/concepts/planner.md)."
+            "compile: the gain is estimated from the memory traffic and kernel launches that it "
+            "saves (docs/concepts/planner.md)."
         )
     return told
 
 
 def extrapolated_note(planned: RankedPlan) -> list[str]:
-    """Return a note on the features of the first plan that no measured case has."""
+    """Return a note on the first plan's features that no measured case has."""
     if not planned.extrapolated:
         return []
     wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
@@ -42,7 +43,7 @@ def extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
-    """Return a note on a listed published step that is faster because it uses fewer bits."""
+    """Return a note if a listed published step is faster because its matmuls use fewer bits."""
     plan, least_s = to_plan(found.columns, found.fastest), least_seconds(found)
     batch = job.wanted.global_batch
     case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
@@ -50,13 +51,13 @@ def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedP
         return []
     return [
         f"The published step of {case.stack} ({show_seconds(case.measured_s)}) is faster than the "
-        f"fastest plan ({show_seconds(least_s)}) because its matmuls are in "
-        f"{case.precision}, the plan's in {PRECISION_TRAITS[plan.precision].matmuls}."
+        f"fastest plan ({show_seconds(least_s)}) because its matmuls are in {case.precision}; the "
+        f"plan's are in {PRECISION_TRAITS[plan.precision].matmuls}."
     ]
 
 
 def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
-    """Return a note on the assumed host memory, if it is unknown and plans may offload to it."""
+    """Return a note if the host memory is unknown and plans may offload to it."""
     if len(job.by_assumption()) == 1:
         return []
     unknown = f"The host memory of {job.cluster.name} is not known"
@@ -70,7 +71,7 @@ def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
 
 
 def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return a note on what adapters train, or on what they would save if weights are offloaded."""
+    """Return a note on what adapters train, or suggest them if the first plan offloads weights."""
     adapters = job.wanted.adapters
     if adapters is not None:
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
@@ -87,19 +88,18 @@ def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[s
         return []
     return [
         "Every step fetches the weights from the host. Adapters need far less memory: plan them "
-        "with "
-        "--lora-rank 16 (and --base nf4)."
+        "with --lora-rank 16 (and --base nf4)."
     ]
 
 
-# Options with the smallest states, sorted by how close training is to AdamW in fp32.
+# Options with the smallest optimizer states, those closest to fp32 AdamW first.
 _SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
     (name, in_backward) for in_backward in (False, True) for name in LOW
 )
 
 
 def small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
-    """Return a note on a plan with weights and states in fewer bits, if plan 1 offloads them."""
+    """Return a note on a plan with low-bit weights and states if plan 1 offloads them."""
     wanted, plan = job.wanted, planned.plan
     decided = {*wanted.keep, *wanted.vary} & {
         "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
@@ -133,7 +133,7 @@ _MUCH_OF_STEP = 0.25  # of the step time
 
 
 def batch_note(planned: RankedPlan) -> list[str]:
-    """Return a note on the offloading time that is the same for any batch size, if it is large."""
+    """Return a note if offloading takes long regardless of the batch size."""
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
@@ -141,14 +141,14 @@ def batch_note(planned: RankedPlan) -> list[str]:
     if fixed_s < _MUCH_OF_STEP * one.step_time_s:
         return []
     return [
-        f"Of plan 1's offloading, the optimizer takes {show_seconds(fixed_s)} with any batch: its "
-        "step outside of the device, and copies of gradients and new weights. A "
-        "larger --global-batch (more accumulation) spreads them over more tokens."
+        f"Offloading the optimizer takes {show_seconds(fixed_s)} of plan 1's step, whatever the "
+        "batch: the update runs outside the device, and gradients and new weights are copied. A "
+        "larger --global-batch (more accumulation) spreads this over more tokens."
     ]
 
 
 def list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
-    """Suggest settings that are not searched but would help, if hints are requested."""
+    """Suggest settings that are not searched by default but would help, if hints are requested."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)

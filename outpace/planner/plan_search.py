@@ -1,4 +1,4 @@
-"""The search for a problem's fastest plans and their alternatives, with simulated pipelines."""
+"""Search for a problem's fastest plans and their alternatives, with simulated pipelines."""
 
 import math
 from dataclasses import replace
@@ -18,13 +18,13 @@ from outpace.planner.step_time.estimate import estimate
 from outpace.records.estimate import Role
 from outpace.records.plan import Plan
 
-_FINALISTS = 2  # times the number of shown plans
+_FINALISTS = 2  # simulated plans per shown plan
 
 
 def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Simulate the finalists' pipelines, and rank them by the result.
+    """Simulate the finalists' pipelines, and rank the finalists again.
 
-    At least two are simulated, because the fastest is compared with another.
+    At least two are kept, because the fastest is compared with the next.
     """
     times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
     ranked = order(times, found.ranked)[: max(2, job.count)]
@@ -32,7 +32,7 @@ def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResu
 
 
 def search_plans(job: PlanningProblem) -> SearchResult:
-    """Search on all nodes of the problem's cluster."""
+    """Search for plans on all nodes of the problem's cluster."""
     count = _FINALISTS * max(2, job.count)
     return _simulate_finalists(
         job, search(job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, count)
@@ -40,10 +40,10 @@ def search_plans(job: PlanningProblem) -> SearchResult:
 
 
 def add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
+    """Add the simplest and the leanest plan among those about as fast as the fastest.
 
-    If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it. If
-    one is faster than the fastest, it becomes the fastest, and alternatives are searched again.
+    Their pipelines are simulated. If one turns out to be too slow, the best plan without a pipeline
+    replaces it. If one turns out to be the fastest, it takes that role and the search is repeated.
     """
     found = _find_simulated_alternatives(job, found)
     faster = _faster_alternatives(found)
@@ -75,22 +75,22 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
     return replace(found, times=times)
 
 
-_ROUNDING = 1e-9  # simulated among others, the same plan's time differs in its last digits
+_ROUNDING = 1e-9  # a simulated time's last digits depend on the other plans in the batch
 
 
 def _faster_alternatives(found: SearchResult) -> Ints:
-    """Return the simplest and the leanest plans that are faster than the fastest, if any."""
+    """Return the indices of alternatives that are faster than the fastest plan."""
     places = np.array([found.simplest, found.leanest])
     least_s = found.times.step_s[found.fastest] * (1 - _ROUNDING)
     return np.unique(places[found.times.step_s[places] < least_s])
 
 
 def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Drop a plan with headroom that is not needed, and correct which plan is the leanest.
+    """Drop an unneeded plan with headroom, or correct which plan is the leanest.
 
-    A plan with headroom is not needed if the recommended one leaves enough memory free. The leanest
-    may have been replaced by a plan that needs more memory than the recommended one. Since the
-    latter is fast enough to be the leanest, it then has both roles.
+    A plan with headroom is unneeded if the recommended plan leaves enough memory free. If the
+    simulation has replaced the leanest plan by one that needs more memory than the recommended
+    plan, and the latter is fast enough, the recommended plan is also the leanest.
     """
     least, simple = found.needs[found.leanest], found.needs[found.simplest]
     if found.roomier:
@@ -101,14 +101,14 @@ def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
-    """Return whether the simplest and the leanest plans are slower than allowed if simulated."""
+    """Return whether the simplest and the leanest plan are too slow after simulation."""
     took = found.times.step_s[[found.simplest, found.leanest]]
     slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Return the plans to list: first those with a role, then plans of other kinds."""
+    """Return the indices and roles of the plans to list: those with a role, then other kinds."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"),
         (found.leanest, "with headroom" if found.roomier else "leanest"),
@@ -128,9 +128,9 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search the versions of the problem in turn (`by_assumption`).
+    """Search the problem's variants (`by_assumption`) in turn until one has a plan that fits.
 
-    Returns the first one that has plans, or else the last, with its result.
+    Returns that variant and its result, or the last variant's if nothing fits.
     """
     *first, last = job.by_assumption()
     for one in first:
@@ -141,7 +141,7 @@ def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
 
 
 def _fastest_on_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search on all nodes or, if nodes may stay idle, on the number of nodes that is fastest."""
+    """Search on all nodes and, if nodes may stay idle, on fewer; return the fastest result."""
     best = job, search_plans(job)
     for nodes in _smaller_clusters(job) if job.idle else ():
         seconds = least_seconds(best[1])
@@ -160,10 +160,10 @@ def least_seconds(found: SearchResult) -> float:
 
 
 def _smaller_clusters(job: PlanningProblem) -> list[int]:
-    """Yield smaller numbers of nodes that are worth considering, largest first.
+    """Return the smaller numbers of nodes to search, largest first.
 
-    They are repeated halves, powers of two, and numbers whose devices divide the global batch. All
-    numbers considered for a machine are also considered for one twice as large.
+    These are repeated halves, powers of two, and numbers whose devices divide the global batch. The
+    numbers for a cluster of n nodes include those for n / 2.
     """
     nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
     batch = job.wanted.global_batch
@@ -174,7 +174,7 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
 
 
 def _least_s(job: PlanningProblem, nodes: int) -> float:
-    """Return a lower bound of the step time on `nodes` nodes: all matmuls at the best rate."""
+    """Return a lower bound on the step time on `nodes` nodes: all matmuls at the best rate."""
     wanted = job.wanted
     passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
     flops = passes * forward_flops(

@@ -19,11 +19,11 @@ from outpace.records.outline import Outline
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A model, a batch and a machine, and requirements for the answer.
+    """A model, a batch and a machine, with requirements for the plans.
 
-    `idle`: nodes may stay idle if fewer nodes are faster or not all can be used. `hints`: whether
-    to report gains of settings that are not searched. `traits`: how the trainer uses memory,
-    `stack`: how it trains.
+    `idle`: nodes may stay idle if fewer are faster or not all can be used. `hints`: report the
+    gains of settings that are not searched by default. `traits` describes how the trainer uses
+    memory, and `stack` what determines its speed.
     """
 
     outline: Outline
@@ -39,7 +39,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Return the bytes of device memory available to processes; infinite if unknown."""
+        """Return a device's memory in bytes; the largest float if unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -69,17 +69,17 @@ class PlanningProblem:
         )
 
     def required_bytes(self, columns: PlanBatch) -> Floats:
-        """Return the bytes that each plan's fullest rank needs."""
+        """Return the memory that the fullest rank of each plan needs, in bytes."""
         return peak.reserved_bytes(self.memory_question, columns)
 
     def least_bytes(self, columns: PlanBatch) -> Floats:
-        """Return a lower bound of each plan's bytes, which is much faster to compute."""
+        """Return a lower bound on `required_bytes` that is much faster to compute."""
         return peak.least_bytes(self.memory_question, columns)
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """Return `required_bytes`, or just more than the limit if the host lacks memory to offload.
+        """Return `required_bytes`, or just above the limit for plans that exceed the host's memory.
 
-        Such a plan does not fit, but is closer to fitting than those that are too large for a
+        Such a plan does not fit, but is closer to fitting than a plan that is too large for a
         device.
         """
         needs = self.required_bytes(columns)
@@ -93,27 +93,27 @@ class PlanningProblem:
         return needs
 
     def by_assumption(self) -> "tuple[PlanningProblem, ...]":
-        """Return versions of the problem, to be searched in turn until a plan fits.
+        """Return variants of the problem, to search in turn until a plan fits.
 
-        If the host's memory is not known, plans that offload nothing come before all others.
+        If the host's memory is unknown, the first variant allows no offloading.
         """
         if not self.wanted.may_offload_to_host or self.cluster.host_bytes is not None:
             return (self,)
         return replace(self, wanted=replace(self.wanted, offloads=False)), self
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Return the bytes that each plan's ranks offload to a node's host memory."""
+        """Return the host memory that each plan's offloading needs on a node, in bytes."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
-        """Return the maximum bytes that a node's ranks offload to host memory and to disks."""
+        """Return the bytes that each plan offloads on a node, to host memory and to disk."""
         host, disk = peak.offloaded_bytes(self.memory_question, columns)
         ranks = np.minimum(self.cluster.fabric.per_node, columns.ranks)
         return host * ranks, disk * ranks
 
 
 def _on_host(columns: PlanBatch) -> Bools:
-    """Return which plans offload to the host's memory."""
+    """Return a mask of the plans that offload to host memory."""
     host = OFFLOADS.index("cpu")
     found: Bools = (
         (columns.offload_activations == host)

@@ -23,7 +23,7 @@ from outpace.records.units import show_count
 
 
 def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
-    """Explain why nothing fits, and name the smallest machine that would suffice."""
+    """Explain why no plan fits, and suggest changes with which one would."""
     if not found.smallest:
         return impossible(job.wanted, job.question.other_program)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
@@ -38,16 +38,15 @@ def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _remedy(job: PlanningProblem) -> str:
-    """Return changes that make the model fit.
+    """Return a sentence with changes that make a plan fit.
 
-    Removing options that keep it from fitting comes first, then other devices, then changes to what
-    is trained.
+    Options that prevent a fit come first, then more devices, then changes to what is trained.
     """
     fine = [*_four_bit_base(job), *_without_options(job)]
-    beside = _fewest_beside(job)
-    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
-    if beside is not None:
-        fine.append(f"on {beside[0]} of them in one node: --machine {beside[1]}")
+    larger = _fewest_devices(job)
+    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if larger is None else None
+    if larger is not None:
+        fine.append(f"on {larger[0]} devices in one node (--machine {larger[1]})")
     if more is not None:
         fine.append(f"on {more} nodes of {job.cluster.name}")
     shorter = _longest_sequence(job)
@@ -62,7 +61,7 @@ def _remedy(job: PlanningProblem) -> str:
 
 
 def _four_bit_base(job: PlanningProblem) -> list[str]:
-    """Return the option for frozen weights in 4 bits, if adapters fit with it."""
+    """Return the option for frozen 4-bit weights, if adapters fit with it."""
     adapters = job.wanted.adapters
     if adapters is None or job.wanted.keep.get("base") == "nf4" or job.question.other_program:
         return []
@@ -70,7 +69,7 @@ def _four_bit_base(job: PlanningProblem) -> list[str]:
 
 
 def _without_options(job: PlanningProblem) -> Iterator[str]:
-    """Yield required options that keep plans from offloading, if the model fits without them."""
+    """Yield the required options that prevent offloading and without which a plan fits."""
     wanted = job.wanted
     for name, value in wanted.keep.items():
         why = _why_kept_on_device(wanted, name)
@@ -85,7 +84,7 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
-    """Return another precision with the same matmuls and states that can be offloaded, if any."""
+    """Return a precision with the same matmuls whose states can be offloaded, if any."""
     plain = PRECISION_TRAITS[wanted.precision].low
     decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
     return None if decided or plain == wanted.precision else plain
@@ -113,7 +112,7 @@ _SHORTEST = 128  # tokens of the shortest sequence that is proposed
 
 
 def _longest_sequence(job: PlanningProblem) -> int | None:
-    """Return the longest half, quarter, … of the sequence length that fits; None if none does."""
+    """Return the sequence length, halved until a plan fits; None if none does."""
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
         return None
@@ -125,7 +124,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
 
 
 def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return adapter options that make a plan fit; None without any, or if it has adapters."""
+    """Return adapter options with which a plan fits; None if there are none or it has adapters."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -141,19 +140,20 @@ def _fitting_adapters(job: PlanningProblem) -> str | None:
 
 
 def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
-    """Return whether any plan fits after changes to the request."""
+    """Return whether any plan fits after these changes to the request."""
     other = replace(job, wanted=replace(job.wanted, **changes))
     return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
 
 
-_MOST_BESIDE = 8  # accelerators in a host
+_MOST_DEVICES = 8  # per node
 _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-3090"
 
 
-def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the smallest sufficient number of accelerators in a node, and that machine's name.
+def _fewest_devices(job: PlanningProblem) -> tuple[int, str] | None:
+    """Return the smallest sufficient number of devices in one node, and that machine's name.
 
-    Returns None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
+    Returns None if the machine has a fixed number of devices, several nodes or probed rates, or if
+    8 devices do not suffice.
     """
     cluster = job.cluster
     if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
@@ -165,7 +165,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
     except BadInputError:
         return None
     count = 2 * cluster.fabric.per_node
-    while count <= _MOST_BESIDE:
+    while count <= _MOST_DEVICES:
         fabric = replace(cluster.fabric, per_node=count)
         larger = replace(cluster, fabric=fabric)
         batch = math.ceil(job.wanted.global_batch / count) * count
@@ -178,7 +178,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
 
 
 def _beyond_positions(job: PlanningProblem) -> str:
-    """Say if sequences are longer than the unmodified model supports; else ''."""
+    """Return a sentence if sequences exceed the model's positions, else ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""
@@ -192,7 +192,7 @@ _MOST_NODES = 4096
 
 
 def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """Return the smallest sufficient number of nodes, assuming that more nodes also suffice."""
+    """Bisect for the smallest sufficient number of nodes, assuming that more also suffice."""
     enough = 1
     while not fits(enough):
         enough *= 2
@@ -209,7 +209,7 @@ def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
 
 
 def _fits_on(job: PlanningProblem, nodes: int) -> bool:
-    """Return whether `nodes` nodes suffice, with a global batch that they can divide."""
+    """Return whether `nodes` nodes suffice, with the global batch rounded up to fill them."""
     if nodes <= job.cluster.nodes:
         return False
     other = job.with_nodes(nodes)

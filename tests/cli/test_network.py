@@ -330,6 +330,6 @@ def test_what_is_assumed_of_a_machine_is_said_as_the_planner_does(capsys):
     assert "is sold without network cards: 8 × InfiniBand NDR is assumed" in assumed
     assert "one device" not in assumed
     single = said(capsys, *words, "--machine=h100")["notes"][-1]
-    assert single.endswith("A node is then one device: if yours have 8, use --machine 8xh100-sxm.")
+    assert single.endswith("Each node has one device. If yours have 8, use --machine 8xh100-sxm.")
     alone = said(capsys, *words[:-1])
     assert alone["notes"] == [taken] and alone["own"] is None

@@ -588,7 +588,7 @@ def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypa
     found = said(capsys, "plan", "--model=outpace-tiny", "--global-batch=4")
     assert found["nodes"] == 1 and found["plans"]
     assert any("planned for this machine" in note for note in found["notes"])
-    assert any("were measured in a few seconds" in note for note in found["notes"])
+    assert any("were measured for a few seconds" in note for note in found["notes"])
     assert "Choose it with --machine" in refused(
         capsys, "plan", "--model=outpace-tiny", "--network=100Gbit/s"
     )
@@ -621,12 +621,12 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
     words = ["plan", "--model=llama-3.1-8b", "--keep=offload_optimizer=none", "--global-batch=8"]
     for machine in ("rtx-3090", "1xrtx-3090"):
         error = refused(capsys, *words, f"--machine={machine}")
-        assert "It fits on 8 of them in one node: --machine 8xrtx-3090, or with" in error
+        assert "It fits on 8 devices in one node (--machine 8xrtx-3090), or with" in error
     words = ["plan", "--model=gpt2-xl", "--keep=offload_optimizer=none,offload_parameters=none",
              "--seq-len=1024", "--global-batch=8"]  # fmt: skip
     for machine in ("rtx-3060:12GB", "1 x RTX 3060:12GB"):
         error = refused(capsys, *words, f"--machine={machine}")
-        assert "of them in one node: --machine 4xrtx-3060:12gb, or with" in error
+        assert "devices in one node (--machine 4xrtx-3060:12gb), or with" in error
 
 
 @pytest.mark.parametrize(

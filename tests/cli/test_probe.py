@@ -141,7 +141,7 @@ def test_steps_of_one_rank_and_of_all_are_what_the_planner_goes_by(nproc, tmp_pa
     assert all(min(f.samples) > 0 and f.unit == "s" for f in figures)
     assert main(["plan", "--model", "gpt2", "--machine", str(out), "--devices-per-node",
                  str(nproc), "--seq-len", "64", "--global-batch", "4"]) == 0  # fmt: skip
-    assert "rates are those that predict" in capsys.readouterr().out.replace("\n", " ")
+    assert "rates are fitted to" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_help_names_all_sections(capsys):

@@ -286,7 +286,7 @@ def test_an_option_that_prevents_offloading_is_named_where_nothing_else_fits(wor
 
 def test_adapters_that_do_not_fit_are_told_of_a_base_of_four_bits_first():
     keep = "lora_rank=16"
-    with pytest.raises(BadInputError, match="It fits with --base nf4, or on 8 of them"):
+    with pytest.raises(BadInputError, match="It fits with --base nf4, or on 8 devices"):
         plans(asked("llama-3.1-8b", "rtx-4070", seq_len=2048, global_batch=4, keep=keep))
     fine = asked("llama-3.1-8b", "rtx-4070", seq_len=2048, global_batch=4, keep=f"{keep},base=nf4")
     assert plans(fine).plans[0].estimate.fits
@@ -310,7 +310,7 @@ def test_a_published_step_that_is_faster_in_fewer_bits_is_noted():
     (told,) = [note for note in plans(asked("llama-3-70b", **wanted)).notes if "published step of"
                in note]  # fmt: skip
     assert "Megatron-Bridge (3.16 s) is faster than the fastest plan" in told
-    assert told.endswith("because its matmuls are in fp8, the plan's in bf16.")
+    assert told.endswith("because its matmuls are in fp8; the plan's are in bf16.")
 
 
 def test_a_leaner_plan_is_beside_one_that_fills_memory():

@@ -30,14 +30,13 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes with their known rates and properties.
+    """Identical nodes with their rates and properties.
 
-    `probed`: the rates were measured; `calibrated`: also with complete steps. `residuals` are the
-    ratios of measured to predicted times of those steps if rates were not fitted to them.
-
-    `loader_tokens_per_s` is a node's data loading rate; infinite if it was not probed. `host_bytes`
-    is the host memory that devices may offload to; None if it is unknown, or if the host is the
-    device.
+    `probed`: the rates were measured; `calibrated`: complete steps were measured as well.
+    `residuals` are the ratios of measured to predicted time of those steps, if rates were not
+    fitted to them. `loader_tokens_per_s` is a node's data loading rate; infinite if it was not
+    probed. `host_bytes` is the host memory that devices may offload to; None if it is unknown, or
+    if the host is the device.
     """
 
     name: str
@@ -67,9 +66,9 @@ class Cluster:
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 
-# Assumed without probed collectives: gloo copies into and out of its buffers.
+# Assumed if no collectives were probed. Gloo copies into and out of its buffers.
 _GLOO_BYTES_PER_S, _GLOO_LATENCY_S = 2e9, 200e-6
-# Typical network of machines with these accelerators: one card for each.
+# Typical networks of machines with these accelerators, with one card per accelerator.
 DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
     {
         "pascal": "InfiniBand EDR",
@@ -85,18 +84,20 @@ DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
         "apple": "Ethernet 10",
     }
 )
-# Each of n devices divides its links equally among direct links to the others.
+# Topologies in which each device divides its links equally among the other devices.
 _DIRECT = ("mesh", "cube-mesh", "pairs")
 
 
 def of_catalog(
     node: Node, nodes: int, network: Network | None = None, devices: int | None = None
 ) -> Cluster:
-    """Return a machine from the catalog. `network` replaces the total network of a node.
+    """Return a machine from the catalog as a cluster of `nodes` nodes.
 
-    `devices` is the number used per node; None means all.
+    `network` replaces the network of each node. `devices` is the number used per node; None means
+    all.
 
-    Raises BadInputError for a machine without accelerators, or for several nodes without a network.
+    Raises BadInputError if the machine has no accelerator from the catalog, or if several nodes are
+    requested and the accelerator has no collectives.
     """
     chip = ACCELERATORS.get(node.accelerator or "")
     if chip is None:
@@ -129,7 +130,7 @@ def of_catalog(
 
 def assumed_network_note(node: Node, network: Network) -> str:
     """Return the note on a network that is assumed for a machine."""
-    several = f" A node is then one device: if yours have 8, use --machine 8x{node.name}."
+    several = f" Each node has one device. If yours have 8, use --machine 8x{node.name}."
     return (
         f"{node.name} is sold without network cards: {network.name} is assumed. Name another with "
         "--network, such as --network 8xinfiniband-ndr." + several * (node.processes == 1)
@@ -137,7 +138,7 @@ def assumed_network_note(node: Node, network: Network) -> str:
 
 
 def default_network(node: Node) -> Network:
-    """Return one network card per device, as machines with these accelerators usually have."""
+    """Return a network with one card per device, as is usual for machines with this accelerator."""
     chip = ACCELERATORS[node.accelerator or ""]
     link = LINKS[DEFAULT_NETWORKS[chip.architecture]]
     return Network(
@@ -154,7 +155,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     whole = LINKS[link.link].bytes_per_s * link.count
     share = collective_rates.LINK_SHARE[kind]
     if node.topology == "none" and per_node > 1:
-        # Via the host: to it and from it, over a bridge that all devices share.
+        # Traffic passes through the host, over a bridge that all devices share.
         share = collective_rates.HOST_BRIDGE_SHARE
     elif node.topology == "pairs":
         share = collective_rates.BRIDGE_SHARE
@@ -192,7 +193,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_rates.DispatchRate:
-    """Return a dispatcher's rate, with shares relative to a ring's rate."""
+    """Return a token dispatcher's rates as fractions of a ring's rates."""
     found = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return found.model_copy(
         update={"link_share": found.link_share / share,
@@ -206,7 +207,7 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
     links, others = node.device_link.count, node.processes - 1
-    if links % others:  # unequal numbers of links
+    if links % others:  # devices have unequal numbers of links
         return found
     return replace(found, inside_bytes_per_s=fabric.inside_bytes_per_s * (devices - 1) / others)
 
@@ -214,8 +215,9 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
 def of_probe(machine: Machine, ranks: int) -> Cluster:
     """Return a machine with the rates from `outpace probe`, for `ranks` processes on each host.
 
-    For unstable figures, the median of their samples is used and a note says so. Raises
-    BadInputError if a necessary figure was not probed.
+    An unstable figure counts with the median of its samples, and a note says so.
+
+    Raises BadInputError if a required figure was not probed.
     """
     probed = machine.probed
     if probed is None:
@@ -236,15 +238,15 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         residuals = _residuals(rates, seen)
         said = [
             f"its rates of matmuls, memory and launches are measured; {len(seen)} steps of the "
-            f"probe differ by {show_share(_median_off(residuals))} in the median, and widen the "
-            "range"
+            f"probe differ from predictions by {show_share(_median_off(residuals))} in the median, "
+            "which widens the interval"
         ]
     elif seen:
         found = calibrate({world: _with_all_rates(rates)}, seen)
         rates = found.rates[world]
         said = [
-            f"its rates are those that predict {len(seen)} steps of the probe best, with a median "
-            f"error of {show_share(found.off)}"
+            f"its rates are fitted to {len(seen)} steps of the probe, with a median error of "
+            f"{show_share(found.off)}"
         ]
     return Cluster(
         name=machine.cpu if not machine.devices else machine.devices[0].name,
@@ -271,7 +273,7 @@ def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
 
 
 def _median_off(residuals: Sequence[float]) -> float:
-    """Return the median relative error of steps."""
+    """Return the median relative error of the steps with these residuals."""
     return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in residuals))
 
 
@@ -325,16 +327,16 @@ _GUESSED = (
     "outpace probe --out machine.json."
 )
 _BRIEFLY = (
-    "rates of matmuls and of memory were measured in a few seconds; everything else is guessed. "
+    "matmuls and memory were measured for a few seconds; all other rates are guessed. "
     "For a reliable plan, measure first: outpace probe --out machine.json."
 )
 
 
 def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
-    """Return a host that was not probed, with its accelerators from the catalog, or guessed rates.
+    """Return the cluster of a host that was not probed.
 
-    A CPU's rates are `measured` ones for its cores, or guessed from its vector width. Raises
-    BadInputError for an accelerator that is not in the catalog.
+    Accelerators have the catalog's rates. A CPU has the `measured` rates, or rates guessed from its
+    vector width. Raises BadInputError for an accelerator that is not in the catalog.
     """
     if machine.devices:
         first = machine.devices[0]
@@ -373,7 +375,7 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
 
 
 def network_share(network: Network) -> float:
-    """Return the fraction of the nominal rate that a network of this kind of link reaches."""
+    """Return the fraction of its nominal rate that a network reaches, by its kind of link."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

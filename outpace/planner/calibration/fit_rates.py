@@ -1,9 +1,9 @@
-"""Calibration by measured steps: correction factors for the rates from which plans are estimated.
+"""Calibration: correct the planner's rates by measured steps.
 
-Probes measure matmuls and copies one by one; in a step, operators run one after the other, with
+Probes measure matmuls and copies in isolation; in a step, operators run one after the other, with
 cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
-measured steps show the error of each rate. The factors are found by least squares on logarithms. A
-prior of 1 preserves rates for which the steps provide little evidence.
+measured steps show the error of each rate. The correction factors are found by least squares on
+logarithms. A prior of 1 preserves rates for which the steps provide little evidence.
 """
 
 import math
@@ -22,11 +22,11 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# Standard deviations of logarithms: of a rate relative to its value in a datasheet or separate
-# measurement, and of a step relative to its prediction if all rates are right.
+# Standard deviations of logarithms: of a rate relative to its datasheet or an isolated
+# measurement, and of a step relative to its prediction from correct rates.
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
-_SOFT = 2.0  # spreads
+_SOFT = 2.0  # in spreads: larger residuals are outliers
 _SLOPE = 0.05  # step of logarithms, for derivatives
 
 
@@ -43,22 +43,22 @@ class SeenStep:
 
 @dataclass(frozen=True)
 class RateFit:
-    """Rates for estimating plans."""
+    """Device and link rates, for estimating plans."""
 
     device: DeviceRates
     fabric: Fabric
 
 
-# A function of all rates, and of a factor on the time that one of them determines.
+# Returns the rates with one of them changed, which multiplies its part of the time by a factor.
 Adjustment = Callable[[RateFit, float], RateFit]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates by number of ranks, and their uncertainty.
+    """Calibrated rates by number of ranks, and their uncertainty.
 
     `off`: the median error of the predictions for the observed steps. `covariance`: of the
-    logarithms of the rates' adjustments, (adjustments, adjustments).
+    logarithms of the adjustments, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
@@ -76,7 +76,7 @@ class Calibration:
     def spreads(self, slopes: Floats) -> Floats:
         """Return the uncertainty of times with these slopes, as standard deviations of logarithms.
 
-        For the ratio of two times, use the difference of their slopes: common errors cancel.
+        For the ratio of two times, pass the difference of their slopes: common errors cancel.
         """
         found: Floats = np.sqrt(np.einsum("ki,kl,li->i", slopes, self.covariance, slopes))
         return found
@@ -87,9 +87,8 @@ def calibrate(
 ) -> Calibration:
     """Return the rates that best predict `seen`.
 
-    `rates` has the rates for each number of ranks on one machine; an error in a rate is assumed to
-    be the same factor for all of them. `spread`: the rates' prior uncertainty, as the standard
-    deviation of logarithms.
+    `rates`: one machine's rates by number of ranks; each is corrected by the same factor for any
+    number. `spread`: the rates' prior uncertainty, as the standard deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here
 
@@ -120,7 +119,7 @@ def calibrate(
 
 
 def _limit_outliers(misses: Floats) -> Floats:
-    """Make squared errors grow only linearly beyond _SOFT, since some steps were disturbed."""
+    """Make squared errors grow only linearly beyond _SOFT, because some steps were disturbed."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     return np.sign(misses) * np.sqrt(squares)
 
@@ -167,7 +166,7 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
 
 
 def _adjustments(rates: RateFit) -> list[Adjustment]:
-    """Return adjustments for every dtype and for all other parts of a step."""
+    """Return the adjustments of every rate that determines a part of a step."""
     return [
         *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
@@ -176,7 +175,7 @@ def _adjustments(rates: RateFit) -> list[Adjustment]:
 
 
 def _of_dtype(field: str, dtype: str) -> Adjustment:
-    """Return the adjustment of a device's rate for one dtype."""
+    """Return an adjustment of one dtype's rate in a field of the device."""
 
     def adjust(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)

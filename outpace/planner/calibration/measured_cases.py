@@ -1,4 +1,4 @@
-"""Published steps that resemble a plan, and features of the plan that no published step has.
+"""Published steps similar to a plan, and features of the plan that no published step has.
 
 The table is generated from benchmarks/data and the recorded predictions
 (benchmarks/measured_steps.py).
@@ -17,7 +17,7 @@ from outpace.records.plan import Plan
 from outpace.records.precisions import PRECISION_TRAITS
 from outpace.records.strategies import TRAITS
 
-# Software in the rows, by the planned stack.
+# Names of the software in the table, by the planned stack.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "torchtitan": ("torchtitan",),
     "megatron": ("Megatron-Core", "Megatron-Bridge", "NeMo"),
@@ -34,7 +34,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
 }
 _ON_MORE = " devices"  # suffix of the extrapolations that widen an interval
 _BEYOND = 1.1  # times the largest measured value: above this, a plan is extrapolated
-# Weights of a case's distance: per doubling, and per difference in kind.
+# Weights in the distance of a case: per doubling of a number, and per other difference.
 _DOUBLINGS = {"parameters": 0.5, "devices": 0.3, "seq_len": 0.3}
 _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
     0.5,
@@ -60,7 +60,7 @@ class Likeness:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the axes and the ZeRO stage by the table's columns."""
+        """Return the axis sizes and the ZeRO stage, by the table's column names."""
         plan = self.plan
         if plan is None:
             return {}
@@ -91,7 +91,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return a case's distance; 0 if model, chip, devices, length, program and axes are equal."""
+    """Return the distance between a plan and a case; 0 if all compared features are equal."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -113,8 +113,10 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 def faster_case(
     like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
 ) -> MeasuredCase | None:
-    """Return the fastest case with `like`'s model, devices, length and batch, and fewer bits. It
-    must be faster than `like`'s plan, which takes `step_time_s`. Returns None if there is none.
+    """Return the fastest of `cases` that beats the plan because its matmuls use fewer bits.
+
+    It has the plan's model, chip, number of devices, sequence length and batch, and is faster than
+    the plan's `step_time_s`. Returns None if there is none.
     """
     if like.plan is None:
         return None
@@ -129,7 +131,7 @@ def faster_case(
     return min(found, key=lambda one: one.measured_s, default=None)
 
 
-_SAME_MODEL = 0.01  # of the parameter count: names of a model vary, and the table rounds to 0.5 %
+_SAME_MODEL = 0.01  # relative difference of parameter counts; the table rounds them to 0.5 %
 _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
 
 
@@ -164,7 +166,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
 
 
 def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the axes that are split over more devices than in any measurement."""
+    """Yield the plan's axes that were measured on fewer devices only, or not at all."""
     names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
              "ep": "expert parallelism"}  # fmt: skip
     programs = _PROGRAMS.get(like.stack, ()) if like.stack != "outpace" else ()
@@ -183,7 +185,7 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Name what a plan offloads but no case does; cases offload at most activations."""
+    """Yield what the plan offloads and no case does; cases offload activations at most."""
     plan = like.plan
     if plan is None:
         return
@@ -196,11 +198,11 @@ def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) ->
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """Return the factor by which to widen an interval's logarithms beyond the measured cases.
+    """Return the factor by which to widen an interval, in logarithms, beyond the measured cases.
 
-    Predictions for more than 64 devices have larger errors than those for fewer (root mean square
-    of the logarithms of measured over predicted time); beyond the cases, errors are assumed to grow
-    by the same factor again.
+    Predictions above 64 devices have larger errors than those below (root mean square of log
+    measured over predicted time). Beyond the largest measured number, errors are assumed to grow by
+    the same factor again.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

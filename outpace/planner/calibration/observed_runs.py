@@ -1,4 +1,4 @@
-"""Correction of a machine's rates by runs that any trainer logged on it."""
+"""Correction of a machine's rates by logged runs of any trainer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,9 @@ from outpace.records.units import show_share
 def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
     """Return the machine with the rates that best predict the steps of `runs`.
 
-    The error of a rate is the same factor for any number of ranks. If a trainer behaves differently
-    from the planner's assumptions, the factors include that difference. The interval of the
-    original rates is kept, since a few runs do not show how large errors are for other runs.
+    One factor per rate applies to any number of ranks. The factors also absorb how the trainer
+    differs from the planner's assumptions. The prediction interval is unchanged, because a few runs
+    do not show how large errors are for other runs.
     """
     seen = [
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)

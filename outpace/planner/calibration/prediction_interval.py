@@ -12,8 +12,8 @@ from outpace.catalog.tables import read_table
 from outpace.planner.calibration.fit_rates import UNKNOWN
 
 LEVEL = 0.9
-# A kind gets a separate interval if the interval from other sources covers at least this share of
-# each source on average. Lower shares are reported with the interval.
+# A kind gets its own interval if, with each source left out once, the interval contains at least
+# this share of that source's steps on average. A lower share is reported with the interval.
 LEAST_COVERAGE = 0.85
 # Classes of device counts, each with its upper bound.
 WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
@@ -36,22 +36,23 @@ class Interval(NamedTuple):
 
     @property
     def explanation(self) -> str:
-        """Return a sentence for the user."""
+        """Return a sentence on the measurements that the interval is based on."""
         share = f"{self.level:.0%}".replace("%", " %")
         if self.level == LEVEL:
             return f"The {share} interval is based on {self.basis}."
         return (
-            f"The interval is based on {self.basis}. An interval from the other sources alone "
-            f"contained {share} of a source's steps on average."
+            f"The interval is based on {self.basis}. With each source left out once, it contained "
+            f"{share} of that source's steps on average."
         )
 
 
 @dataclass(frozen=True)
 class QuestionKind:
-    """Kind of a question, by which published steps are chosen. `architecture`: of the chip, None if
-    it is not in the catalog; `experts`: whether the model has some; `adapters`: whether only
-    adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices` the
-    number of devices; None matches any.
+    """Features of a planning problem that select the published steps for its interval.
+
+    `architecture`: the chip's, None if it is not in the catalog. `experts`: the model has experts.
+    `adapters`: only adapters are trained. `software`: the stack's name (see `catalog.stacks`).
+    `devices`: how many there are. None matches any.
     """
 
     architecture: str | None = None
@@ -62,7 +63,7 @@ class QuestionKind:
 
     @property
     def narrow_name(self) -> str | None:
-        """Return the name of the kind with all its fields; None if a field is unset."""
+        """Return the name of the kind with all its features; None if one is not set."""
         if None in (self.architecture, self.software, self.devices):
             return None
         model = f"{self.model}, adapters" if self.adapters else self.model
@@ -75,7 +76,7 @@ class QuestionKind:
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the name and the row of the narrowest kind that a table has."""
+        """Return the name and the row of the narrowest kind in a table."""
         wide = kind_name(self.architecture, self.experts)
         names = (self.narrow_name, wide, kind_name(None, self.experts))
         name = next(name for name in names if name in table)
@@ -89,14 +90,14 @@ def interval(
     kind: QuestionKind = QuestionKind(),
     residuals: Sequence[float] = (),
 ) -> Interval:
-    """Return the interval of a question.
+    """Return the prediction interval for a planning problem.
 
     Its factors are quantiles of measured over predicted times, with each source left out once. They
-    come from published steps of the narrowest `kind` that has enough
-    (benchmarks/planner_accuracy.py), else from those of such models on any chip, or from steps on a
-    machine whose rates a probe's steps corrected (planner_measured.py). `guessed`: rates are
-    guessed, so none of these apply. `residuals`: ratios of measured to predicted time of steps on
-    this machine that were not used for fitting; their median widens the interval.
+    come from published steps of the narrowest `kind` that has enough of them, else from those on
+    any chip (benchmarks/planner_accuracy.py). For `calibrated` rates without residuals they come
+    from steps on probed machines (planner_measured.py). `guessed`: the rates are guesses, so no
+    measurement applies. `residuals`: ratios of measured to predicted time of steps on this machine
+    to which rates were not fitted; their median error widens the interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
@@ -138,7 +139,7 @@ def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
 
 
 def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
-    """Return why a kind has no separate interval."""
+    """Return why a kind has no interval of its architecture."""
     row = table["without_interval"].get(kind_name(architecture, experts))
     if row is None:
         return f"none of them is on {architecture}"
@@ -154,5 +155,5 @@ def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
 
 
 def kind_name(architecture: str | None, experts: bool) -> str:
-    """Return the name of a kind of question in the table; None stands for any chip."""
+    """Return the name of a kind in the table; an architecture of None stands for any chip."""
     return f"{architecture or 'any chip'}, {'experts' if experts else 'dense'}"

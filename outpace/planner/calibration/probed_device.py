@@ -1,4 +1,4 @@
-"""The rates of a probed device, from its figures and the catalog."""
+"""Rates of a probed device, from the probe's figures and the catalog."""
 
 import math
 import statistics
@@ -16,12 +16,12 @@ from outpace.records.machine import Machine
 from outpace.records.probe_results import ProbeRecord
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
-_EVEN = 8  # 16-bit numbers in 16 bytes, of which rows should be multiples
+_EVEN = 8  # rows are aligned if they are multiples of 16 bytes: 8 elements of 16 bits
 _SMALL_SIDE = 64  # size of matmuls that take no longer than their launch
 
 
 class ProbeFigures:
-    """Access to a probe's figures by what they measure."""
+    """Lookup of a probe's figures by what they measure."""
 
     def __init__(self, probed: ProbeRecord) -> None:
         self.probed = probed
@@ -37,7 +37,7 @@ class ProbeFigures:
         return figure.value
 
     def matmuls(self, dtype: str) -> dict[float, float]:
-        """Return the best FLOP/s of nearly square matmuls for each number of FLOPs."""
+        """Return the best FLOP/s measured for each number of FLOPs."""
         best: dict[float, float] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -51,7 +51,7 @@ class ProbeFigures:
         return best
 
     def matmul_points(self, dtype: str) -> dict[tuple[int, int, int], float]:
-        """Return the seconds of each measured matmul, by its dimensions."""
+        """Return the median time of each measured matmul, s, by (m, n, k)."""
         found: dict[tuple[int, int, int], list[float]] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -65,9 +65,9 @@ class ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the seconds to launch an operator: the median time of the smallest matmuls.
+        """Return the time to launch an operator, s: the median time of the smallest matmuls.
 
-        Returns None if none was measured.
+        Returns None if no small matmul was measured.
         """
         small = [
             seconds
@@ -83,7 +83,7 @@ class ProbeFigures:
         return self.value_of(max(own, key=lambda f: f.key.number("bytes"), default=None))
 
     def pinned_bytes_per_s(self) -> float | None:
-        """Return the rate of copies between pinned memory and device, the slower direction."""
+        """Return the rate of copies between pinned memory and device, in the slower direction."""
         rates = [
             self.value_of(f) for f in self.probed.figures
             if f.key.kind == "memory" and f.key.what in ("to device", "to host")
@@ -92,10 +92,10 @@ class ProbeFigures:
         return min((rate for rate in rates if rate), default=None)
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """Return the maximum tokens/s of the loaders of `ranks` ranks; infinite if unknown.
+        """Return the tokens/s that loaders of `ranks` ranks reach together; infinite if unknown.
 
-        Loaders were probed one at a time. Several reach the same speed each while every worker has
-        a core.
+        Loaders were probed one at a time. Several are assumed to keep their rate as long as every
+        worker has a core.
         """
         found = []
         for figure in self.probed.figures:
@@ -119,7 +119,7 @@ class ProbeFigures:
 def probed_device(
     machine: Machine, known: ProbeFigures, ranks: int, chip: Accelerator | None
 ) -> DeviceRates:
-    """Return the catalog's device with measured rates; a CPU's cores are shared by the ranks."""
+    """Return a device with measured rates; `ranks` processes share a CPU's cores."""
     curves = {dtype: known.matmuls(dtype) for dtype in _DTYPES}
     best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
     if not best:
@@ -172,7 +172,7 @@ def _measured_accelerator(
 def _compare_matmuls(
     base: DeviceRates, known: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
-    """Return the ratios of measured to predicted time by dtype, and rates for unaligned rows.
+    """Return ratios of measured to predicted time by dtype, and relative rates of unaligned rows.
 
     Matmuls shorter than `least_s` are limited by their launch and ignored.
     """
@@ -213,7 +213,7 @@ def _unknown(
     attention, share = efficiency.ATTENTION["ampere"]["flash2"], efficiency.MATMULS["ampere"].share
     first = machine.devices[0]
     return replace(
-        _measured_cluster(first.name, first.memory_bytes, rates, bytes_per_s, curve),
+        _without_tiles(first.name, first.memory_bytes, rates, bytes_per_s, curve),
         kind="cuda",
         operator_s=efficiency.OPERATOR_S,
         attention_forward=attention.forward / share,
@@ -234,7 +234,7 @@ def cpu_device(
 ) -> DeviceRates:
     """Return the rates of one of `ranks` processes that share a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
-    found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
+    found = _without_tiles(machine.cpu, share, rates, bytes_per_s, curve)
     # The same cores communicate and compute.
     sharers = max(1.0, ranks / machine.host_cores)
     # A CPU's attention is no faster in 16 bits than in fp32 (docs/development/log.md).
@@ -245,14 +245,14 @@ def cpu_device(
     )  # fmt: skip
 
 
-def _measured_cluster(
+def _without_tiles(
     name: str,
     memory_bytes: int | None,
     rates: dict[str, float],
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a machine whose device has no known tiles: a CPU, unless the caller changes this."""
+    """Return a device without known matmul tiles: a CPU, unless the caller changes `kind`."""
     return DeviceRates(
         name=name,
         kind="cpu",

@@ -3,9 +3,9 @@
 The planner's errors have causes that plans share: a strategy's communication, the cost of
 recomputation, how well a micro-batch fits the caches. The logarithm of measured over predicted time
 is modelled as a sum of one term per shared feature and one for the plan itself, all normally
-distributed with mean 0. Measurements of some plans then inform predictions of others, more so if
-they share more features: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
-equations 2.25 and 2.26.
+distributed with mean 0. Measurements of some plans then inform predictions of others; the more
+features two plans share, the more they do. See Rasmussen & Williams, "Gaussian Processes for
+Machine Learning" (2006), equations 2.25 and 2.26.
 """
 
 import math
@@ -32,13 +32,13 @@ _SHARED: tuple[tuple[float, Callable[[Plan], Any]], ...] = (
 )
 _MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within this many doublings are similar
 _OWN = 0.04
-_BEFORE = 2  # weight of these figures, as a number of measurements
+_BEFORE = 2  # weight of these spreads as a prior, in measurements
 _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors on the spreads to try
 
 
 @dataclass(frozen=True)
 class Deviations:
-    """Plans, and the logarithm of measured over predicted time of each."""
+    """Measured plans, and the logarithm of measured over predicted time of each."""
 
     plans: tuple[Plan, ...]
     missed: Floats
@@ -57,7 +57,7 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """Return the most likely factors on the assumed spreads: of strategies and of the rest."""
+        """Return the most likely factors on the prior spreads: of strategies, and of the rest."""
 
         def loss_of(times: tuple[float, float]) -> float:
             known = self._covariance(*times)
@@ -74,7 +74,7 @@ class Deviations:
 
 
 def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance due to strategies, by number of processes and precision."""
+    """Return the covariance of plans with equal strategy, number of processes and precision."""
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (ones, others))  # fmt: skip
     same = np.array([[one == other for other in of_others] for one in kinds], dtype=float)
@@ -82,7 +82,7 @@ def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
 
 
 def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance due to the other features that `ones` share with `others`."""
+    """Return the covariance due to all other features that `ones` share with `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
     found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)

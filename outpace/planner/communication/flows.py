@@ -84,7 +84,7 @@ def flows(work: StepOnRank) -> list[Flow]:
             f"outpace network supports {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
             f"strategy is {plan.strategy}."
         )
-    # With replicas of shards, the last axis is that of the shards.
+    # hsdp has two axes, of which the last one shards.
     found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]
     if plan.strategy == "tp" and plan.recomputes:
         again = _repeated_collectives(work, work.spec.layers, work.passes)
@@ -193,10 +193,10 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
         hidden = work.hidden_elements // plan.cp
-        doors = 4 * place.layers + place.last
+        all_reduces = 4 * place.layers + place.last
         tally = Tally()
         # An all-reduce, or a reduce-scatter and an all-gather of the same bytes.
-        tally.add("all_reduce", plan.tp, hidden * work.low_item, micro_batches * doors)
+        tally.add("all_reduce", plan.tp, hidden * work.low_item, micro_batches * all_reduces)
         tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
         tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
@@ -210,11 +210,11 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
 
 
 def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
-    """Return the collectives of a block's forward that full recomputation repeats.
+    """Return the bytes of the forward's tensor-parallel collectives that recomputation repeats.
 
-    The last collective is not repeated if the backward does not read its result (measured: 2
+    A block's last collective is not repeated if the backward does not read its result (measured: 2
     all-gathers and a reduce-scatter of 4 collectives, or one all-reduce of 2); dropout and norms
-    read it.
+    after it read it.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)

@@ -1,8 +1,8 @@
-"""Placement of communication on nodes: the traffic inside a node, and the traffic that leaves it.
+"""Placement of communication on nodes: traffic inside each node, and traffic that leaves it.
 
-Ranks are laid out on nodes in the order of `records.plan.AXES`, tensor parallelism closest
+Ranks are assigned to nodes in the order of `records.plan.AXES`, with tensor-parallel ranks closest
 together. A collective over several nodes uses a ring that enters and leaves each node once, like
-NCCL's rings and trees: the traffic of one link leaves the node, regardless of how many of its
+NCCL's rings and trees: each node sends the traffic of one link, regardless of how many of its
 devices take part.
 """
 
@@ -17,7 +17,7 @@ from outpace.records.plan import Plan
 class Crossing:
     """A flow placed on nodes.
 
-    `link_bytes` use a device's link within its node; 0 if the axis has one rank per node.
+    `link_bytes` are sent over a device's link within its node; 0 if the axis has one rank per node.
     `node_bytes` leave the busiest node.
     """
 
@@ -45,7 +45,7 @@ def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
 
 
 def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
-    """Return the ranks of a group, and the distance between them."""
+    """Return the size of a group and the distance between its ranks."""
     sequences = plan.cp * plan.tp
     if axis == "world":
         return plan.world_size, 1

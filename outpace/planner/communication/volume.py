@@ -11,11 +11,11 @@ each of N ranks has B bytes, it sends, in
   from all except the root;
 - send B.
 
-A rank's collectives and the messages that it sends are counted; received messages count for the
-sender. `training.collective_counter` counts actual calls by the same rule.
+Messages are counted at their sender only. `training.collective_counter` counts actual calls by the
+same rules.
 
-Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
-Ψ parameters.
+Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers, Ψ
+parameters.
 """
 
 import math
@@ -32,7 +32,7 @@ from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets: two float64
-_SAID_BYTES = 24  # stop request, memory and step time of a rank: three float64
+_STATUS_BYTES = 24  # stop request, memory and step time of a rank: three float64
 NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 
 
@@ -73,7 +73,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class StepOnRank:
-    """One rank's part of a step."""
+    """One rank's share of a training step."""
 
     plan: Plan
     spec: ModelSpec
@@ -88,7 +88,7 @@ class StepOnRank:
 
     @property
     def item(self) -> int:
-        """Return the bytes per number in parameters, gradients or sums."""
+        """Return the bytes per element of parameters, gradients and sums."""
         return 4 if self._holds_masters else self._traits.weight_bytes
 
     @property
@@ -97,36 +97,36 @@ class StepOnRank:
 
     @property
     def _holds_masters(self) -> bool:
-        """Return whether fp32 shards are the master weights of a plan in bf16-master."""
+        """Return whether fp32 shards are the master weights (bf16-master, fully sharded)."""
         return self.plan.precision == "bf16-master" and self.plan.fully_shards
 
     @property
     def low_item(self) -> int:
-        """Return the bytes per number in the inputs of matmuls."""
+        """Return the bytes per element of matmul inputs."""
         return self.item if self._traits.low is None else 2
 
     @property
     def gathered_item(self) -> int:
-        """Return the bytes per number in gathered parameters."""
+        """Return the bytes per element of gathered parameters."""
         return self._traits.shard_bytes[0]
 
     @property
     def reduced_item(self) -> int:
-        """Return the bytes per number in gradients that sharding ranks reduce."""
+        """Return the bytes per element of gradients that sharding ranks reduce."""
         return self._traits.shard_bytes[1]
 
     @property
     def summed_item(self) -> int:
-        """Return the bytes per number in gradients that are accumulated over micro-batches.
+        """Return the bytes per element of gradients that are accumulated over micro-batches.
 
-        With master weights, they are accumulated in fp32; a single micro-batch needs no sum.
+        bf16-master accumulates them in fp32; a single micro-batch needs no sum.
         """
         several = self.passes * self.plan.pp_microbatches > 1
         return 4 if several and self.plan.precision == "bf16-master" else self.item
 
     @property
     def gradient_item_bytes(self) -> int:
-        """Return the bytes per number in gradients that ddp and ring reduce."""
+        """Return the bytes per element of gradients that ddp and ring reduce."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
 
     @property
@@ -136,7 +136,7 @@ class StepOnRank:
 
     @property
     def hidden_elements(self) -> int:
-        """Return b · S · D: the number of elements in a micro-batch's hidden states."""
+        """Return b · S · D, the number of elements of a micro-batch's hidden states."""
         return self.plan.micro_batch * self.seq_len * self.spec.hidden
 
 
@@ -145,9 +145,8 @@ def step_traffic(
 ) -> Tally | None:
     """Return the traffic that `rank` sends in a step; None if there is no formula.
 
-    There is no formula for plans with recomputation or adapters.
-
-    The traffic includes the messages of every job: the loss's sum and count, and requests to stop.
+    Plans with recomputation or adapters have no formula. The traffic includes the messages of every
+    job: the loss's sum and count, and requests to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -159,19 +158,19 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return the messages between ranks that every step has, regardless of the strategy."""
+    """Return the messages that every step sends between ranks, whatever the strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
-        tally.add("all_gather", plan.world_size, _SAID_BYTES)
+        tally.add("all_gather", plan.world_size, _STATUS_BYTES)
     return tally
 
 
 def _replicas(work: StepOnRank, tally: Tally) -> None:
-    """Count ddp: one all-reduce of Ψ numbers per step, in buckets (Li et al., VLDB 2020, §3.2).
+    """Count the traffic of ddp: one all-reduce of Ψ elements per step, in buckets.
 
-    Buckets depend on the order in which gradients are ready; the reverse order of parameters is
-    assumed.
+    Buckets depend on the order in which gradients are ready (Li et al., VLDB 2020, §3.2); the
+    reverse order of parameters is assumed.
     """
     limit, buckets = work.plan.bucket_mib * 2**20, [0]
     for size in reversed(work.sizes):
@@ -183,11 +182,11 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """Count zero1: like ddp, but each rank also broadcasts the parameters that it has updated.
+    """Count the traffic of zero1: that of ddp, and a broadcast of the parameters each rank updates.
 
-    Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Whole
-    parameters are assigned to the rank that has the fewest elements: matrices before vectors,
-    largest first.
+    Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Each
+    parameter goes to the rank with the fewest elements so far: matrices before vectors, largest
+    first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size
@@ -201,10 +200,11 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
 
 
 def _ring(work: StepOnRank, tally: Tally) -> None:
-    """Count ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
+    """Count the traffic of ring: 2(N−1)/N of each buffer, in 2(N−1) messages.
 
-    A buffer has one additional number for each parameter. If N does not divide its length, the
-    lengths of pieces differ by one, and a rank sends up to two numbers more or fewer per buffer.
+    Patarasuk and Yuan 2009, §3. A buffer has one additional element per parameter. If N does not
+    divide its length, chunk lengths differ by one, and a rank sends up to two elements more or
+    fewer per buffer.
     """
     ranks, item = work.plan.world_size, work.gradient_item_bytes
     for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
@@ -225,14 +225,15 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
-    """Count zero2, zero3 and hsdp: gathers of parameters and sums of gradients.
+    """Count the traffic of zero2, zero3 and hsdp: parameter gathers and gradient reductions.
 
     zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
     hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
     "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. torch reduces gradients
-    in every pass, ddp once per step. In mixed precision, gathers are in 16 bits and sums in 32.
-    Each parameter is split by its first dimension, padded to a multiple of N. hsdp then all-reduces
-    each shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
+    in every pass, ddp once per step. In mixed precision, parameters are gathered in 16 bits and
+    gradients reduced in 32. Each parameter is split along its first dimension, padded to a multiple
+    of N. hsdp then all-reduces each shard's gradients among replicas (Zhao et al., "PyTorch FSDP",
+    VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _units(parameter_shapes(work.spec)).items():
@@ -257,10 +258,10 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 
 
 def _data_parallel(work: StepOnRank, tally: Tally) -> None:
-    """Count dp: five collectives per batch, as in `nn.DataParallel` (Li et al., VLDB 2020, §2.2).
+    """Count the traffic of dp: five collectives per pass, as in `nn.DataParallel`.
 
-    These are weights, samples, outputs, their gradients, and gradients of weights (with one
-    additional number for each).
+    These carry weights, samples, outputs, gradients of outputs, and gradients of weights with one
+    additional element for each (Li et al., VLDB 2020, §2.2).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
     # BERT's last norm has the dtype of the matmul before it, other norms have fp32.
@@ -303,9 +304,10 @@ def _servers(work: StepOnRank, tally: Tally) -> None:
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
-    """Distribute items over shares: largest first, each to the smallest share so far. The largest
-    share is at most 4/3 of the largest in the best distribution (Graham, "Bounds on multiprocessing
-    timing anomalies", 1969).
+    """Distribute items over shares: largest first, each to the smallest share so far.
+
+    The largest share is at most 4/3 of the largest in the best distribution (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969).
     """
     chosen: list[list[int]] = [[] for _ in range(shares)]
     filled = [0] * shares
@@ -317,9 +319,9 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 
 
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
-    """Count pipelines: ranks send hidden states forward and gradients backward.
+    """Count the traffic of pipelines: hidden states forward, and their gradients backward.
 
-    These are b · S · D numbers per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
+    Each is b · S · D elements per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
     §3.2). If the embedding is tied, the ranks of the first and last stage all-reduce its gradient.
     """
     plan, spec = work.plan, work.spec
@@ -338,28 +340,29 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
 
 
 def _tensor(work: StepOnRank, tally: Tally) -> None:
-    """Count tp: 8(N−1)/N · b · S · D numbers per layer and pass, sequence parallel or not.
+    """Count the traffic of tp: 8(N−1)/N · b · S · D elements per layer and pass.
 
-    Without it: all-reduces of the outputs of attention and MLP, and of the gradients of their
-    inputs (Shoeybi et al., arXiv 1909.08053, §3). With it: a reduce-scatter and an all-gather for
-    each (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input
-    add one of each; BERT's head, whose transform every rank computes completely, has an all-reduce
-    instead of the reduce-scatter. The loss adds three numbers per token. Gradients of unsplit
-    weights, from parts of the sequence or of the heads, are summed once per step.
+    Sequence parallelism sends as much as plain tensor parallelism. Without it: all-reduces of the
+    outputs of attention and MLP, and of the gradients of their inputs (Shoeybi et al., arXiv
+    1909.08053, §3). With it: a reduce-scatter and an all-gather for each (Korthikanti et al., arXiv
+    2205.05198, §4.2.2). The embedding's output and the head's input add one of each; BERT's head,
+    whose transform every rank computes in full, has an all-reduce instead of the reduce-scatter.
+    The loss adds three numbers per token. Gradients of unsplit weights that ranks compute from
+    parts of the sequence or of the heads are summed once per step.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
-    doors = (2 * spec.layers + 1) * work.passes
+    regions = (2 * spec.layers + 1) * work.passes  # attentions, MLPs and the head
     embedded, hidden = work.hidden_elements * work.item, work.hidden_elements * work.low_item
     if plan.sequence_parallel:
         whole = 0 if spec.norm_first else work.passes
         tally.add("all_reduce", ranks, hidden, whole)
         tally.add("reduce_scatter", ranks, embedded, work.passes)
-        tally.add("reduce_scatter", ranks, hidden, 2 * doors - work.passes - whole)
+        tally.add("reduce_scatter", ranks, hidden, 2 * regions - work.passes - whole)
         tally.add("all_gather", ranks, embedded // ranks, work.passes)
-        tally.add("all_gather", ranks, hidden // ranks, 2 * doors - work.passes)
+        tally.add("all_gather", ranks, hidden // ranks, 2 * regions - work.passes)
     else:
         tally.add("all_reduce", ranks, embedded, work.passes)
-        tally.add("all_reduce", ranks, hidden, 2 * doors - work.passes)
+        tally.add("all_reduce", ranks, hidden, 2 * regions - work.passes)
     tokens = plan.micro_batch * work.seq_len * max(work.item, 4)  # softmax is in fp32
     tally.add("all_reduce", ranks, tokens, work.passes)
     tally.add("all_reduce", ranks, 2 * tokens, work.passes)
@@ -383,10 +386,11 @@ def _shared_numbers(work: StepOnRank) -> int:
 
 
 def _context(work: StepOnRank, tally: Tally) -> None:
-    """Count cp: keys and values pass around the ring, N−1 messages per layer, forward and backward.
+    """Count the traffic of cp: keys and values pass around a ring, and so do their gradients.
 
-    Their gradients return to their owners, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
-    of parameters are reduced as in ddp.
+    Keys and values take N−1 messages per layer in the forward and in the backward; gradients return
+    to their owners in N messages (Liu et al., arXiv 2310.01889, §3). Gradients of parameters are
+    reduced as in ddp.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.cp
     times = spec.layers * work.passes

@@ -9,7 +9,7 @@ from outpace.records.plan import AXES, Plan
 
 
 def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """Return the link that the groups of each split axis use, and how many groups share it.
+    """Describe the link between the ranks of each axis with more than one rank.
 
     Ranks are placed in the order of AXES, the last axis closest together; ep is part of dp_shard ×
     cp.
@@ -38,7 +38,7 @@ def _words(cluster: Cluster, size: int, stride: int, inside: str) -> str:
 
 
 def _inner_link(cluster: Cluster) -> str:
-    """Return the name of the link between a node's devices; it is unknown on a probed machine."""
+    """Return the name of the link between a node's devices; a generic one if it is unknown."""
     node = NODES.get(cluster.name)
     if node is None:
         return "the node's own links"

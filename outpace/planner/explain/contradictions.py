@@ -1,4 +1,4 @@
-"""Required options that no plan can combine, and the values with which each can be combined."""
+"""Required options that contradict each other, and the values that would be possible instead."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,9 +11,9 @@ from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.search.space import has_plans
 from outpace.records.errors import join_and, join_or
 
-_MOST_OPTIONS = 3  # options in a set that contradicts itself although no two of them do
+_MOST_OPTIONS = 3  # largest set of options to check
 _SIZES = ("dp_replicate", "dp_shard", "virtual_stages")
-_MOST_SIZES = 16  # number of sizes to try instead of a required one
+_MOST_SIZES = 16  # largest size to suggest instead of a required one
 _VALUES: Mapping[str, tuple[str, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # only for proofs
@@ -21,9 +21,9 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 
 
 def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[str]:
-    """Return a sentence for each smallest set of required options that no plan can have.
+    """Return a sentence for each smallest set of required options that no plan can combine.
 
-    `other_program`: the trainer is not outpace, and may support more than the planner predicts.
+    `other_program`: the trainer is not outpace, and may support more than the planner can predict.
     """
     items = _required_items(wanted)
     for count in range(1, _MOST_OPTIONS + 1):
@@ -41,7 +41,7 @@ def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[s
 
 
 def _required_items(wanted: SearchRequest) -> dict[str, Any]:
-    """Return the required options by name; all adapter options count as one."""
+    """Return the required options by name, with all adapter options as one item."""
     items = {name: value for name, value in wanted.keep.items() if name not in ADAPTER_NAMES}
     adapters = {name: value for name, value in wanted.keep.items() if name in ADAPTER_NAMES}
     if adapters:
@@ -67,8 +67,9 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
 
 
 def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bool) -> str:
-    """Describe which options contradict each other, and the values that the others allow. For
-    another trainer, options that only outpace cannot combine do not contradict each other.
+    """Return a sentence on options that contradict each other, with values that the others allow.
+
+    For another trainer, it says only that outpace cannot predict their combination.
     """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"
@@ -87,7 +88,7 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
 
 
 def _possible_sizes(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
-    """Say which sizes are possible instead of a required one; '' if the option is not a size."""
+    """Return a clause with sizes possible instead of a required one; '' for other options."""
     (name,) = items
     most = min(wanted.world, _MOST_SIZES) if name in _SIZES else 0
     fine = [n for n in range(1, most + 1) if has_plans(_with_items(wanted, {name: n}))]

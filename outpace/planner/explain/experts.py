@@ -1,4 +1,4 @@
-"""Notes on plans of models with experts: assumed load and kernels, and expert parallelism."""
+"""Notes on plans of models with experts: assumed load, assumed kernels, and expert parallelism."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
 def _expert_parallelism(
     job: PlanningProblem, found: SearchResult, listed: Sequence[int]
 ) -> list[str]:
-    """Describe the fastest plan with expert parallelism, unless one is listed."""
+    """Return a note on the fastest plan with expert parallelism, unless one is listed."""
     if found.layouts is None or (found.columns.ep[list(listed)] > 1).any():
         return []
     divided = np.flatnonzero(found.layouts.ep > 1)

@@ -1,4 +1,4 @@
-"""Notes beside plans: gains from settings that are not searched by default, and causal MFU."""
+"""Notes on gains from settings that are not searched by default, and on causal MFU."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,10 +36,10 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Suggest settings to vary, in a sentence; None if none helps or all are fixed.
+    """Return a sentence with settings worth adding to --vary; None if none is.
 
-    To save time, it searches only the best plan's tensor, context and pipeline axes (for fp8, no
-    tensor axis), so --vary may find more.
+    To save time, only the best plan's tp, cp, pp and ep sizes are searched (for fp8, only tp 1 if
+    the best plan has more), so --vary may find faster plans.
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):
@@ -58,7 +58,7 @@ def hint(
 
 
 def causal_notes(outline: Outline, wanted: SearchRequest, mfu: float | None) -> list[str]:
-    """Give the first plan's MFU without what causal masks skip, if that is notable."""
+    """Return a note with plan 1's MFU without masked attention, if it differs notably."""
     if mfu is None or wanted.adapters is not None:
         return []
     step = outline, wanted.seq_len, wanted.global_batch
@@ -78,7 +78,7 @@ def _word(name: str) -> str:
 def _variations(
     device: DeviceRates, wanted: SearchRequest, best: Plan
 ) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield requests with one more setting, on the axes of the best plan."""
+    """Yield requests with one more setting each, on the axes of the best plan."""
     for name, value, _ in _ASKED:
         if (
             name in wanted.keep

@@ -23,7 +23,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_seconds, show_share
 
 _MORE_ROOM = 1.03  # minimum ratio of memory to report
-_ALIKE = 5e-4  # shown as 0.0 %
+_ALIKE = 5e-4  # smaller relative differences are shown as 0.0 %
 _RECOMPUTED = ("products_s", "attention_s", "memory_s")
 _LARGE = 0.5  # a second difference is named if it is at least this share of the largest
 _MINOR = 0.01  # differences below this share of the largest are not mentioned
@@ -68,7 +68,7 @@ def explain_plan(
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Say why a plan that is about as fast as the fastest is preferred: less effort or memory."""
+    """Return why a plan about as fast as the fastest is preferred: less effort or less memory."""
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
         found.columns.select([place, found.fastest]), plainest, job.question.other_program
@@ -112,8 +112,9 @@ def _explain_fastest(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Compare the fastest plan with the next plan listed, and name its other roles. If no other
-    plan is listed, compare it with the next plan of another kind.
+    """Compare the fastest plan with the next one listed, and name its other roles.
+
+    If no other plan is listed, it is compared with the next of another kind.
     """
     begin = f"{join_and(roles)}: "
     times = found.times.step_s
@@ -133,8 +134,9 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Describe the one or two parts in which a slower plan loses most time, and the sum of the
-    others, which may partly make up for it.
+    """Describe the one or two parts in which a plan loses most time, and the net rest.
+
+    The rest may partly make up for the loss.
     """
     gaps = {
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
@@ -156,7 +158,7 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
 
 
 def _name_other(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Name another plan: by its number in the list and its layout, if that differs, or in full."""
+    """Name another plan by its number and, if it differs, its layout; an unlisted plan in full."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     layout = theirs.split(", micro-batch")[0]
     differs = layout != mine.split(", micro-batch")[0]
@@ -193,7 +195,7 @@ def rejected_families(
 
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
-    """Compare a family's best plan with the fastest, or say what its smallest plan needs."""
+    """Compare a family's best plan with the fastest plan, or state what its smallest plan lacks."""
     place = found.best[name]
     if place < 0:
         small = found.smallest[name]
@@ -208,7 +210,7 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
 
 
 def compare_with_fastest(found: SearchResult, place: int) -> str:
-    """Say by which factor a plan is slower than the fastest, and which part takes longer."""
+    """Return by which factor a plan is slower than the fastest, and in which parts."""
     ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
     return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
 
@@ -222,7 +224,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Describe what a plan that does not fit needs, compared with what its device or host has."""
+    """Describe the device or host memory that a plan needs, compared with what there is."""
     row = columns.select([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
@@ -262,7 +264,7 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
 
 
 def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
-    """Explain that plans are possible, but none that the trainer can express; None otherwise."""
+    """Explain why the trainer can express none of the possible plans; None if there are none."""
     accepts, free = wanted.accepts, replace(wanted, accepts=None)
     if accepts is None or not has_plans(free):
         return None

@@ -26,7 +26,7 @@ PARTS: Mapping[str, str] = {
 
 
 def title(plan: Plan) -> str:
-    """Summarise a plan in a few words: its axes, micro-batch and memory options."""
+    """Return a plan's title: its axes, micro-batch and memory options."""
     name = TRAITS[plan.strategy].title
     if name is None:
         mesh = _axes(plan)
@@ -68,7 +68,7 @@ def plan_options(plan: Plan) -> list[str]:
 
 
 def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """Describe the plan's varied settings that differ from the default."""
+    """Describe those of a plan's varied settings that differ from the default."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,
@@ -81,18 +81,18 @@ def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
     return [words[name] for name in vary if words[name]]
 
 
-_SAID_IF_SET = (
+_SHOWN_IF_SET = (
     "optimizer", "compile", "stage_split", "sequence_parallel", "async_tp", "optimizer_in_backward",
 )  # fmt: skip
 
 
 def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
-    """Describe a given plan, with varied and other settings that differ from the default.
+    """Return a given plan's title, with its varied settings and all others that are not default.
 
     `precision` is the default precision.
     """
     default = Plan()
-    set_here = [one for one in _SAID_IF_SET if getattr(plan, one) != getattr(default, one)]
+    set_here = [one for one in _SHOWN_IF_SET if getattr(plan, one) != getattr(default, one)]
     set_here += [] if plan.precision == precision else ["precision"]
     told = varied_options(plan, dict.fromkeys([*vary, *set_here]))
     return ", ".join([title(plan), *told])

@@ -1,4 +1,4 @@
-"""Cost of a plan's step in memory and time, for choosing among plans."""
+"""Cost of a plan in memory and time, for choosing among plans."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak memory of the fullest rank, and the step time by the planner's model, if known.
+    """Peak memory of the fullest rank, and the predicted step time, if known.
 
-    `tensor_bytes` of the peak are tensors. `by_kind` splits the peak by an account's kinds, if
-    known.
+    `tensor_bytes` is the part of the peak that tensors take. `by_kind` splits the peak by kind of
+    memory, if known.
     """
 
     peak_memory_bytes: int
@@ -27,15 +27,15 @@ class Cost:
 Predict = Callable[[Plan], Cost]
 
 
-# Fp32 weights, gradients and two moments, and as much again for copies and buckets.
+# Per parameter: fp32 weight, gradient and two moments, and as much again for copies and buckets.
 _STATE_BYTES = 32
 
 
 def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
-    """Return a quick upper bound of a rank's memory.
+    """Return a quick upper bound on a rank's memory.
 
     It assumes that everything is unsharded, in fp32 and never freed, and that attention is not
-    fused. Each run needs this bound before its first step, when loading the planner's formula would
+    fused. Each run computes it before its first step, where loading the planner's formula would
     take 0.05 s.
     """
     tokens = plan.samples_read * seq_len  # of all ranks if one of them computes the loss

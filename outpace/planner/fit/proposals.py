@@ -1,4 +1,4 @@
-"""The cheapest changes of a plan that make it fit into a memory limit."""
+"""Search for the cheapest changes that make a plan fit into a memory limit."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,16 +33,17 @@ _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "optimizer": ("optimizer state", "temporary"),
     "offload_optimizer": ("optimizer state", "temporary"),
 }
-_ERROR = 1.15
+_ERROR = 1.15  # factor on predicted savings, for the error of predictions
 # Maximum number of pairs to try, the most promising first.
 _PAIRS = 8
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and the prediction with them; a `slowdown` of 0.1 is 10 % more time.
+    """Settings to change, and the memory and time predicted with them.
 
-    `exact`: training computes the same numbers, except for rounding.
+    A `slowdown` of 0.1 is 10 % more time. `exact`: training computes the same numbers, except for
+    rounding.
     """
 
     settings: Change
@@ -66,7 +67,7 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # needs one micro-batch per step
         halves = []
-    # A pipeline keeps its micro-batches in flight, and accumulates more of them.
+    # A pipeline keeps its number of micro-batches, and accumulates over more passes.
     parts = plan.pp_microbatches
     under_way = {"pp_microbatches": parts} if parts > 1 else {}
     # The user has chosen which blocks recompute.
@@ -86,7 +87,7 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
 
 
 def change_plan(plan: Plan, change: Change) -> Plan:
-    """Return the plan with changed settings. Raises BadInputError if that is not possible."""
+    """Return the plan with changed settings. Raises BadInputError if they are impossible."""
     values = {**plan.model_dump(), **change}
     if "checkpointing" in change:
         values["checkpoint_layers"] = ()
@@ -148,7 +149,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Bisect for the first change that fits; also return the one that saves the most."""
+    """Bisect for the first change that fits; also return the last one tried that does not."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:

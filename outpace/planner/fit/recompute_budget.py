@@ -1,4 +1,4 @@
-"""Choice of the blocks to recompute for a step to fit a memory budget at the lowest cost in time.
+"""Choice of blocks to recompute, so that a step fits a memory budget at the lowest cost in time.
 
 Blocks are equal, so a choice is a number of blocks for each mode, and all choices can be tried.
 (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
@@ -17,9 +17,9 @@ from outpace.records.units import show_bytes
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Counts = dict[Checkpointing, int]
-# The first choice assumes that every block saves the same. The peak is convex in the numbers of
-# blocks, so this gives an upper bound, and one prediction (slow if modes differ) is usually enough.
-# If it exceeds the budget, the next choice must save that much more.
+# The first choice assumes that recomputing any block saves the same memory. The peak is convex in
+# the numbers of blocks, so this gives an upper bound, and one prediction (slow if modes differ) is
+# usually enough. If the prediction exceeds the budget, the next choice must save that much more.
 _TRIES = 3
 
 
@@ -45,7 +45,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
         if cost.step_s is not None and plain_s is not None
     }
     if len(costs) < len(uniform):  # times are needed to compare mixtures
-        return _heaviest(plan, uniform, budget_bytes)
+        return _use_first_fitting_mode(plan, uniform, budget_bytes)
     need = plain.peak_memory_bytes - budget_bytes
     for _ in range(_TRIES):
         counts = cheapest(length, saved, costs, need)
@@ -56,10 +56,12 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
         if over <= 0:
             return found
         need += over
-    return _heaviest(plan, uniform, budget_bytes)
+    return _use_first_fitting_mode(plan, uniform, budget_bytes)
 
 
-def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
+def _use_first_fitting_mode(
+    plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int
+) -> Plan:
     """Return the plan with all blocks in the first mode that fits.
 
     Raises BadInputError if none fits.
@@ -111,8 +113,8 @@ def _ceil(wanted: float, each: float) -> int:
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
     """Return the plan with these numbers of blocks per mode in its largest stage.
 
-    The blocks that recompute most come first: when the backward reaches them, it has finished the
-    later blocks, and their memory is free for the recomputed activations.
+    Blocks that recompute most come first: when the backward reaches them, it has freed the later
+    blocks' memory, which the recomputed activations can use.
     """
     pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
     pattern += ["none"] * (max(stages) - len(pattern))

@@ -13,7 +13,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
-# Sides of the tiles of a matmul's output, and the share of the rate that they reach.
+# Height and width of a tile of a matmul's output, and the fraction of the best rate it reaches.
 Tile = tuple[int, int, float]
 # Dimensions of a measured matmul, and the ratio of its time to the prediction from tiles.
 MeasuredMatmul = tuple[float, float, float, float]
@@ -101,7 +101,7 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether matmuls run at the rate of fp8, which is twice the rate of 16 bits."""
+        """Return which matmuls run at the rate of fp8, which is twice the rate of 16 bits."""
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
@@ -119,7 +119,7 @@ def dtype_of(precision: Precision) -> Dtype:
 
 
 def check_dtype(precision: Precision, device: DeviceRates) -> None:
-    """Raise BadInputError for a dtype in which an accelerator has no matmuls."""
+    """Raise BadInputError if an accelerator has no matmuls in the precision's dtype."""
     has = sorted(device.best_flops_per_s)
     if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
         raise BadInputError(
@@ -129,7 +129,7 @@ def check_dtype(precision: Precision, device: DeviceRates) -> None:
 
 
 def items(precision: Ints) -> Floats:
-    """Return the bytes per number in matmuls, by precision."""
+    """Return the bytes per operand element of matmuls, by precision."""
     sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
@@ -217,7 +217,7 @@ def matmul_s(
 
     Outputs are cut into tiles, which multiprocessors compute in waves; the last wave may be nearly
     empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few tiles
-    are split over k, whose parts are then summed. A batch multiplies the number of tiles.
+    are split along k, and the partial results are summed. A batch multiplies the number of tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
@@ -256,11 +256,11 @@ def sustained_matmul_s(
     batch: Floats | float = 1.0,
     more_bytes: Floats | float = 0.0,
 ) -> Floats:
-    """Return `matmul_s` within a training step, where power and cold caches limit rates.
+    """Return the seconds of `matmul_s` within a training step, where power and caches limit rates.
 
-    No matmul exceeds the sustained rate; slower ones take as long as by themselves. `more_bytes`
-    are moved at the end of tiles, in addition to operands and results. This takes additional time
-    unless the device computes the next tiles meanwhile.
+    No matmul exceeds the sustained rate; slower ones take as long as in isolation. `more_bytes` are
+    moved at the end of tiles, in addition to operands and results. They take additional time unless
+    the device computes the next tiles meanwhile.
     """
     short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
@@ -277,8 +277,8 @@ def sustained_matmul_s(
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
     """Return the ratio of measured to predicted time for matmuls of this shape.
 
-    Points of the same dtype are weighted by distance in the logarithms of the three dimensions. At
-    a point, the result is its ratio; far from all points, it is the mean ratio.
+    Measured points of the same dtype are weighted by their closeness in the logarithms of the three
+    dimensions. At a point, the result is its ratio; far from all points, it is the mean ratio.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)
@@ -301,7 +301,7 @@ def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floa
 def _by_curve(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Return the time of a batch of matmuls, from the share of the rate that their size reaches."""
+    """Return the time of a batch of matmuls, by the fraction of the rate reached at their size."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

@@ -22,9 +22,9 @@ _SMALLEST = 6  # log2 of the first size in `by_size`
 class Protocol(NamedTuple):
     """A protocol of a collective: its latencies and its share of bandwidth.
 
-    Latency is fixed, plus a part per step inside and across nodes. Protocols with short steps use
-    less of the bandwidth; the fastest is used. A protocol with `by_size` is a tree protocol: it has
-    the share reached by array size, in powers of two from 64 bytes.
+    The latency is `base_s` plus a term for each step inside and across nodes. Protocols with short
+    steps use less of the bandwidth; the fastest protocol is used. `by_size` marks a tree protocol:
+    the share of bandwidth by array size, in powers of two from 64 bytes.
     """
 
     base_s: float
@@ -40,11 +40,11 @@ class Fabric:
 
     `inside_bytes_per_s` is the rate between a device and the others of its node,
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
-    between a device and one other of its node. All-gather and reduce-scatter reach a share of these
-    rates within a node, small groups reach `group_shares` by their size, and all-to-all has one
-    share inside nodes (`all_to_all_share`) and one across; `dispatch` has the times of a dispatcher
-    that sends each token once to a rank. `scatter_rounds` is 2 if a library sums everything on
-    every rank and then keeps a part, as gloo does.
+    between a device and one other of its node. Within a node, all-gather and reduce-scatter reach a
+    share of these rates, and small groups reach `group_shares` by their size. All-to-all has one
+    share inside nodes (`all_to_all_share`) and one across. `dispatch`: times of a dispatcher that
+    sends each token once per rank. `scatter_rounds` is 2 if the library sums everything on every
+    rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -62,7 +62,7 @@ class Fabric:
     dispatch: DispatchRate | None = None
 
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
-        """Return the fabric with other rates, one for all plans or one for each.
+        """Return the fabric with other rates, common to all plans or one per plan.
 
         The ratio between a device's rates to one other device and to all others stays the same.
         """
@@ -74,18 +74,19 @@ class Fabric:
         return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return a group's ranks per node, its nodes, and how many groups share a node's network
-        cards. Groups have `size` ranks at distance `stride`, and use the same cards at the same
-        time.
+        """Return a group's ranks per node, its nodes, and the groups that share a node's cards.
+
+        Groups have `size` ranks at distance `stride`, and use the network cards at the same time.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
     def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
-        """Return bytes/s per link and the number of nodes of groups of `size` ranks `stride` apart.
+        """Return the bytes/s per link of a ring, and the nodes that it spans.
 
-        `share`: the share of a node's link rate that the collective reaches.
+        Groups have `size` ranks at distance `stride`. `share`: the fraction of a node's link rate
+        that the collective reaches.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, self.inside_bytes_per_s, np.inf) * share
@@ -112,11 +113,11 @@ class Fabric:
     ) -> Floats:  # fmt: skip
         """Return the time of an all-to-all of tokens to their experts, with `nbytes` per rank.
 
-        Each token goes to `copies` experts drawn uniformly from the experts on the `size` ranks of
-        its group: one copy for each expert. With `once`, there is one copy per rank, and across the
-        network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP); a
-        rank has `tokens`, each of which takes some time in addition to its bytes. Links inside
-        nodes and across work at the same time; devices share the node's cards.
+        Each token goes to `copies` experts, drawn uniformly from those on the `size` ranks of its
+        group, and is sent once per expert. With `once`, it is sent once per rank, and across the
+        network once per node, whose own links distribute it (DeepSeek-AI, DeepEP); each of a rank's
+        `tokens` then adds a fixed time. Links inside and across nodes work at the same time;
+        devices share the node's cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
@@ -141,7 +142,7 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time for all ranks of a group to broadcast their parts of arrays of `nbytes`.
+        """Return the time for all ranks of a group to broadcast their shares of arrays of `nbytes`.
 
         The broadcasts travel around the ring one after the other, each with a step per rank.
         """
@@ -158,7 +159,10 @@ class Fabric:
     def _collective_s(
         self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
     ) -> Floats:
-        """Return the seconds of `rounds` trips around a ring of size − 1 steps, at this share."""
+        """Return the time of a collective in `rounds` × (size − 1) ring steps, or by faster trees.
+
+        `share`: the fraction of a node's link rate that the collective reaches.
+        """
         rate, nodes = self._ring(size, stride, share)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
@@ -175,11 +179,11 @@ class Fabric:
     def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the seconds of an all-reduce over several nodes by double binary trees.
 
-        A rank of a chain sends the array up and down. Between nodes, each tree carries half of the
-        array; an inner node of a tree sends three halves to its neighbours in it, and one half in
-        the other tree. With two nodes, each is the root of one tree and a leaf of the other, which
-        halves this traffic. Latencies follow NCCL: through the chain and back, and log2(nodes)
-        hops.
+        Within a node, each rank of a chain sends the array up and down. Between nodes, each tree
+        carries half of the array; an inner node of a tree sends three halves to its neighbours in
+        that tree, and one half in the other tree. With two nodes, each is the root of one tree and
+        a leaf of the other, which halves this traffic. Latencies follow NCCL: through the chain and
+        back, and log2(nodes) hops.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
@@ -197,8 +201,8 @@ class Fabric:
     def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the time of a message to the next of `size` ranks `stride` apart, while all send.
 
-        If they are on several nodes, the slowest message is between two nodes, at a device's share
-        of its node's cards.
+        If the ranks span several nodes, the slowest message crosses nodes, at a device's share of
+        its node's cards.
         """
         leaves = size * stride > self.per_node
         rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
@@ -207,5 +211,5 @@ class Fabric:
 
 
 def _count_targets(groups: Floats, copies: int) -> Floats:
-    """Return how many groups other than its own a token with `copies` random copies reaches."""
+    """Return the expected number of other groups that `copies` random copies of a token reach."""
     return groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups

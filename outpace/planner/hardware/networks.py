@@ -1,4 +1,4 @@
-"""Networks and device links to choose from, slowest first, and parsing of their names."""
+"""Networks and device links to choose from, slowest first, and a parser for their names."""
 
 import re
 from collections.abc import Iterable
@@ -10,8 +10,7 @@ from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
 
 _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
-# Numbers of cards with which nodes are sold. Only fast links, since several slow ones equal a fast
-# one.
+# Numbers of cards in nodes on the market. Slow links are left out: several equal a faster one.
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?=[0-9.]*[1-9])[0-9]+\.?[0-9]*|\.[0-9]*[1-9][0-9]*")
@@ -57,10 +56,7 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 
 
 def by_rate(networks: Iterable[Network]) -> list[Network]:
-    """Sort networks, slowest first, and merge equally fast ones into one with all their names.
-
-    A network that the user named keeps that name in addition to the catalog's names.
-    """
+    """Sort networks, slowest first, and merge equally fast ones into one with all their names."""
     together: dict[float, list[Network]] = {}
     for one in networks:
         together.setdefault(one.bytes_per_s, []).append(one)
@@ -82,7 +78,7 @@ def of_node(node: Node) -> Network | None:
 def read_network(text: str, option: str = "--network ") -> Network:
     """Parse a node's network: "4 x omni-path-100", "infiniband-ndr", "50Gbit/s", "12.5GB/s".
 
-    `option` precedes the text in error messages. Raises BadInputError if the text has another form,
+    `option` precedes the text in error messages. Raises BadInputError if the text cannot be parsed
     or names an unknown link.
     """
     rate = _RATE.fullmatch(text.strip())

@@ -28,7 +28,7 @@ def add_frozen_head_loss(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, device: str,
     item: Floats,
 ) -> None:  # fmt: skip
-    """Add the head's matmuls and the loss; `item`: bytes per number of the head.
+    """Add the head's matmuls and the loss; `item`: bytes per element of the head's weight.
 
     The resulting gradient of the last hidden state is not counted here.
     """
@@ -59,7 +59,7 @@ def add_frozen_head_loss(
     raised = np.where(s.stream < FP32, FP32 * states, 0.0)
     timeline.moment("temporary", select(low, output + raised + cast + states * s.operand))
     timeline.free("activations", select(low, logits * s.operand + output))
-    # All logits and their logarithms of softmax, in fp32 or wider.
+    # All logits and their log-softmax, in fp32 or wider.
     whole = ~bf16 & ~chunked
     wide = np.maximum(s.operand, FP32)
     cast_logits = np.where(s.operand < wide, s.operand, 0.0)
@@ -92,7 +92,7 @@ def add_frozen_head_loss(
 def _on_accelerator(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, item: Floats
 ) -> None:
-    """Add `nn.head_loss`: with all logits if compiled, else with gradients from the forward."""
+    """Add `nn.head_loss`: all logits at once if compiled, else gradients in the forward."""
     c, s, hidden = columns, sizes, outline.hidden
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden
@@ -114,7 +114,7 @@ def _on_accelerator(
     timeline.moment("temporary", select(whole, made))
     timeline.free("weight copies", select(whole, copy))
     timeline.free("activations", select(whole, kept))
-    # In parts, or as a whole without a compiler.
+    # In chunks, or all at once without a compiler.
     chunk = accelerator_rows(rows, wide, s.operand, c.chunked_loss)
     inside = chunk * row_bytes + np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     softmax = block_bytes(chunk, wide, c.compile) * np.where(s.operand < FP32, 2, 1)

@@ -1,4 +1,4 @@
-"""The memory of a step that trains adapters, moment by moment.
+"""Memory timeline of a step that trains adapters.
 
 docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it.
 """
@@ -21,7 +21,7 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, WEIGHTS
 
 _MIB = 2**20
-# Size of a piece: DDP.broadcast_bucket_size (torch/nn/parallel/distributed.py). Pieces in flight:
+# Bucket size: DDP.broadcast_bucket_size (torch/nn/parallel/distributed.py). Buckets in flight:
 # max_in_flight of broadcast_coalesced (torch/csrc/distributed/c10d/comm.cpp).
 _BROADCAST_BYTES, _BROADCASTS_IN_FLIGHT = 250 * _MIB, 2
 # nn.attention, on a CPU in bf16: queries of a block, and the maximum bytes of its scores.
@@ -39,7 +39,7 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the quantization of weights, then the tensors that exist before a forward."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
-        # On a CPU, weights stay unquantized until it is their turn.
+        # On a CPU, all weights are loaded before they are quantized one by one.
         first = step.matrices[0].elements
         whole = sum(m.elements for m in step.matrices) + step.vectors
         raised = np.where(s.weight < FP32, FP32 * first, 0.0)
@@ -108,7 +108,7 @@ def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the tensors that blocks save; a gathered block overlaps with the previous buffer."""
+    """Add the tensors that blocks save; each block is gathered while the previous buffer exists."""
     c, layers = step.columns, step.outline.layers
     plain = share_of(c, "none")
     kept = plain * step.saved_bytes
@@ -158,7 +158,7 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return which plans recompute a block: every n-th block, starting with the first."""
+    """Return which plans recompute block `place`: every n-th block, starting with the first."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
@@ -186,7 +186,7 @@ def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
 def _pass_over_others(
     timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
 ) -> None:
-    """Add the memory that `count` blocks keep and free; `given`, `copied`: of other blocks."""
+    """Add the changes of `count` middle blocks; `given` and `copied`: bytes of all other blocks."""
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers
@@ -206,7 +206,7 @@ def _has_gradients(step: AdapterMemory) -> Bools:
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Start reducing a block's gradients, and finish those in `reduced`; return the bytes."""
+    """Start reducing a block's gradients, free the previous ones, return the bytes in flight."""
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -263,7 +263,7 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
 
 
 def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
-    """Add the MLP; its output's gradient takes `cast` bytes unless it has the stream's dtype."""
+    """Add the MLP's backward; `cast`: bytes of its output's gradient if it is cast, else 0."""
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
     _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
@@ -288,7 +288,7 @@ def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> Non
 def _add_attention(
     timeline: MemoryTimeline, step: AdapterMemory, cast: Floats, *, first: bool
 ) -> None:
-    """Add attention; the inputs of the first block's queries, keys and values need no gradient."""
+    """Add attention's backward; in the first block, its input needs no gradient."""
     b, s = step.block, step.sizes
     out = step.matrix("out")
     begins = first and not step.has(*QKV)  # the attention output has no gradient
@@ -327,11 +327,11 @@ def _add_linear(
     joins: bool = False,
     has_gradient: bool = True,
 ) -> None:
-    """Add a linear layer's backward: B, the frozen matrix, then A.
+    """Add a linear layer's backward: the adapter's B, the frozen matrix, then the adapter's A.
 
-    It frees `made` bytes of its output's gradient and `read` bytes of the input that adapters
-    saved. The gradient of its input stays if it `has_gradient`; `joins`: it is added to an existing
-    gradient.
+    It frees `made` bytes of the output's gradient and `read` bytes of the input that adapters
+    saved. If the input `has_gradient`, that gradient stays; `joins`: it is added to an existing
+    one.
     """
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank

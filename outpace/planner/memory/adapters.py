@@ -32,10 +32,10 @@ QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """A step with adapters: its model, its device, and plans with the same adapters.
+    """A step that trains adapters: the model, the device, and plans with the same adapters.
 
-    `matrices`: those of a block; `block`: a layer of the stack. `records_kinds`: whether the peak
-    by kind will be requested.
+    `matrices`: the matrices of a block; `block`: a layer of the stack. `records_kinds`: whether the
+    peak by kind will be requested.
     """
 
     outline: Outline
@@ -63,7 +63,7 @@ class AdapterMemory:
 
     @cached_property
     def vectors(self) -> int:
-        """Return the elements of a block's biases and norms."""
+        """Return the number of elements of a block's biases and norms."""
         stack = self.outline.stacks[0]
         rest = layer_parameters(stack, self.outline.hidden)
         return rest - sum(w.inputs * w.outputs for w in weights(stack, self.outline.hidden))
@@ -77,7 +77,7 @@ class AdapterMemory:
 
     @cached_property
     def trained_elements(self) -> int:
-        """Return the elements of a block's adapters."""
+        """Return the number of elements of a block's adapters."""
         return sum(rows * columns for rows, columns in self.adapter_shapes)
 
     @cached_property
@@ -87,9 +87,9 @@ class AdapterMemory:
 
     @cached_property
     def gathered_item(self) -> Floats:
-        """Return the bytes per number of a block's parameters in a forward.
+        """Return the bytes per element of a block's parameters in the forward.
 
-        Byte tensors cannot be cast during a gather, so blocks with byte tensors cast nothing
+        A gather cannot cast byte tensors, so blocks that have them cast nothing
         (`parallel.fsdp.policy_of`).
         """
         item = self.sizes.weight if self.packs else self.sizes.gathered
@@ -97,11 +97,11 @@ class AdapterMemory:
 
     @cached_property
     def root_item(self) -> Floats:
-        """Return the bytes per number of a parameter outside of blocks in a forward."""
+        """Return the bytes per element of parameters outside of blocks in the forward."""
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters: `item` per number, unless in 4 bits."""
+        """Return the bytes of a block's parameters, with `item` bytes per element not in 4 bits."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -110,13 +110,13 @@ class AdapterMemory:
 
     @cached_property
     def root_elements(self) -> Floats:
-        """Return the elements outside of blocks."""
+        """Return the number of elements outside of blocks."""
         e = self.ends
         return e.embedding + e.head + e.positions + e.tail
 
     @cached_property
     def casts_adapters(self) -> Bools:
-        """Return which plans cast adapters, and matrices that are not in 4 bits, for matmuls."""
+        """Return which plans cast adapters, and matrices that are not quantized, for matmuls."""
         return self.sizes.operand < self.gathered_item
 
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
@@ -151,7 +151,7 @@ class AdapterMemory:
 
     @cached_property
     def mask(self) -> Floats:
-        """Return the bytes that dropout saves per number; on a CPU, it saves a factor."""
+        """Return the bytes per element of dropout's mask; on a CPU, it has the operand's dtype."""
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
     def dropout_bytes(self, matrix: Matrix) -> Floats:
@@ -161,7 +161,7 @@ class AdapterMemory:
         return self.sizes.tokens * matrix.inputs * (self.sizes.operand + self.mask)
 
     def shared_bytes(self, *names: str) -> Floats:
-        """Return the bytes of an input that several adapters share, without dropout."""
+        """Return the bytes of the input that adapters of these matrices share; 0 with dropout."""
         readers = [m for m in self.matrices if m.adapted and m.name in names]
         if not readers or self.settings.dropout:
             return np.zeros(len(self.columns))
@@ -195,7 +195,7 @@ class AdapterMemory:
 
     @cached_property
     def repeats_keys(self) -> Bools:
-        """Return which plans' kernels lack grouped queries (`nn.kernels.choose_kernel`)."""
+        """Return which plans use a kernel without grouped queries (`nn.kernels.choose_kernel`)."""
         kernel = self.columns.precision_in("fp32", *COMPUTES_IN_FP16)
         return kernel & (self.device == "cuda")
 
@@ -218,9 +218,9 @@ class AdapterMemory:
 
     @cached_property
     def first_saves_less(self) -> Floats:
-        """Return how many fewer bytes the first block saves, since its input has no gradient.
+        """Return how many fewer bytes the first block saves because its input has no gradient.
 
-        Its first norm saves nothing, and neither does attention as long as no adapter precedes it.
+        Its first norm saves nothing, and neither does attention unless an adapter precedes it.
         """
         b = self.block
         less = b.residual + b.norm
@@ -261,8 +261,10 @@ class AdapterMemory:
 
     @cached_property
     def recomputed_forward_bytes(self) -> Floats:
-        """Return `forward_bytes` of a block that recomputes its tensors in the backward. By the end
-        of this forward, all tensors of the MLP exist, except the outputs of matmuls that are kept.
+        """Return `forward_bytes` of a block whose forward is repeated in the backward.
+
+        By the end of this forward, all tensors of the MLP exist, except the outputs of matmuls that
+        are kept.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -294,9 +296,9 @@ def set_up_adapters(
     outline: Outline, seq_len: int, columns: PlanBatch, device: str, settings: AdapterSettings,
     records_kinds: bool, fused_attention: bool = True,
 ) -> AdapterMemory:  # fmt: skip
-    """Return a step with these adapters.
+    """Return the inputs of the memory formula for plans with these adapters.
 
-    Raises BadInputError for targets that the model lacks, and for plans whose memory is unknown.
+    Raises BadInputError for targets that the model lacks, and for plans that have no formula.
     """
     require_adaptable(outline)
     _require_known(columns)

@@ -89,7 +89,7 @@ def _count(positions: list[_Position]) -> Ints:
 def _add_block(
     timeline: MemoryTimeline, rank: RankSetup, position: _Position, reduced: Floats
 ) -> Floats:
-    """Add a block's backward; return the bytes in which its gradients are reduced.
+    """Add a block's backward; return the bytes of its gradients that are being reduced.
 
     `reduced`: bytes of the previous block, whose reduction ends here.
     """
@@ -126,9 +126,10 @@ def _add_block(
 
 
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
-    """Keep a block's gradients until a pipeline's last micro-batch, or add them to those kept. They
-    are added one by one after the block's backward, in the dtype of the reduction, in which they
-    have `sent` bytes.
+    """Keep a block's gradients until a pipeline's last micro-batch, or add them to those kept.
+
+    After the block's backward, they are added one by one in the dtype of the reduction, in which
+    they have `sent` bytes.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -159,7 +160,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the reduction of gradients outside of blocks, and of those that were kept until then.
+    """Add the reduction of gradients outside of blocks, and of those that were delayed until then.
 
     The head's gradients were counted with the loss; root shards are reduced at the end.
     """

@@ -19,9 +19,9 @@ _ATTENTION_ROWS = 512  # rows of scores that ring attention holds at a time
 class _Block:
     """Values shared by the operators of a block's backward.
 
-    `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
+    `live`: fraction of saved tensors on the device. `copies`: bytes of weight copies per matrix
     element. Tensors in bytes: `stream`, the residual stream's gradient; `read`, the input of
-    matmuls; `cast`, its copy if it is cast; `gathered`, its copy if it is gathered again.
+    matmuls; `cast`, the input's copy if it is cast; `gathered`, its copy if it is gathered again.
     """
 
     setup: MemorySetup
@@ -161,7 +161,8 @@ def flash_workspace_bytes(
 ) -> Floats:
     """Return the bytes of FlashAttention's fp32 query gradients (Dao, arXiv 2307.08691, §3).
 
-    This includes gradients of keys and values for each of the `queries` (bytes) that share them.
+    With grouped queries, they include gradients of keys and values for every query head, as large
+    as `queries` (bytes) each.
     """
     unit = 32 if one.head_dim <= 128 else 64
     width = -(-one.head_dim // unit) * unit + 1

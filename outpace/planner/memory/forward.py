@@ -13,7 +13,7 @@ from outpace.records.precisions import WEIGHTS
 def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
     """Add the tensors that forwards gather and keep, up to the loss.
 
-    `delayed`: bytes kept for weight gradients that earlier chunks have delayed.
+    `delayed`: bytes that earlier chunks keep for their delayed weight gradients.
     """
     setup, place = rank.setup, rank.place
     _gather_root(timeline, rank)
@@ -39,7 +39,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
 
 
 def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
-    """Add casts of matrices that the backward reads again, for blocks without recomputation."""
+    """Add casts of matrices that the backward reads again, in blocks without recomputation."""
     away = rank.setup.offloads_activations
     nbytes = blocks * rank.setup.copies * rank.recomputation.plain
     timeline.pass_over("weight copies", np.where(away, 0.0, nbytes))
@@ -47,7 +47,7 @@ def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> Non
 
 
 def raised_table(rank: RankSetup) -> Floats:
-    """Return the bytes of the embedding's fp32 table, for look-up and gradient."""
+    """Return the bytes of the embedding's fp32 copy, which look-up and gradient use."""
     setup, sharding = rank.setup, rank.setup.sharding
     autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
     raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")
@@ -61,7 +61,7 @@ def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Copy the gathered parameters of each block, while the previous block's still exist."""
+    """Add the gathers of blocks; each is copied while the previous block's parameters exist."""
     unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
     others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
     before = np.where(rank.blocks > 1.5, unit, rank.root)

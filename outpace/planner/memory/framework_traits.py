@@ -1,7 +1,7 @@
-"""Traits of trainers that affect memory with any plan: outpace, Megatron-LM, Lightning's FSDP.
+"""Memory traits of trainers that hold for any plan: outpace, Megatron-LM, Lightning's FSDP.
 
-The memory formula gets a plan's axes and options. How a program implements these is recorded here,
-each trait with its source.
+A plan says which axes and options are used; the traits, each with its source, say how a trainer
+implements them.
 """
 
 from dataclasses import dataclass, replace
@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class FrameworkTraits:
-    """One program's use of memory.
+    """Memory traits of one trainer.
 
     `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
     logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
     parallelism, a rank keeps its shard of matmuls' inputs and gathers it again. `main_gradients`:
-    bytes per gradient of a buffer that accumulates gradients throughout the job, for whole weights
-    unless a plan shards them; None means the same as in outpace's strategies. `shards_by_element`:
-    zero1 splits parameters by elements over data and context parallelism. `reuses_receive_buffer`:
-    a pipeline has one receive buffer for all micro-batches, and frees tensors that it has sent.
+    bytes per element of a buffer that accumulates gradients throughout the job, whole unless the
+    plan shards weights; None means the buffers of outpace's strategies. `shards_by_element`: zero1
+    splits parameters by elements over data and context parallelism. `reuses_receive_buffer`: a
+    pipeline has one receive buffer for all micro-batches, and frees tensors that it has sent.
     `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
     unsharded until the last backward.
     """

@@ -16,7 +16,7 @@ _FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of each plan's pipeline (see `in_flight.Rank`), or any rank without a pipeline."""
+    """One pipeline rank of each plan (see `in_flight.Rank`); without a pipeline, any rank."""
 
     layers: Floats
     chunk_layers: Floats
@@ -35,12 +35,15 @@ class Place:
     last_again: Bools
 
     def select(self, rows: Ints) -> "Place":
-        """Return the ranks of some of the plans."""
+        """Return the places of some of the plans."""
         return Place(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
-    """Return the candidates of `in_flight`, padded with the last; without a pipeline, one rank."""
+    """Return the pipeline ranks that may need the most memory, each for all plans.
+
+    Plans with fewer such ranks (`in_flight.ranks_of`) repeat their last one.
+    """
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
@@ -65,9 +68,9 @@ def _place(ranks: list[Rank], rows: Ints) -> Place:
 
 
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
-    """Return the interval of recomputing blocks, counted from the first; 0 means none.
+    """Return n if every n-th block recomputes, starting with the first; 0 if none does.
 
-    Plans give shares: n of L blocks means every (L/n rounded up)-th one.
+    Plans give fractions: k of L blocks means every (L/k rounded up)-th block.
     """
     recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
     return np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(np.int64)

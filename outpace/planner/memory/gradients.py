@@ -12,13 +12,13 @@ from outpace.planner.plan_columns import Bools, Floats
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """Bytes of a gradient per element, one entry per plan.
+    """Bytes per element of a gradient, one entry per plan.
 
     `matmul` and `other`: bytes before a cast, if a matmul or another operator computes the
     gradient. If ranks have whole weights, `kept` bytes stay, or `added` bytes live until they are
     added to existing gradients. If parameters are gathered, both are 0, and `whole` bytes live
-    until they are reduced, or `joined` bytes until they are added to the gradients that are kept
-    until a pipeline's last micro-batch.
+    until they are reduced, or `joined` bytes until they are added to gradients whose reduction is
+    delayed.
     """
 
     matmul: Floats
@@ -30,10 +30,10 @@ class GradientBytes:
 
 
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
-    """Return the bytes for every plan.
+    """Return the bytes per element of a gradient, for every plan.
 
-    `allocates`: a backward allocates gradients that stay. `joins`: gradients are already kept until
-    a pipeline's last micro-batch.
+    `allocates`: the backward allocates gradients that stay. `joins`: a pipeline already keeps
+    gradients until its last micro-batch.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
     cast = np.where(setup.gradients.casts_sums, item, 0.0)
@@ -51,7 +51,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 
 def added_bytes(setup: MemorySetup) -> Floats:
-    """Return the bytes of a gradient that is added to existing ones, if nothing is gathered."""
+    """Return the bytes per element of a gradient that is added to existing, ungathered ones."""
     return np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
 
 
@@ -64,8 +64,8 @@ def add_gradient(
 ) -> None:
     """Add a weight's gradient: stored, accumulated, or kept until its reduction.
 
-    If it comes from a `matmul`, it is cast when the weight's copy, of `copies` bytes per element,
-    is freed.
+    The gradient of a `matmul` is cast when the weight's copy, of `copies` bytes per element, is
+    freed.
     """
     made = elements * (item.matmul if matmul else item.other)
     timeline.allocate("temporary", made)
@@ -78,5 +78,5 @@ def add_gradient(
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:
-    """Add gradients of weights in host memory to the host's memory; ignore all others."""
+    """Add gradients to host memory in plans whose weights are there."""
     timeline.offload(np.where(setup.gradients_on_host, nbytes, 0.0), False)

@@ -1,4 +1,4 @@
-"""Pieces in which the loss computes logits: as a whole, in chunks, or in blocks of rows."""
+"""Rows of logits that the loss computes at a time: all, chunks, or blocks of rows."""
 
 import numpy as np
 
@@ -31,12 +31,15 @@ def padded_columns(vocab: Floats) -> Floats:
 
 
 def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
-    """Return whether an accelerator computes all logits together; `columns` are padded."""
+    """Return whether an accelerator computes all logits at once; `columns` are padded."""
     return rows * columns * operand <= _WHOLE_BYTES
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
+    """Return the rows of logits that an accelerator computes at a time.
+
+    `asked`: the plan requests a chunked loss.
+    """
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
@@ -53,13 +56,13 @@ def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
 
 
 def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
-    """Return whether logits are too large for a CPU to compute all of them together."""
+    """Return whether a CPU must split logits because all of them together are too large."""
     large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
     return np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the largest number of tokens whose logits a CPU in bf16 holds together."""
+    """Return the largest number of tokens whose logits a CPU in bf16 computes at once."""
     return np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
 
 

@@ -27,9 +27,10 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """The head, with `elements` on ranks that have it and `rows` tokens as input. `more`: other
-    micro-batches whose backward has not run yet. `last`: bytes of a buffer that is freed when the
-    head begins. `copied`: matmuls read a cast or padded copy.
+    """The head of ranks that have one, with `elements` and an input of `rows` tokens.
+
+    `more`: other micro-batches whose backward has not run yet. `last`: bytes of a buffer that is
+    freed when the head begins. `copied`: matmuls read a cast or padded copy of the weight.
     """
 
     setup: MemorySetup
@@ -84,8 +85,9 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def tied_head_bytes(rank: RankSetup) -> Floats:
-    """Return the bytes of a tied head's gradient, which is kept until the embedding's gradient
-    exists. 0 if the head's gradient is stored until the optimizer's step anyway.
+    """Return the bytes of a tied head's gradient that waits for the embedding's gradient.
+
+    Returns 0 if the head's gradient is stored until the optimizer's step anyway.
     """
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     both = place.first & place.last & setup.outline.tied & ~setup.dp & (c.pp == 1)
@@ -133,7 +135,7 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which plans' losses use chunks of logits: if requested, or if logits are large."""
+    """Return which plans compute the loss in chunks: if requested, or if logits are large."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
@@ -156,7 +158,7 @@ def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits; the backward overwrites them with their gradient."""
+    """Add all logits at once; the backward overwrites them with their gradient."""
     s, rows = head.setup.sizes, head.rows
     states = rows * head.setup.outline.hidden
     cast = np.where(s.operand < s.stream, states * s.operand, 0.0)
@@ -177,7 +179,7 @@ def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits or chunks of them; the forward multiplies their gradient."""
+    """Add logits, at once or in chunks, whose forward computes all gradients in place."""
     s, rows, item = head.setup.sizes, head.rows, head.setup.sharding.item
     hidden = head.setup.outline.hidden
     c, row_bytes = head.setup.columns, np.maximum(head.vocab, 1) * s.operand

@@ -12,10 +12,10 @@ LEAST_VALUES = 4096
 # shorter blocks, down to the length at which scales would outweigh the savings.
 LONGEST_BLOCK = {"8bit": 256, "4bit": 128}
 LEAST_BLOCK = 32
-# Number of fp32 gradients that a step with master weights creates at a time, since those of a whole
-# model would exist in addition to its states.
+# Bytes of fp32 gradients that a step with master weights creates at a time. Those of a whole model
+# would exist in addition to its states.
 MASTER_PIECE_BYTES = 256 << 20
-# The maximum number of values that are updated as one tensor; on a CPU, as many as its caches hold.
+# Maximum number of values that are updated as one tensor; on a CPU, as many as its caches hold.
 JOINED_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
 FEW_VALUES = 1 << 15  # small parameters, which take little memory in any model
 # Maximum number of values of a parameter whose random numbers for rounding come from a counter
@@ -28,7 +28,7 @@ _FP32 = 4
 
 
 def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
-    """Return the number of values in a row that share a scale; None if a moment is in fp32.
+    """Return the number of values in a row that share a scale; None if moments are in fp32.
 
     `split` is the number of ranks that each row is split over.
     """
@@ -47,7 +47,7 @@ def optimizer_bytes(
 ) -> float:
     """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
 
-    `hidden`: whether the parameter is one that Muon updates, if it is a matrix.
+    `hidden`: Muon updates the parameter if it is a matrix.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0

@@ -27,7 +27,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     # Offloaded states are updated unit by unit.
     unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
     stepped = _stepped_elements(rank, elements, unit)
-    # Under bf16's master weights, gradients are cast to fp32 in pieces, unless summed in fp32.
+    # With bf16-master, gradients are cast to fp32 in chunks, unless summed in fp32.
     c, g = setup.columns, setup.gradients
     piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * rank.largest), FP32 * stepped)
     masters = c.precision_in("bf16-master") & ~c.holds_masters()
@@ -49,7 +49,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Free gradients that were copied into buffers, from which fp32 sums are computed."""
+    """Free gradients that were copied into buffers, and sums outside of buckets."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -59,9 +59,9 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add fp32 gradients for fp16's loss scale, one by one, on ranks with master weights.
+    """Add the fp32 gradients that fp16-master unscales, on ranks with master weights.
 
-    They replace those in 16 bits, except views of buffers, which stay.
+    They replace 16-bit gradients one by one, except views of buffers, which stay.
     """
     setup, sharding, g = rank.setup, rank.setup.sharding, rank.setup.gradients
     master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)

@@ -1,4 +1,4 @@
-"""The memory of a plan's fullest rank, in closed form and for many plans at once.
+"""Peak memory of a plan's fullest rank, in closed form and for many plans at once.
 
 Sizes of states follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, and activations Korthikanti
 et al., arXiv 2205.05198, §4. Every term is derived in docs/concepts/memory-model.md from what the
@@ -37,7 +37,7 @@ _RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
 
 
 def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
-    """Return the bytes by kind at the peak of a step on the fullest rank, for every plan.
+    """Return the peak memory of each plan's fullest rank, by kind.
 
     Offloaded bytes are a separate kind, not included in the sum.
     """
@@ -81,7 +81,7 @@ def _timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans with a step's timelines on the ranks that may need the most memory."""
+    """Yield the step's timelines of the ranks that may need the most memory, with plan indices."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.select(rows)
@@ -99,7 +99,7 @@ def _timelines(
 def _start_timelines(
     question: MemoryQuestion, columns: PlanBatch
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans with timelines of the same ranks up to the first forward."""
+    """Yield timelines up to the first forward, of the same ranks, with plan indices."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.select(rows)
@@ -113,7 +113,7 @@ def _start_timelines(
 
 
 def _parts(columns: PlanBatch) -> Iterator[Ints]:
-    """Yield plans in parts that fit into caches, and pipelines separately from other plans."""
+    """Yield plan indices in cache-sized parts, separately by pipelining and by sharding."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -125,19 +125,20 @@ def _parts(columns: PlanBatch) -> Iterator[Ints]:
 
 
 def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
-    """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers. These
-    three are bounds by the rules of docs/concepts/memory-model.md, not measurements: for unused
-    parts of segments, for kernels and context, and for ring buffers of each group of ranks. On a
+    """Return the device memory that plans need: tensors, segments, CUDA's context, NCCL's buffers.
+
+    The last three are upper bounds by the rules of docs/concepts/memory-model.md, not measurements:
+    unused parts of segments, kernels and context, and ring buffers of each group of ranks. On a
     CPU, the result is `peak_bytes`.
     """
     return _reserve(question, columns, peak_bytes(question, columns))
 
 
 def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
-    """Return a lower bound of the bytes that a device needs: `reserved_bytes` of permanent tensors.
+    """Return a lower bound on `reserved_bytes`, from permanent tensors alone.
 
-    It is a lower bound because `reserved_bytes` is the maximum over several moments, including this
-    one.
+    It is a lower bound because `reserved_bytes` is a maximum over several moments, of which the
+    start of the step is one.
     """
     peak = np.zeros(len(columns))
     for rows, timeline in _start_timelines(question, columns):
@@ -159,7 +160,7 @@ def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floa
 
 
 def library_bytes(columns: PlanBatch) -> Floats:
-    """Return the part of `reserved_bytes` on CUDA outside of torch: context and buffers."""
+    """Return the part of `reserved_bytes` outside of torch: CUDA's context and NCCL's buffers."""
     groups: Floats = np.zeros(len(columns)) + _count_groups(columns)
     return _CONTEXT + groups * _RING_BYTES
 
@@ -170,6 +171,6 @@ def plan_library_bytes(plan: Plan) -> int:
 
 
 def _count_groups(axes: Plan | PlanBatch) -> Any:
-    """Count the groups of a rank, each of which has buffers."""
+    """Return the number of process groups of a rank that have buffers."""
     sizes = (axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.pp)
     return sum(1 * (size > 1) for size in sizes)

@@ -71,7 +71,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
     moved = (c.offload_optimizer == _DISK) & (device == "cpu")
     timeline.moment("temporary", np.where(moved, made, 0.0))
     timeline.pass_over("workspaces", WORKSPACES[device])
-    # Numbers of tokens and their targets, 8 bytes each; under dp, rank 0 reads those of all ranks.
+    # Token ids and targets, 8 bytes each; under dp, rank 0 reads those of all ranks.
     readers = np.where(setup.dp, c.data_parallel, 1).astype(float)
     samples: Floats = readers * (c.micro_batch * c.microbatches * c.passes).astype(float)
     timeline.pass_over("inputs", 16.0 * setup.question.seq_len * samples)
@@ -100,9 +100,10 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients outside of buckets. If weights are on the host, their reduced
-    gradients are copied there. In a pipeline, sharded gradients stay whole until the last
-    micro-batch.
+    """Add accumulated gradients outside of buckets.
+
+    If weights are on the host, their reduced gradients are copied there. In a pipeline, sharded
+    gradients stay whole until the last micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     sharding, g, delays = setup.sharding, setup.gradients, rank.delays

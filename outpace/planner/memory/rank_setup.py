@@ -16,10 +16,11 @@ from outpace.records.plan import Checkpointing
 
 @dataclass(frozen=True)
 class BlockMode:
-    """Mode of a rank's block in the backward: whether it recomputes, and if so `selective` or all.
+    """Recomputation mode of a block.
 
-    `saved`: bytes that the block saves; `offloaded`: the offloaded part of them, which excludes
-    tensors that checkpointing itself keeps.
+    `recomputes`: the block recomputes tensors; `selective`: not all of them. `saved`: bytes that
+    its forward saves; `offloaded`: the offloaded part of them, without tensors that checkpointing
+    itself keeps.
     """
 
     recomputes: Bools
@@ -32,7 +33,7 @@ class BlockMode:
 class Recomputation:
     """Recomputation by a rank's blocks: the first, the last, and their mean.
 
-    A share `plain` of the blocks recomputes nothing; `saved` and `offloaded` are the bytes of an
+    A fraction `plain` of the blocks recomputes nothing; `saved` and `offloaded` are the bytes of an
     average block.
     """
 
@@ -68,7 +69,7 @@ class RankSetup:
 
     @property
     def stored_elements(self) -> Floats:
-        """Return the elements of parameters stored on the rank."""
+        """Return the number of parameter elements that the rank stores."""
         sharding = self.setup.sharding
         return (sharding.stored * self.place.layers + self.outside) / sharding.shards
 
@@ -115,7 +116,7 @@ class RankSetup:
 
     @cached_property
     def recomputation(self) -> Recomputation:
-        """Return the recomputation mode of the rank's blocks."""
+        """Return the recomputation modes of the rank's blocks."""
         setup, place = self.setup, self.place
         recomputed = 1 - share_of(setup.columns, "none")
         local = place.again / np.maximum(recomputed, 1e-9)

@@ -1,7 +1,7 @@
 """Bytes that one layer's forward saves for its backward, and sizes of its weights.
 
 docs/concepts/memory-model.md derives the terms from what autograd saves of each operator in
-`nn.block`. Legend: T tokens of a micro-batch on a rank, R of them in the residual stream (a share
+`nn.block`. Legend: T tokens of a micro-batch on a rank, R of them in the residual stream (fewer
 under sequence parallelism), D hidden width, Q and K widths of queries and of keys or values on a
 rank, F inner width of the MLP on a rank.
 """
@@ -29,10 +29,10 @@ _TABLE = np.array(
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a plan's tensors: bytes per item, elements passed between layers.
+    """Sizes of a plan's tensors: bytes per element, and elements passed between layers.
 
-    If ranks shard parameters, `gathered` and `reduced` are the bytes per item in which parameters
-    are gathered and gradients reduced.
+    If ranks shard parameters, `gathered` and `reduced` are the bytes per element in which
+    parameters are gathered and gradients reduced.
     """
 
     weight: Floats
@@ -52,7 +52,7 @@ class Shapes:
 
 
 def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
-    """Return the sizes for every plan."""
+    """Return the tensor sizes of every plan."""
     weight, operand, stream = _TABLE[columns.precision].T
     weight = np.where(columns.holds_masters(), FP32, weight)
     tokens = columns.micro_batch * seq_len / columns.cp
@@ -68,8 +68,8 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
-    `norm`: bytes that each norm saves in addition to its input. `input`: bytes that the matmuls
-    after a norm save of their input. `output`: a matmul's output before it is added to the residual
+    `norm`: bytes that each norm saves in addition to its input. `input`: bytes of their input that
+    the matmuls after a norm save. `output`: a matmul's output before it is added to the residual
     stream. `raw`: queries and keys before rotation.
     """
 
@@ -138,7 +138,7 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Return the bytes of output gradients of matmuls and norms."""
+        """Return the bytes of the output gradients that delayed weight gradients need."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
@@ -210,7 +210,7 @@ def layer(
 
 
 def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
-    """Return whether torch composes norms of single operators: RMSNorm of distributed tensors."""
+    """Return which plans run norms as several operators: RMSNorm on tensors split over tp."""
     found: Bools = (columns.tp > 1) & (not stack.norm_bias)
     return found
 
@@ -218,9 +218,9 @@ def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
 def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
     """Return the bytes that a norm saves besides its input.
 
-    LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. Composed of
-    single operators, RMSNorm also saves the normalised values before scaling, for the scale's
-    gradient; in 16 bits, it saves the input in fp32 instead of the residual stream's dtype.
+    LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. As several
+    operators, RMSNorm also saves the normalised values before scaling, for the scale's gradient; in
+    16 bits, it saves the input in fp32 instead of the residual stream's dtype.
     """
     numbers = 2 if stack.norm_bias else 1
     wide = np.maximum(sizes.stream, FP32)
@@ -231,7 +231,7 @@ def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
 
 
 def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
-    """Return a layer's largest matrix, in elements; experts and joined matrices are separate."""
+    """Return the elements of a layer's largest matrix, with experts and fused matrices split."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
     for weight, share in zip(parts, cut, strict=True):
@@ -283,7 +283,7 @@ def _attention(
 def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     """Return the bytes of one inner tensor of an MLP, and those that routing to experts adds.
 
-    Each token goes to `active` experts, which are evenly loaded. This adds the copies sent, the
+    Each token goes to `active` experts, which are evenly loaded. Routing adds the copies sent, the
     results before weighting, and the router's probabilities in fp32.
     """
     item, tokens = sizes.operand, sizes.tokens
@@ -297,7 +297,7 @@ def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
 
 
 def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
-    """Return the mean over all layers of all stacks."""
+    """Return the mean over all layers of values per stack."""
     total = sum(stack.layers for stack in stacks)
     return sum(
         (value * (stack.layers / total) for value, stack in zip(values, stacks, strict=True)),
@@ -306,5 +306,5 @@ def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
 
 
 def share_of(columns: PlanBatch, mode: Checkpointing) -> Floats:
-    """Return the share of blocks in a mode."""
+    """Return the fraction of blocks in a mode."""
     return columns.modes[:, MODES.index(mode)]

@@ -23,7 +23,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 class MemoryQuestion:
     """Model, kind of device, and memory traits of the trainer.
 
-    `fused_attention` False is for attention that keeps its scores, as in Korthikanti et al., arXiv
+    `fused_attention` is False if attention keeps its scores, as in Korthikanti et al., arXiv
     2205.05198, eq. 1.
     """
 
@@ -117,7 +117,7 @@ class MemorySetup:
 
 
 def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
-    """Return the values for every plan."""
+    """Return the values of every plan that all its ranks share."""
     c, outline = columns, question.outline
     sizes = shapes(outline, question.seq_len, c)
     layers = _layers(question, c, sizes)
@@ -127,7 +127,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     widest = max(range(len(layers)), key=lambda i: _width(outline.stacks[i]))
     sharding = _sharding(question, c, sizes, elements)
     splits_stream = (c.tp > 1) & c.sequence_parallel
-    casts = (sizes.operand < sharding.item) & ~c.precision_in("fp8")  # this saves the weight
+    casts = (sizes.operand < sharding.item) & ~c.precision_in("fp8")  # fp8 saves the weight itself
     return MemorySetup(
         question=question,
         columns=c,
@@ -170,7 +170,7 @@ def _sharding(
     product = c.strategy_in("3d")
     on_host = c.offload_parameters == OFFLOADS.index("cpu")
     several = c.dp_replicate * c.dp_shard * c.cp > 1
-    # Even if nothing is sharded, outpace's 3d has fully_shard's copies.
+    # outpace's 3d uses fully_shard, which copies parameters even if nothing is sharded.
     level = np.where(product & (c.zero == 0), 3 if traits.main_gradients is None else 0, c.zero)
     gathers = (product & several & (level >= 2)) | (~product & (c.zero >= 2)) | on_host
     ranks = np.where(product, c.dp_shard * c.cp, c.dp_shard)

@@ -1,4 +1,4 @@
-"""States that stay on a rank: weights and optimizer state, in elements and bytes."""
+"""Tensors that stay on a rank: elements of weights, and bytes of optimizer state."""
 
 import math
 from collections.abc import Callable
@@ -81,8 +81,9 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 def by_plans(
     columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
 ) -> Floats:
-    """Return `value` of a few columns for every plan, computed once per combination of their
-    values. The result has one number, or one row of numbers, per plan.
+    """Return `value` of some columns for every plan, computed once per combination of values.
+
+    The result has one number, or one row of numbers, per plan.
     """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -94,7 +95,7 @@ def by_plans(
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of an optimizer's state on a rank without sharding; `layer`: of one layer."""
+    """Bytes of optimizer state on a rank without sharding; `layer`: of one layer."""
 
     layer: Floats
     embedding: Floats
@@ -107,7 +108,7 @@ _PARTS = tuple(field.name for field in fields(States))
 
 
 def states(outline: Outline, columns: PlanBatch) -> States:
-    """Return the bytes of states, from the shapes of parameters."""
+    """Return the bytes of optimizer state of every plan, from the shapes of parameters."""
     names = ("optimizer", "precision", "tp", "ep", "etp")
 
     def value(optimizer: int, precision: int, *axes: int) -> list[float]:
@@ -149,12 +150,12 @@ def _states(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the fullest rank's share of all elements if ranks share whole parameters."""
+    """Return the fullest rank's fraction of all elements if ranks own whole parameters (zero1)."""
     return by_plans(columns, ("shards", "tp"), partial(_whole_share, outline))
 
 
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the state bytes of the fullest rank if ranks share whole parameters (zero1).
+    """Return the fullest rank's bytes of optimizer state if ranks own whole parameters (zero1).
 
     Parameters are assigned largest first, each to the rank with the fewest elements; ranks of tp
     have parts of them.

@@ -1,4 +1,4 @@
-"""A step on one rank in order: permanent memory, forward, backward, optimizer."""
+"""Memory of a step on one rank, in order: permanent tensors, forward, backward, optimizer."""
 
 from collections.abc import Iterator
 
@@ -22,11 +22,11 @@ def step_timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans and timelines of the ranks that may need the most memory, or of the last rank.
+    """Yield plan indices and timelines of ranks that may need the most memory, or the last rank.
 
-    Timelines start with existing gradients. If fewer activations are saved in that case, timelines
-    that start without gradients are included, too. `records_kinds`: whether the peak by kind will
-    be requested.
+    A pipeline's timelines start with the gradients of earlier micro-batches. If more activations
+    are in flight before the first backward, timelines of that phase are included, too.
+    `records_kinds`: whether the peak by kind will be requested.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):

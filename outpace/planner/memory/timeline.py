@@ -14,9 +14,9 @@ class MemoryTimeline:
     """Changes of memory in the order of a step, and the contents of memory at the peak.
 
     Every change is one number per plan, in bytes. The peak is checked after `allocate`, not after
-    `free` or a change over many steps (`pass_over`). `records_kinds`: whether `by_kind` will be
-    called. Offloaded bytes have separate maxima in host memory and on disk, which need not coincide
-    with the device's peak.
+    `free` or `pass_over`, which may stand for many changes. `records_kinds`: whether `by_kind` will
+    be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
+    coincide with the device's peak.
     """
 
     def __init__(self, plans: int, records_kinds: bool = True) -> None:
@@ -32,7 +32,7 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def select(self, plans: Bools) -> "MemoryTimeline":
-        """Return this timeline for changes that apply only to some plans."""
+        """Return a view of this timeline whose changes apply only to some plans."""
         if plans.all():
             return self
         view = copy(self)  # part of the same arrays
@@ -62,7 +62,7 @@ class MemoryTimeline:
         np.maximum(self.disk_peak, self._disk, out=self.disk_peak)
 
     def record_peak(self) -> None:
-        """Record this moment if it is the peak."""
+        """Update the peak with the memory now in use."""
         if self._records_kinds:
             self._at[self._live > self.peak] = len(self._changes)
         np.maximum(self.peak, self._live, out=self.peak)
@@ -90,7 +90,7 @@ class MemoryTimeline:
         return found
 
     def _of_plans(self, nbytes: Amount) -> Amount:
-        """Return a change as an array that is 0 for plans outside of this timeline."""
+        """Return a change as an array that is 0 for plans that are not selected."""
         return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
 
     def _change(self, kind: Kind, nbytes: Amount) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a plan, and a block's matrices that have them."""
+"""Low-rank adapters of a plan, and the matrices of a block that have them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -24,7 +24,7 @@ _UNKNOWN: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimi
 # Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values per byte, an 8-bit
 # scale per 64 values, an fp32 scale per 256 of these, and their offset and 256 levels.
 _BLOCK, _SCALES_BLOCK, _MATRIX_BYTES = 64, 256, 4 + 4 * 256
-NF4_BYTES = 0.5 + 1 / _BLOCK + 4 / (_BLOCK * _SCALES_BLOCK)  # of a value of a large matrix
+NF4_BYTES = 0.5 + 1 / _BLOCK + 4 / (_BLOCK * _SCALES_BLOCK)  # per value of a large matrix
 
 
 class Matrix(NamedTuple):
@@ -63,7 +63,7 @@ class AdapterSettings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self | None:
-        """Return the adapters that settings, named like a plan's fields, request; None if none."""
+        """Return adapters from settings named like a plan's fields; None without `lora_rank`."""
         if values.get("lora_rank") is None:
             return None
         return cls(
@@ -87,12 +87,15 @@ class AdapterSettings:
 
     @property
     def title(self) -> str:
-        """Describe the adapters in a few words."""
+        """Return a short description of the adapters."""
         on = "" if "all" in self.targets else f" on {', '.join(self.targets)}"
         return f"{'QLoRA' if self.base == 'nf4' else 'LoRA'} {self.rank}{on}"
 
     def matrices(self, outline: Outline) -> list[Matrix]:
-        """Return the matrices of a block. Raises BadInputError for a target that it lacks."""
+        """Return a block's matrices, with those that have adapters marked.
+
+        Raises BadInputError for a target that the block lacks.
+        """
         attention, mlp = outline.stacks[0].attention, outline.stacks[0].mlp
         assert attention is not None and mlp is not None
         hidden, queries = outline.hidden, attention.heads * attention.head_dim
@@ -125,7 +128,7 @@ def nf4_bytes(elements: int) -> int:
 
 
 def nf4_scale_bytes(elements: int) -> int:
-    """Return the bytes of a matrix's fp32 scales, which are unpacked from 8 bits."""
+    """Return the bytes of a matrix's scales after they are unpacked from 8 bits to fp32."""
     return 4 * math.ceil(elements / _BLOCK)
 
 
@@ -133,12 +136,12 @@ def require_adaptable(outline: Outline) -> None:
     """Raise BadInputError for a model whose adapters the planner cannot estimate."""
     why = outline.untrained
     if why is None and (outline.head_matmuls or outline.experts):
-        why = "the planner cannot estimate adapters of its kind of head or experts"
+        why = "the planner cannot estimate adapters for models with experts or a head of two layers"
     stack = outline.stacks[0]
     plain = stack.attention is not None and stack.mlp is not None and not stack.other
     latent = stack.attention is not None and stack.attention.kv_rank is not None
     if why is None and (not plain or latent or stack.cross_attention is not None):
-        why = "the planner cannot estimate adapters of its kind of blocks"
+        why = "the planner cannot estimate adapters for this kind of block"
     if why is not None:
         raise BadInputError(
             f"lora_rank: {outline.name} cannot be planned with adapters: {why}. Leave lora_rank "

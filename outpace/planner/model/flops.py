@@ -1,9 +1,9 @@
 """FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
 
-Matmuls and attention are counted, 2·m·n·k for an (m, k) by (k, n) matmul; norms,
-activations, softmax and the optimizer are left out, as in all published MFU figures. Causal
-attention is counted in full, not halved, as in published figures; for a sliding window, only the
-keys that it reaches are counted. Document boundaries do not reduce the count.
+Matmuls and attention are counted, 2·m·n·k for an (m, k) by (k, n) matmul; norms, activations,
+softmax and the optimizer are left out, as in all published MFU figures. Causal attention is counted
+in full, not halved, as in published figures. With a sliding window, only the keys in the window are
+counted. Document boundaries do not reduce the count.
 """
 
 import math
@@ -47,7 +47,7 @@ def head_weights(spec: ModelSpec) -> int:
 
 
 def keys_reached(keys: int, window: int | None, causal: bool) -> int:
-    """Return the keys counted per query: all, or its window (both directions if not causal)."""
+    """Return the keys counted per query: all, or those in its window (two-sided if not causal)."""
     if window is None:
         return keys
     return min(keys, (1 if causal else 2) * (window - 1) + 1)
@@ -60,7 +60,7 @@ def _layer_matmul(spec: ModelSpec, seq_len: int, layer: int) -> int:
 
 
 def _attention_matmul(spec: ModelSpec, seq_len: int) -> int:
-    """Return the FLOPs of these matmuls over all layers."""
+    """Return the FLOPs of `_layer_matmul` summed over all layers."""
     return sum(_layer_matmul(spec, seq_len, layer) for layer in range(spec.layers))
 
 
@@ -76,9 +76,11 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
-    """Return the FLOPs per sample that the last block saves if a single position is read: it
-    computes only keys and values for all other positions. `weights`: elements that a whole block
-    multiplies by, including keys and values; `matmuls`: those of attention.
+    """Return the FLOPs per sample that the last block saves if a single position is read.
+
+    For all other positions, it computes only keys and values. `weights`: elements that a whole
+    block multiplies by, including those for keys and values; `matmuls`: the number of attention's
+    matmuls.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
     a_place = _layer_matmul(spec, seq_len, spec.layers - 1) // seq_len
@@ -101,9 +103,10 @@ def step_flops(
     fused attention recomputes, and the recomputation by blocks.
 
     Without the `head`, one position of each sequence is read, as by a classifier. If only adapters
-    are trained, `adapters` is their number of parameters: the gradients of frozen weights are not
-    computed, and each element of an adapter is a multiply-add like those of weights. Raises
-    ValueError for the adapters of a classifier, whose new layers are fully trained.
+    are trained, `adapters` is their number of parameters: gradients of frozen weights are not
+    computed, and each adapter element is a multiply-add like an element of a weight.
+
+    Raises ValueError for the adapters of a classifier, whose new layers are fully trained.
     """
     if adapters is not None and not head:
         raise ValueError("adapters in addition to a classifier's new layers are not counted")
@@ -128,7 +131,7 @@ def step_flops(
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return the part of `recomputed_flops` that the last block saves if one position is read."""
+    """Return the part of `recomputed_flops` that the last block skips if one position is read."""
     if mode in ("none", "selective"):
         return 0
     matmuls = 0 if mode == "attention" else _FORWARD_MATMULS

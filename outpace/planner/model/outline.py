@@ -1,4 +1,4 @@
-"""The outline of a model that outpace builds, and the parts of an outline's layers."""
+"""Outlines of models that outpace builds, and the weights of an outline's layers."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,7 +217,7 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Return parameter counts outside layers: embeddings, positions, head (0 if tied), rest."""
+    """Return the number of parameters outside layers: embeddings, positions, untied head, rest."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     matmuls = sum(p.elements for p in (*outline.embed_matmuls, *outline.head_matmuls))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
@@ -225,13 +225,13 @@ def outside_elements(outline: Outline) -> int:
 
 
 def parameters(outline: Outline) -> int:
-    """Return the number of all parameters."""
+    """Return the number of a model's parameters."""
     layers = sum(s.layers * layer_parameters(s, outline.hidden) for s in outline.stacks)
     return layers + outside_elements(outline)
 
 
 def head_in_layers(outline: Outline) -> float:
-    """Return the multiply-adds of the head's matmuls relative to an average layer's."""
+    """Return the multiply-adds of the head's matmuls, in multiples of an average layer's."""
     block = sum(
         stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
         for stack in outline.stacks

@@ -10,9 +10,9 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    A matmul takes 2·m·n·k FLOPs. Attention counts all keys (within a window, if there is one),
-    masked or not. Experts count only for the tokens that use them, plus the router. Stacks with a
-    fixed length keep it. A decoder's cross-attention reads the encoder's output.
+    A matmul takes 2·m·n·k FLOPs. Attention counts all keys (or those in its window), masked or not.
+    Experts count only for the tokens that use them, plus the router. Stacks with a fixed length
+    keep it. A decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
@@ -44,7 +44,8 @@ def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | Non
 def masked_flops(outline: Outline, seq_len: int, samples: int) -> int:
     """Return the FLOPs of `step_flops` that causal masks make unnecessary.
 
-    These are half of causal attention's; of a window, only the keys that it reaches are counted.
+    These are half of causal attention's. A window shorter than the sequence has none, because only
+    the keys that it reaches are counted.
     """
     total = 0
     for stack in outline.stacks:
@@ -66,9 +67,9 @@ def recomputed_flops(
 ) -> float:
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
-    `shares` gives, for each mode, the share of layers that use it: "full" layers repeat the whole
-    forward, "attention" layers all except attention itself, and "selective" layers every second
-    matmul. `stops_early`: the last matmul is left out if nothing reads its result.
+    `shares`: the fraction of layers in each mode. "full" layers repeat the whole forward,
+    "attention" layers all except attention itself, and "selective" layers every second matmul.
+    `stops_early`: the last matmul is left out if nothing reads its result.
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:

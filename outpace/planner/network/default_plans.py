@@ -1,4 +1,4 @@
-"""The plans that `outpace network` compares by default: one for each strategy."""
+"""Plans that `outpace network` compares by default: one for each strategy."""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class _Study:
 def candidate_plans(
     problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
 ) -> Iterator[NetworkEntry | tuple[str, str]]:
-    """Yield DDP, ZeRO-1/2/3 with one micro-batch, ZeRO-3 with all samples, TP, PP, and TP × PP.
+    """Yield plans: DDP, ZeRO-1, -2 and -3, ZeRO-3 in one pass, TP, PP, and TP × PP × replicas.
 
     TP and PP alone use all devices; a combination that equals another entry is left out. Each plan
     has the possible global batch that is nearest to the requested one. For an impossible strategy,

@@ -47,9 +47,9 @@ class NetworkEntry:
 class NetworkProblem:
     """A model on a machine, and the networks to compare.
 
-    `networks`: candidates for a node, with the machine's own as `present`; `device_links`:
-    candidates from a device to others in its node, with `present_link`. `tolerance`: share of a
-    step by which the network may lengthen it.
+    `networks`: networks between nodes, of which the machine has `present`; `device_links`: links
+    between devices of a node, of which the machine has `present_link`. `tolerance`: the fraction of
+    a step by which the network may lengthen it.
     """
 
     spec: ModelSpec
@@ -63,7 +63,7 @@ class NetworkProblem:
     present_link: Network | None = None
 
     def fits(self, columns: PlanBatch) -> list[bool | None]:
-        """Return whether plans fit on a device, by the planner's formula; None if unknown."""
+        """Return whether each plan fits on a device; None if the device's memory is unknown."""
         device = self.cluster.device
         if device.memory_bytes is None:
             return [None] * len(columns)
@@ -74,7 +74,7 @@ class NetworkProblem:
 
 
 def link_share(link: Network) -> float:
-    """Return the share of its rate that a link between devices in a node reaches."""
+    """Return the fraction of its rate that a link between devices in a node reaches."""
     return collective_rates.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
 
 
@@ -83,7 +83,7 @@ def _is_pcie(link: Network) -> bool:
 
 
 def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return the networks with which communication costs each plan no more than the tolerance.
+    """Return the cost of each network for each plan, and the slowest networks within the tolerance.
 
     Device links are compared with an infinitely fast network between nodes. Raises BadInputError
     for plans whose traffic is unknown or that do not divide the batch.
@@ -127,7 +127,7 @@ def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None
 
 
 def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
-    """Return the cost of the present network, with this network's name."""
+    """Return the cost of the machine's own network, under its name; None if not compared."""
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
             return cost.model_copy(update={"network": present})
@@ -135,7 +135,7 @@ def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkC
 
 
 class NetworkSteps:
-    """Steps of all plans at once, each on several networks."""
+    """Step times of all plans, each on several networks."""
 
     def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
         self._asked = asked
@@ -147,7 +147,7 @@ class NetworkSteps:
             field.name: np.concatenate([getattr(row, field.name) for row in rows])
             for field in fields(PlanBatch)
         })  # fmt: skip
-        # Pipelines take as long as in the planner's simulation on the present network.
+        # What the simulation adds on the present network is added on every network.
         self.times = estimate(self.question, self.columns)
         simulated_s = steps_s(self.question, self.columns) - self.times.step_s
         self._simulated_s = simulated_s[:, None]
@@ -164,8 +164,8 @@ class NetworkSteps:
     def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
         """Return each plan's step times (plans, n), with links that reach these bytes/s.
 
-        `inside`: a device's link within its node; `across`: all cards of a node; each is a number
-        or (plans or 1, n). A step takes at least as long as its busiest link.
+        `inside`: a device's link within its node; `across`: all network cards of a node. Each is a
+        number or an array (plans or 1, n). A step takes at least as long as its busiest link.
         """
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
@@ -178,7 +178,7 @@ class NetworkSteps:
 
     @cached_property
     def ideal_s(self) -> Floats:
-        """Return step times with infinitely fast networks between nodes, present links inside."""
+        """Return step times with an infinitely fast network between nodes, present links inside."""
         return self.seconds(self.inside_bytes_per_s, math.inf)[:, 0]
 
     @cached_property
@@ -188,11 +188,11 @@ class NetworkSteps:
 
     @property
     def node_share(self) -> float:
-        """Return the share of its nominal rate that the machine's network reaches."""
+        """Return the fraction of its nominal rate that the machine's network reaches."""
         return 1.0 if self._asked.present is None else network_share(self._asked.present)
 
     def device_share(self, link: Network) -> float:
-        """Return the share of its nominal rate that a device link like the present one reaches."""
+        """Return the fraction of its nominal rate that a device link reaches on this machine."""
         own = self._asked.present_link
         if own is None or _is_pcie(own) != _is_pcie(link):
             return link_share(link)
@@ -223,13 +223,13 @@ class NetworkSteps:
         return np.where(high == math.log(_LEAST), 0.0, np.exp(high))
 
     def node_costs(self) -> list[tuple[NetworkCost, ...]]:
-        """Return each plan's costs of the networks between nodes."""
+        """Return the cost of each network between nodes, for every plan."""
         rates = [one.bytes_per_s * network_share(one) for one in self._asked.networks]
         steps = self.seconds(self.inside_bytes_per_s, np.array([rates or [math.inf]]))
         return self._costs(self._asked.networks, steps, self.ideal_s)
 
     def device_costs(self) -> list[tuple[NetworkCost, ...]]:
-        """Return each plan's costs of a device's links within its node."""
+        """Return the cost of each link between devices of a node, for every plan."""
         links = self._asked.device_links
         rates = [one.bytes_per_s * self.device_share(one) for one in links]
         steps = self.seconds(np.array([rates or [math.inf]]), math.inf)
@@ -238,7 +238,7 @@ class NetworkSteps:
     def _costs(
         self, networks: Sequence[Network], steps: Floats, ideal: Floats
     ) -> list[tuple[NetworkCost, ...]]:
-        """Return costs relative to an infinitely fast network."""
+        """Return step times with their slowdown relative to an infinitely fast network."""
         return [
             tuple(
                 NetworkCost(network=one, step_s=step_s, slowdown=max(0.0, step_s / least_s - 1))
@@ -261,7 +261,7 @@ class PlanTraffic:
         self._attention_s = float(steps.times.attention_s[at])
 
     def record(self, crossing: Crossing) -> Traffic:
-        """Return the record of a crossing, with the computation that hides it."""
+        """Return the record of a crossing, with the computation that can hide it."""
         flow = crossing.flow
         behind, hide_s = self._hiding_pass(flow.part)
         return Traffic(
@@ -289,7 +289,7 @@ class PlanTraffic:
 
 
 def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
-    """Return a plan's traffic between nodes: the maximum over stages, for each purpose and axis."""
+    """Return a plan's traffic, placed on nodes: the maximum over stages, by purpose and axis."""
     plan = entry.plan
     apart = plan.world_size // plan.pp
     most: dict[tuple[Part, Where], Flow] = {}

@@ -1,4 +1,4 @@
-"""Site of `outpace network`: a machine of the catalog, a probed machine, or both."""
+"""Machine of `outpace network`: from the catalog, from a probe, or both."""
 
 import math
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 from outpace.records.probe_results import ProbeRecord
 
-# Precisions, the simplest to train with first. Of those that are about equally fast, the first is
-# used.
+# Precisions, the simplest to train with first. The first of those about equally fast is used.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 _ALIKE = 1.05
 TOLERANCE = 0.05
@@ -39,12 +38,12 @@ TOLERANCE = 0.05
 class NetworkQuestion:
     """A question about the network that a training run needs.
 
-    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: networks of a
-    node, as text; the last is the machine's; `inside`: a device's link within its node. `plan`: a
-    file with the only plan to consider, whose length and batch are used unless others are given;
-    without a plan, strategies with `micro_batch` are compared. `share`: share of the catalog's peak
-    that matmuls reach, None for the published measurements; `tolerance`: share of a step that the
-    network may cost.
+    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: networks between
+    nodes, as text, of which the last is the machine's; `inside`: a device's link within its node.
+    `plan`: a file with the only plan to consider; its sequence length and batch are the defaults.
+    Without a plan, strategies with `micro_batch` are compared. `share`: the fraction of the
+    catalog's peak that matmuls reach; None means the published measurements. `tolerance`: the
+    fraction of a step that the network may cost.
     """
 
     model: str
@@ -124,7 +123,7 @@ class Site:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Return the accelerator; None on CPUs, and if the catalog has no entry."""
+        """Return the accelerator; None on CPUs, or if the catalog has no entry."""
         if self.node is not None:
             return ACCELERATORS.get(self.node.accelerator or "")
         first = self.probe.devices[0] if self.probe is not None and self.probe.devices else None
@@ -173,9 +172,10 @@ class Site:
         return self.probe.model_copy(update={"devices": (device,) * self.per_node})
 
     def _share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
-        """Return the device at the requested share of its peak.
+        """Return the device with matmuls at the requested fraction of its peak.
 
-        Such shares describe whole passes, so norms, memory traffic and launches take no extra time.
+        Such a fraction describes a whole pass, so norms, memory traffic and launches take no extra
+        time.
         """
         share = self._asked.share
         assert share is not None
@@ -192,8 +192,8 @@ class Site:
     def precision(self, asked: Precision | None) -> Precision:
         """Return the requested precision, or the fastest whose matmuls were measured.
 
-        If none was measured, it is bf16 if the catalog says that the device supports it. On a GPU,
-        this is bf16 with master weights, outpace's default there.
+        If none was measured, this is bf16 if the catalog says that the device supports it, else
+        fp32. On a GPU, bf16 means bf16 with master weights, outpace's default there.
         """
         if asked is not None:
             return asked
@@ -215,7 +215,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the FLOP/s of matmuls and the bytes/s of memory on which times are based."""
+        """Return the FLOP/s of matmuls and the bytes/s of memory that times are based on."""
         dtype, probed = dtype_of(precision), self._results
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)
@@ -234,7 +234,7 @@ class Site:
     def device_network(self) -> Network | None:
         """Return a device's link to others in its node; None for a single device.
 
-        Raises BadInputError if it is unknown.
+        Raises BadInputError if the link is unknown.
         """
         if self._asked.inside is not None:
             return read_network(self._asked.inside, "--inside ")

@@ -2,7 +2,7 @@
 
 A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
 gradients exist, it keeps the most at the end of the warm-up; later, with all gradients allocated,
-it keeps at most as much. Both are returned, since either can need more memory.
+it keeps at most as much. Both numbers are returned, because either moment can need more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,14 @@ class Rank(NamedTuple):
     """A rank of a pipeline. Numbers of chunks count micro-batches times stages.
 
     `chunks` are kept before any gradient exists, `later_chunks` when all gradients exist; `losses`
-    and `later_losses` of these belong to the last stage, if this rank has it. `layers` is the
-    number of layers on this rank, `chunk_layers` the mean per stage. `borders` is the number of
-    stage boundaries over which this rank receives from another: hidden states from the previous
-    stage, gradients from the next one. With a split backward, torch keeps the gradients of received
-    tensors until the end: `inputs_done` of them exist when the number of kept chunks is largest,
-    together with the inputs for the weight gradients of `waiting` chunks. `again` has the share of
-    blocks that recompute: of all blocks, of the first, and of the last.
+    and `later_losses` count those on the last stage, if this rank has it. `layers` is the number of
+    layers on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage
+    boundaries over which this rank receives from another: hidden states from the previous stage,
+    gradients from the next one. With a split backward, torch keeps the gradients of received
+    tensors until the end: `inputs_done` of them exist when the most chunks are kept, together with
+    the inputs for the weight gradients of `waiting` chunks. `again`, `first_again` and
+    `last_again`: the fraction of blocks that recompute, and whether the first and the last block
+    do.
     """
 
     layers: int
@@ -68,7 +69,7 @@ def ranks_of(
 
 
 def _weight(rank: Rank) -> tuple[float, int]:
-    """Return the weighted number of blocks whose activations are kept, and of all blocks."""
+    """Return a sort key for memory: blocks with kept activations (weighted), then all blocks."""
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 
@@ -81,7 +82,7 @@ def single_rank(layers: int, every: int = 0) -> Rank:
 
 
 def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
-    """Return the share of blocks that recompute, and whether the first and the last block do."""
+    """Return the fraction of blocks that recompute, and whether the first and the last block do."""
     found = [every > 0 and block % every == 0 for block in blocks]
     return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
 
@@ -121,7 +122,10 @@ def _rank(
 def _most(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the largest numbers of chunks kept before and after the first backward is done."""
+    """Return the most chunks kept, and their losses, before and after all stages have gradients.
+
+    The last number counts the input gradients that exist at the later maximum.
+    """
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
     blocks = chunks = done = at_most = losses = 0
@@ -146,7 +150,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations. If a schedule splits some backwards, a whole one counts as two."""
+    """Yield a rank's operations; where backwards are split, a whole one yields "B" and "W"."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

@@ -1,8 +1,8 @@
 """Action tables of pipeline schedules: what every rank does, and in which order.
 
-They equal torch's (torch.distributed.pipelining 2.13, as tests show), but are created without torch
-and for any number of ranks, to simulate them. There are n ranks, m micro-batches and v stages on
-each rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
+They equal torch's (torch.distributed.pipelining 2.13; tests compare them), but are built without
+torch and for any number of ranks, for simulation. There are n ranks, m micro-batches and v stages
+on each rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def order(
 def schedule_graph(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Wiring:
-    """Prepare a schedule for many simulations."""
+    """Return a schedule's actions in topological order, for many simulations."""
     return wire(orders(schedule, ranks, microbatches, stages_per_rank))
 
 
@@ -110,7 +110,7 @@ def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order all micro-batches on one of a rank's stages after the other, then backwards in reverse.
+    """Order forwards of all micro-batches stage by stage, then backwards in reverse.
 
     Lamy-Poirier, arXiv 2211.05953, §3.
     """
@@ -149,7 +149,7 @@ def _in_turn(
 ) -> list[Action]:
     """Return `ahead` forwards, then alternating forwards and backwards, then the rest.
 
-    `put_off`: each backward computes only gradients of inputs; the weights' part follows that many
+    `put_off`: each backward computes only input gradients; the weight gradients follow that many
     backwards later.
     """
     kind: Kind = "B" if put_off is None else "I"
@@ -165,11 +165,11 @@ def _in_turn(
 
 
 class _Writer:
-    """Builder of the order of a rank that has two stages: 0 is the earlier, 1 the later.
+    """Builder of the action order of a rank with two stages: 0 is the earlier, 1 the later.
 
     An action is a letter and a stage. "F0" is stage 0's next forward, "B0" its next backward, and
     "I0" only the part of that backward that computes the inputs' gradients. "W0" computes the
-    weights' gradients of its oldest "I0"; "W" does so for the older of both stages.
+    weights' gradients of its oldest "I0"; "W" does so for the oldest of both stages.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

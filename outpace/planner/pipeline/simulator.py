@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule, action by action, with the times that ranks work and wait.
+"""Simulation of a pipeline schedule, action by action, with each rank's busy and idle times.
 
 Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
 are available: a forward needs the previous stage's forward, a backward the next stage's backward
@@ -30,7 +30,7 @@ Order = Sequence[Action]
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a micro-batch on a stage. A backward has a part for inputs and one for weights."""
+    """Seconds of a micro-batch on a stage, with the backward split into inputs and weights."""
 
     forward_s: float
     inputs_s: float
@@ -78,10 +78,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Actions of all ranks in topological order.
+    """Actions of all ranks in topological order, built once for fast repeated simulation.
 
-    It is built once, for fast repeated simulation. For each action in the order, `taken_by` is its
-    rank, and `after` has the positions of other ranks' actions that it waits for.
+    For each action in the order, `taken_by` is its rank, and `after` has the positions of other
+    ranks' actions that it waits for.
     """
 
     ranks: int
@@ -117,7 +117,7 @@ class Wiring:
 
 
 def wire(orders: Sequence[Order]) -> Wiring:
-    """Find a sequence of all actions that respects each rank's order and the dependencies.
+    """Sort all actions so that each rank's order and the dependencies are respected.
 
     Raises BadInputError for orders in which ranks wait for each other.
     """
@@ -125,7 +125,7 @@ def wire(orders: Sequence[Order]) -> Wiring:
 
 
 class _Wirer:
-    """Builder of the sequence of all actions. It runs each rank until that must wait for another.
+    """Builder of the sequence of all actions: runs each rank until it must wait for another.
 
     Every awaited result has a number, which keeps large tables fast: a forward has an even number,
     and the gradients of its inputs have the next odd number.
@@ -183,8 +183,9 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs; a whole backward needs what its input part
-        needs.
+        """Return the results that an action needs.
+
+        A whole backward needs what its input part needs.
         """
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch

@@ -1,4 +1,4 @@
-"""Number of layers of each pipeline stage, and the ranks that differ."""
+"""Layers of each pipeline stage, and ranks that represent all others."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ _UNEVEN = 8  # maximum number of ranks to evaluate
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage that makes the slowest stage as fast as possible.
+    """Return the number of layers of each stage, with the slowest stage as fast as possible.
 
     The cost of the head is the multiply-adds of its matmuls relative to a block's; an embedding
     lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
@@ -28,7 +28,7 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Distribute equal layers over stages, at least one each; the last stage also has the head.
 
     `head` is the head's cost in layers. The cost of the most expensive stage is minimised, then
-    that of the next. Later stages get the extra layers, since earlier ones keep more activations
+    that of the next. Later stages get the extra layers, because earlier ones keep more activations
     (Narayanan et al., PipeDream, SOSP 2019, §3.3).
     """
     return min(
@@ -57,7 +57,7 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
     """Distribute unequal blocks over stages in order, with the smallest possible maximum cost.
 
     Among the cheapest cuts, the last stage starts as early as possible, then the one before it, and
-    so on: later stages get more blocks, since earlier ones keep more activations.
+    so on: later stages get more blocks, because earlier ones keep more activations.
     """
     count = len(costs)
     # best[s][n]: the cost of the most expensive of s stages over the first n blocks, and the first
@@ -86,8 +86,8 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 def representatives(plan: Plan) -> list[int]:
     """Return ranks that include the fullest one: one for each group of equal ranks.
 
-    These are the first rank of each pipeline stage, or all ranks if shares are uneven, and a
-    server.
+    These are the first rank of each pipeline stage and a server; for zero1, whose ranks own
+    different parameters, also the first ranks.
     """
     across = plan.world_size - plan.servers
     chosen = set(range(0, across, max(1, across // plan.pp)))

@@ -14,8 +14,8 @@ from outpace.records.plan import Plan
 class Acceptance:
     """The plans that the trainer `name` can express.
 
-    `obstacle` returns what a plan with this global batch has that the trainer lacks; "" if nothing.
-    It is asked once for plans with the same description.
+    `obstacle` returns what a plan with this global batch has that the trainer lacks, or "". Its
+    answer is kept for all plans with the same layout or options.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Acceptance:
     _known: dict[tuple[str, bytes], bool] = field(default_factory=dict, compare=False, repr=False)
 
     def accepts_layouts(self, columns: PlanBatch) -> Bools:
-        """Return which layouts are accepted without options."""
+        """Return which layouts are accepted, regardless of options."""
         return self._accepted_mask(columns, "layout", _layout_keys(columns))
 
     def accepts_options(self, columns: PlanBatch) -> Bools:
-        """Return which plans have options that are accepted; their layouts are."""
+        """Return which plans are accepted, provided that their layouts are."""
         return self._accepted_mask(columns, "options", _option_keys(columns))
 
     def describe_obstacle(self, columns: PlanBatch, place: int) -> str:
@@ -62,7 +62,7 @@ def _layout_keys(c: PlanBatch) -> Ints:
 
 
 def _option_keys(c: PlanBatch) -> Ints:
-    """Return a row for each plan: its options, and what of its layout they may depend on."""
+    """Return a row for each plan: its options, and the layout features they may depend on."""
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp > 1, c.cp > 1, c.pp > 1,
         c.ep > 1, c.precision, c.optimizer, c.compile, c.offload_activations,

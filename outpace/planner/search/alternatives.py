@@ -36,19 +36,22 @@ def find_alternatives(
     floors: Needs,
     memory_bytes: float,
 ) -> SearchResult:
-    """Return `found` with rows for the simplest and the leanest plans that are about as fast.
+    """Return `found` with the simplest and the leanest plans that are about as fast.
 
     The simplest is chosen from the first group with a plan that takes at most `LEAN` times as long
-    as the fastest of all: plans that offload nothing and leave memory free; those that offload
-    nothing and do not crowd memory; all that offload nothing (then, plans that leave memory free
-    and take at most `WIDE` times as long are preferred); the same with one thing offloaded, then
-    with two. It is about as fast as the fastest of its group, and within the same limit. The
-    fastest of all replaces it if the fastest offloads no more, does not crowd memory, and is simple
-    enough to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the
-    leanest offloads nothing. If all plans that are about as fast fill a device's memory, the
-    leanest is the fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors`
-    are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are
-    those of the search.
+    as the fastest of all: plans that offload nothing and leave memory free; plans that offload
+    nothing and do not crowd memory; all plans that offload nothing (here, plans that leave memory
+    free and take at most `WIDE` times as long are preferred); then the same groups with one kind of
+    tensor offloaded, then with two. It is about as fast as the fastest of its group, and within the
+    same limit. The fastest of all replaces it if the fastest offloads no more, does not crowd
+    memory, and is simple enough to be worth more than free memory (`is_worth_room`).
+
+    The leanest offloads nothing unless the fastest does. If all plans that are about as fast fill a
+    device's memory, the leanest is the fastest plan that does not, if it takes at most `ROOMIER`
+    times as long.
+
+    `floors` are lower bounds on the bytes that plans need (`planner.memory.peak.least_bytes`);
+    `needs` are those of the search.
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -106,9 +109,10 @@ def add_plans(
 def _simple_choice(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
-    """Return the plans from which to choose the simplest, and the limit on its seconds.
+    """Return the plans from which to choose the simplest, and the limit on its step time, s.
 
-    `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
+    `by_offloads`: plans that offload at most none, one, … and as many kinds of tensors as the
+    fastest.
     """
     need = float(found.needs[found.fastest])
     for choice in by_offloads:
@@ -136,5 +140,5 @@ def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float
 
 
 def _offloads(columns: PlanBatch) -> int:
-    """Return the largest number of things that any of the plans offloads."""
+    """Return how many kinds of tensors any of the plans offloads."""
     return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)

@@ -19,7 +19,7 @@ def divisors(number: int) -> list[int]:
 
 
 def meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """Yield tp × cp × pp: tp divides heads and stays in a node, and cp's parts are long enough."""
+    """Yield possible (tp, cp, pp); tp stays within a node, and cp keeps enough tokens per rank."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:

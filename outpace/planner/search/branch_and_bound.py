@@ -1,9 +1,9 @@
-"""Exact search for the fastest plans that fit.
+"""Exact search for the fastest plans that fit, by branch and bound.
 
 A layout with its fastest optimizer takes no longer without an option (recomputation, a chunked
-loss, offloading) than with it. So layouts are visited in the order of their time without options,
-a few at a time with all their options, and the search ends when the next layout cannot improve the
-result: branch and bound, with the same answer as an exhaustive search.
+loss, offloading) than with it. So layouts are visited in the order of their time without options, a
+few at a time with all their options. The search ends when the next layout cannot improve the
+result, so its answer is that of an exhaustive search.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class SearchResult:
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
     `leanest` are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if
-    not searched or not to be listed; `simple_s` and `lean_s` are the limits on their seconds.
+    not searched or not to be listed; `simple_s` and `lean_s` are the limits on their step times.
     `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest plan
     that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
     `known` has the bytes of plans that were estimated (see `remember`).
@@ -90,9 +90,9 @@ def search(
 ) -> SearchResult:
     """Return the `count` fastest kinds of plans that fit `memory_bytes`, and family results.
 
-    Plans of one kind split the same axes and have the same ZeRO level; the fastest of them is used.
-    `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`),
-    which are faster to compute than `needs`.
+    Plans of one kind split the same axes and have the same ZeRO stage; the fastest of them stands
+    for the kind. `floors` are lower bounds on the bytes that plans need
+    (`planner.memory.peak.least_bytes`), which are faster to compute than `needs`.
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -146,7 +146,7 @@ def fastest(
 
 
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
-    """Return a lower bound of a layout's step time: without options, with any optimizer.
+    """Return a lower bound on each layout's step time: without options, with the best optimizer.
 
     The fastest optimizer depends on the layout: when compiled, fewer bits move less memory.
     """
@@ -178,7 +178,7 @@ def _family(
     """Yield one family's layouts that can be among the `count` best kinds, cheapest first.
 
     For kinds already found, only layouts that may be faster are considered. Times are estimated
-    before bytes, which take longer; if none of the first layouts fit, permanent bytes are computed
+    before bytes, which take longer. If none of the first layouts fit, permanent bytes are computed
     before both.
     """
     fastest: dict[int, float] = {}
@@ -246,10 +246,10 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least memory; `least` if no plan needs less.
+    """Return the plan that needs the least memory, or `least` if none needs less.
 
-    `plans` recompute as much as possible, or offload activations; recomputing less reduces the
-    memory only of the latter.
+    `plans` recompute as much as possible, or offload activations: only with offloading can less
+    recomputation reduce memory.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):
@@ -287,7 +287,7 @@ def _whole_count(count: int) -> int:
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
-    """Yield positions in batches, fastest first."""
+    """Yield indices of plans in batches, fastest first."""
     order = np.argsort(seconds, kind="stable")
     for begin in range(0, len(order), _PIECE):
         yield order[begin : begin + _PIECE]
@@ -357,9 +357,9 @@ def _finish_search(
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
 
-    Plans that offload activations are also tried with less, which may need less memory. With the
-    optimizer in the backward, all micro-batches are tried: several small ones accumulate gradients,
-    whereas a single large one keeps none.
+    Plans that offload activations are also tried with less recomputation, which may need less
+    memory. With the optimizer in the backward, all micro-batches are tried: several small ones
+    accumulate gradients, whereas a single large one keeps none.
     """
     in_backward = bool(wanted.keep.get("optimizer_in_backward"))
     if not (in_backward or {"micro_batch", "pp_microbatches"} & wanted.keep.keys()):

@@ -48,7 +48,7 @@ class PlanChoice:
 
     `plain` are layouts without options, and `chosen` the options to combine with each of them. A
     plan takes `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower
-    bounds of `needs` that are faster to compute. `accepts`: as in `SearchRequest`.
+    bounds on `needs` that are faster to compute. `accepts`: as in `SearchRequest`.
     """
 
     plain: PlanBatch
@@ -63,10 +63,11 @@ class PlanChoice:
 def simplest(
     choice: PlanChoice, most_s: float, device_bytes: float, trains_all: bool
 ) -> PlanBatch | None:
-    """Return the simplest plan that fits and takes at most `most_s`; ties go to the most free
-    memory. Free memory is relative to `device_bytes`, even if the plans of `choice` may not use a
-    whole device's memory. `trains_all`: the trainer is not outpace, so plans that outpace cannot
-    train are not penalised.
+    """Return the simplest plan that fits and takes at most `most_s`; ties go to the least memory.
+
+    Free memory is relative to `device_bytes`, even if the plans of `choice` may not use a whole
+    device's memory. `trains_all`: the trainer is not outpace, so plans that outpace cannot train
+    are not penalised.
     """
     parts = []
     for part, took in _quick_plans(choice, most_s):
@@ -134,8 +135,8 @@ def _least_of(
 ) -> _Least | None:
     """Return the plan with the least memory among some, with its bytes and seconds, or `best`.
 
-    Among plans that need `enough` or less, the fastest is chosen. Plans with the lowest `floors`
-    come first, until none of the others can need less.
+    Plans that need at most `enough` count as equal, and the fastest of them is chosen. Plans with
+    the lowest `floors` come first, until none of the others can need less.
     """
     least = np.maximum(choice.floors(part), enough)
     order = np.argsort(least, kind="stable")
@@ -163,9 +164,11 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
 
 
 def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
-    """Return whether a plan is so much simpler than another that free memory matters less. It is
-    then preferred even if only the other leaves memory free: a tensor or pipeline axis is too high
-    a price for the last tenth of memory. Arguments are as for `count_effort`.
+    """Return whether a plan is so much simpler than another that free memory matters less.
+
+    The simpler plan is then preferred even if only the other leaves memory free: a tensor or
+    pipeline axis is too high a price for the last tenth of memory. Arguments are as for
+    `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
     return bool(mine + _TIGHT <= theirs)

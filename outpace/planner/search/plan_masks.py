@@ -26,7 +26,7 @@ def untrained_mask(c: PlanBatch) -> Any:
 
 
 def options_match(c: PlanBatch) -> Any:
-    """Return which layouts support the options that all plans have."""
+    """Return which layouts allow the precision, optimizer, schedule and compilation they have."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
     fine &= low | ~c.precision_in(*PURE)

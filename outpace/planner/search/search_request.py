@@ -1,4 +1,4 @@
-"""A request to search plans: what the user requires, and what may vary."""
+"""Request to search for plans: what the user requires, and what may vary."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,14 +43,14 @@ class PlanFilter(Protocol):
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
+    """Requirements and variations for a search for plans.
 
-    `precision`: the one to use if none is required or varied. Plans that offload weights or
-    optimizer state use `offloaded_precision`, if it is given. `vary` has additional values of
-    settings (in VARIED) to search, the fastest optimizer first. `trained`: only plans that outpace
-    can train. `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`:
-    plans may offload, unless `keep` says otherwise. `accepts`: the plans that the trainer can
-    express; None if all.
+    `keep`: the user's requirements, by the names of a plan's settings. `precision`: used if none is
+    required or varied. Plans that offload weights or optimizer state use `offloaded_precision`, if
+    it is given. `vary`: further values of settings (in VARIED) to search, the fastest optimizer
+    first. `trained`: only plans that outpace can train. `naive`: include dp, ps, ring and mp.
+    `without`: strategies to exclude. `offloads`: plans may offload, unless `keep` says otherwise.
+    `accepts`: the plans that the trainer can express; None if all.
     """
 
     outline: Outline
@@ -85,7 +85,7 @@ class SearchRequest:
 
 
 def offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
-    """Return places for activations, parameters and optimizer state; first, all on the device."""
+    """Return possible places of activations, parameters and optimizer state; first, the device."""
     offloads = wanted.offloads and wanted.adapters is None
     return [
         three

@@ -59,9 +59,10 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without options, even required options, which only make it slower.
+    """Return every layout without options.
 
-    Varied settings that make some layouts faster and others slower form separate layouts.
+    Required options are left out, too, because they only make a layout slower. Varied settings that
+    make some layouts faster and others slower form separate layouts.
     """
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
@@ -95,7 +96,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Combine each layout with all values that make a difference to it, else with the first one."""
+    """Combine each layout with every varied value, or the first where values make no difference."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -171,8 +172,10 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
 def _allowed_options(
     columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None
 ) -> Any:
-    """Return which options each layout allows, one row per layout. Layouts that are equal in
-    everything that `possible_mask` and `accepts` read allow the same, so one of each kind is tried.
+    """Return which options each layout allows, one row per layout.
+
+    Layouts that are equal in everything that `possible_mask` and `accepts` read allow the same
+    options, so one of each kind is tried.
     """
     c = columns
     read = [c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
@@ -210,7 +213,7 @@ def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
 
 
 def memory_options(wanted: SearchRequest) -> Iterator[Options]:
-    """Yield the options that any layout allows, the simplest first."""
+    """Yield every combination of options that the request allows, the simplest first."""
     keep = wanted.keep
     modes = [
         (mode, every)
@@ -292,7 +295,7 @@ def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
 def _data_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield dp_replicate × dp_shard and ZeRO levels: replicas, shards, shards within groups."""
+    """Yield (dp_replicate, dp_shard, ZeRO stage): replicas, shards, replicas of sharded groups."""
     yield replicas, 1, 0
     if replicas == 1:
         return
@@ -322,9 +325,9 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
 
 
 def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
-    """Return divisors of a rank's samples: powers of two, or all of them if there are few.
+    """Return micro-batches for a rank's samples: their divisors, or powers of two if many.
 
-    The user's value is among them.
+    A required micro-batch is the only one.
     """
     if "micro_batch" in keep:
         return [keep["micro_batch"]] if share % keep["micro_batch"] == 0 else []
@@ -370,7 +373,7 @@ def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
 
 
 def _naive(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield baselines: one process for all replicas, servers, a ring, and one stage at a time."""
+    """Yield rows for the baselines: dp, ps, ring and mp."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):

@@ -28,16 +28,17 @@ _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
 # Edge of the smallest tile of cuBLAS's matmuls without tensor cores (sgemm_32x32_sliced1x4), and
 # its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
-# Separate matrices of matmuls whose inputs are in fp32. Attention's kernel returns 16 bits, so that
-# the output's are not. peft's prepare_model_for_kbit_training (5d602fd, utils/other.py) casts norms
-# and embeddings to fp32, and bitsandbytes' Linear4bit (95f9af3, nn/modules.py) returns the dtype of
-# its input; trl (e90e8d9, sft_trainer.py) calls it except under FSDP and ZeRO-3. fms-acceleration
-# (876e2ed, framework_plugin_bnb.py) warns of "extraneous dtype casting" and avoids it.
+# Separate matrices of matmuls whose inputs are in fp32. Attention's kernel returns 16 bits, which
+# the output projection reads. peft's prepare_model_for_kbit_training (5d602fd, utils/other.py)
+# casts norms and embeddings to fp32, and bitsandbytes' Linear4bit (95f9af3, nn/modules.py) returns
+# the dtype of its input; trl (e90e8d9, sft_trainer.py) calls it except under FSDP and ZeRO-3.
+# fms-acceleration (876e2ed, framework_plugin_bnb.py) warns of "extraneous dtype casting" and avoids
+# it.
 WIDENED: Mapping[str, int] = MappingProxyType({"qkv": 3, "up": 2, "down": 1})
 # Operators of a unit of FSDP1 that is a single matrix, counted by torch 2.13's dispatcher: before
-# and after a forward (gather, views, release), and around a backward, whose hooks are Python's too.
+# and after a forward (gather, views, release), and around a backward, with its Python hooks.
 _UNIT_OPERATORS = (20.0, 22.0)
-CAST_BYTES = 6.0  # of a number, from fp32 to 16 bits or back
+CAST_BYTES = 6.0  # per element, from fp32 to 16 bits or back
 # Names of target matrices in plans, by the planner's matmul that contains them.
 _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
@@ -45,7 +46,7 @@ _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
 
 
 class Target(NamedTuple):
-    """Adapters on one weight: their number, and the share of the weight's outputs that have them.
+    """Adapters on one weight: their number, and the fraction of its outputs that have them.
 
     Queries, keys and values are a single weight here, but each of them may have an adapter.
     """
@@ -102,7 +103,7 @@ class Adapters:
 
 
 def adapter_matmuls(settings: AdapterSettings, outline: Outline) -> Adapters:
-    """Return a plan's adapters, grouped by the matmuls to which their matrices belong."""
+    """Return a plan's adapters, grouped by the matmuls that their matrices belong to."""
     targets = {}
     for name, parts in _MATMULS.items():
         joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]
@@ -121,7 +122,7 @@ def adapter_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
     rate: Floats, item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the seconds of the forward, of gradients of inputs, and of the adapters' gradients.
+    """Return the seconds of the forward, of the input gradients, and of the adapters' gradients.
 
     `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits, or
     in fp32 at the `rate` of the frozen ones; in fp32 next to 16-bit matmuls, they do not use tensor
@@ -195,12 +196,12 @@ def widening_s(
 def unit_waits_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, ahead: Floats, back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds, forward and backward, that a device waits for units of adapters.
+    """Return the seconds, forward and backward, that a device waits for the units of adapters.
 
     peft wraps each of an adapter's two matrices (fsdp_auto_wrap_policy), and the host may gather
-    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py), so that it
-    prepares an adapter's units while the device computes the frozen matrix and the adapter, whose
-    seconds are `ahead` and `back`.
+    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py). So the
+    host prepares an adapter's units while the device computes the frozen matrix and the adapter,
+    which take `ahead` and `back` seconds.
     """
     units = 2 * adapters.targets[weight.name].number
     one, other = (
@@ -211,7 +212,7 @@ def unit_waits_s(
 
 
 def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
-    """Return the seconds of an fp32 matmul, one of whose dimensions is an adapter's rank.
+    """Return the seconds of an fp32 matmul with an adapter's rank as one dimension.
 
     It uses cuBLAS's narrowest tiles, and the other dimensions have enough of them to fill the
     device.

@@ -26,7 +26,7 @@ class _Collectives:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of a micro-batch's forward or backward, and the share of matmuls in it."""
+    """Seconds of a micro-batch's forward or backward, and the fraction that matmuls take."""
 
     seconds: Floats
     matmuls: Floats
@@ -38,7 +38,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Ring:
-    """Seconds of keys and values that circulate in all layers, during one micro-batch.
+    """Seconds that keys and values circulate in all layers, for one micro-batch.
 
     `forward_s` and `backward_s` are exposed; `sent_s` and `sent_back_s` are the times on the link.
     """
@@ -57,11 +57,11 @@ class Ring:
 def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
     """Return the time of keys and values that circulate during attention.
 
-    They travel around the ring once in the forward and once in the backward, as their gradients do;
-    if attention is recomputed, they travel once more. Attention to each rank's keys takes equally
-    long. If keys and values are gathered, only the first part hides some of that time. Gradients of
-    a part are sent during the next part, except those of the last part. While the device waits for
-    the host, parts arrive and are merged.
+    Keys and values travel around the ring in the forward and in the backward, gradients only in the
+    backward; recomputed attention sends keys and values once more. Attention to each rank's keys
+    takes equally long. If keys and values are gathered, only the first part of attention hides some
+    of that time. Gradients of a part are sent during the next part, except those of the last part.
+    While the device waits for the host, parts arrive and are merged.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
@@ -97,7 +97,7 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
 def _beside_parts_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return the time that `parts` of attention, each for one rank's keys, do not hide."""
+    """Return the communication that `parts` of attention, each for one rank's keys, do not hide."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
@@ -136,11 +136,11 @@ def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Flo
 
 
 def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
-    """Return the bytes per number to merge a part into outputs and gradients of queries and keys.
+    """Return the bytes per element to merge a part into outputs and gradients of queries and keys.
 
     Transformer Engine's kernel reads two outputs in fp32 and writes one; gradients are counted as
     outputs. outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written), as
-    it does to gradients (parallel/context.py). torch does it by operators (_SDPAMerger and
+    it does to gradients (parallel/context.py). torch uses operators (_SDPAMerger and
     _templated_ring_attention_backward of torch/distributed/tensor/experimental/_attention.py): part
     to fp32 (2 + 4), difference, product and difference of two (4 + 4 + 4, 4 + 4, 4 + 4 + 4); it
     adds gradients (4 + 2 + 4), and copies those of keys once in _partial_update and once to send
@@ -157,8 +157,8 @@ def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, 
 def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return the time to send tokens to their experts and back, with two all-to-alls each way.
 
-    Each rank of tp sends its part of the tokens. Ranks that have parts of the same experts gather
-    the tokens that any of them received, and scatter sums. These are the tokens of tp's other
+    Each rank of tp sends its share of the tokens. Ranks that have parts of the same experts gather
+    the tokens that any of them received, and scatter sums. Their bytes are those of tp's other
     collectives (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds of
     passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
     another's computation.
@@ -197,8 +197,9 @@ def exposed_data_s(
 ) -> Floats:
     """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-    If a pipeline's ranks differ, exposed time may make another rank the slowest. What is exposed of
-    context parallelism's `keys` hides these collectives, too; on the same link, they wait for it.
+    If a pipeline's ranks differ, exposed time may make another rank the slowest. While context
+    parallelism's `keys` are exposed, these collectives run as well, unless they use the same link,
+    where they wait.
     """
     c, collectives = setup.columns, _collectives(setup)
     near = c.tp * c.cp <= setup.fabric.per_node
@@ -231,7 +232,7 @@ def exposed_data_s(
 
 
 def whole_data_s(setup: StepTimeSetup) -> Floats:
-    """Return the time of these collectives if no pass hides any of it."""
+    """Return the time of reducing gradients and gathering parameters if passes hide none of it."""
     none = _Pass(np.zeros(len(setup.columns)), np.zeros(len(setup.columns)))
     return _zero_exposed_s(setup, _collectives(setup), none, none)
 
@@ -287,7 +288,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
 
 
 def _pieces(setup: StepTimeSetup) -> Floats:
-    """Return how many collectives gather parameters and sum gradients: one per block or parameter.
+    """Return the number of collectives for parameters or gradients: one per block or parameter.
 
     Each takes its latency, which grows with the ranks.
     """
@@ -303,7 +304,7 @@ def _pieces(setup: StepTimeSetup) -> Floats:
 
 
 def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
-    """Return the exposed time next to the passes of one micro-batch, by ZeRO level."""
+    """Return the exposed time of collectives by ZeRO stage, beside one micro-batch's passes."""
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
     # The micro-batches of a pipeline share gathers and reductions.
@@ -331,7 +332,7 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
 
 
 def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
-    """Return what a pass of a pipeline that sums gradients after its last backward leaves exposed.
+    """Return the exposed time per pass of a pipeline that sums gradients after its last backward.
 
     Parameters are gathered in the first forward and kept; or they are dropped after each forward
     and kept after each backward, so that each further gather is in a forward with gpipe, which has
@@ -374,7 +375,7 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units:
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the number of parts in which replicas sum gradients.
+    """Return the number of buckets in which replicas sum gradients.
 
     The embedding's gradient is complete last, and its bucket is at least as large as the embedding.
     """

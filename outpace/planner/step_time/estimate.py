@@ -142,9 +142,9 @@ def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
 def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ring) -> Floats:
     """Return the seconds of a step in which the host's link is free for copies.
 
-    `busy`: seconds of passes; `exposed_s`: seconds in which collectives are not hidden by them, nor
-    by context parallelism's `keys`. If collectives use the same link, only the time that hides none
-    of them remains.
+    `busy`: seconds of passes; `exposed_s`: seconds of collectives that neither passes nor context
+    parallelism's `keys` hide. If collectives use the same link, only the time that hides none of
+    them remains.
     """
     c = setup.columns
     if not (c.offload_parameters + c.offload_activations).any():
@@ -184,7 +184,7 @@ def _weights_share(passes: StepPasses) -> Floats:
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders: by how much their time exceeds the step's, as they prefetch."""
+    """Return the wait for loaders, which prefetch: by how much their time exceeds the step's."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

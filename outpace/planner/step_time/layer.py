@@ -33,23 +33,23 @@ from outpace.planner.step_time.adapters import (
 )
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-# The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" if the chip
-# lacks it); FlashAttention's first Triton kernels; attention that writes its scores.
+# "fused": the kernel that the newest PyTorch chooses on the chip; "flash2", "flash3", "cudnn":
+# kernels by name, or "fused" on a chip without them; "triton": FlashAttention's first Triton
+# kernels; "unfused": attention that writes its scores.
 Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Distinct combinations of the values on which a layer's time depends, one entry each.
+    """Distinct combinations of the values that a layer's time depends on, one entry each.
 
-    `rate`: FLOP/s of its matmuls; `item`: bytes per operand element; `wide`: per element of the
-    residual stream; `samples`: their number in a micro-batch. `fused`: attention is fused.
-    `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
-    divide each expert. `elementwise`: how a program without a compiler computes elementwise
-    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
-    `repeats_keys`, `shards_fp8` and `pads_tokens` are also traits of the program (catalog.stacks).
-    `uneven`: some experts have most of the tokens. `adapters`: the adapters trained on frozen
-    weights.
+    `rate`: FLOP/s of its matmuls; `item`: bytes per operand element; `wide`: bytes per element of
+    the residual stream; `samples`: samples in a micro-batch. `norm_split` ranks divide norms and
+    the residual stream (sequence parallelism), `etp` ranks divide each expert. `elementwise`: how a
+    program without a compiler computes elementwise operations; `fuses_dropout`, `dispatcher`,
+    `experts`, `graphs`, `fuses_accumulation`, `casts`, `repeats_keys`, `shards_fp8` and
+    `pads_tokens` are also traits of the program (catalog.stacks). `uneven`: some experts have most
+    of the tokens. `adapters`: the adapters trained on frozen weights.
     """
 
     rate: Floats
@@ -80,12 +80,13 @@ class Cells:
 class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
-    `inner` is attention within a forward, which some modes of recomputation skip, and others repeat
-    exclusively; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time
-    of the MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time
-    of every second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
-    `weights_s` and `weights_operators` are the part of a backward for gradients of weights.
-    `units_s` and `units_back_s`: waits for the host if matrices of adapters are units of FSDP.
+    `inner_s` and `inner_operators` are attention within a forward, which some modes of
+    recomputation skip and others alone repeat; `products_s` are the seconds of a forward's matmuls
+    with weights. `last_s` is the time of the MLP's last matmul, if no backward reads its result (0
+    otherwise), and `second_s` the time of every second matmul, which torchtitan's selective
+    recomputation repeats (except in 8 bits). `weights_s` and `weights_operators` are the part of a
+    backward for gradients of weights. `units_s` and `units_back_s`: waits for the host if matrices
+    of adapters are units of FSDP.
     """
 
     forward_s: Floats
@@ -178,7 +179,7 @@ _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
 # second matmul, and for the slice a tensor of zeros as large as all experts' weight (allocated
 # and filled), its slice, the copy, and the sum with the other experts'.
 _LOOP_AHEAD, _LOOP_BACK = 3.0, 7.0
-# Of these, counts by expert and rank have no backward.
+# Of Megatron-Core's operators for experts, counts by expert and rank have no backward.
 _COUNTING_OPERATORS = 14.0
 # Bytes per hidden number that Megatron-Core's router in fp32 moves in its backward (d98e8a64,
 # transformer/moe/moe_utils.py, RouterGatingLinearFunction): the input is cast to fp32 (2 + 4), its
@@ -194,7 +195,7 @@ _CAST = 6.0  # bytes per number: read in 4 and written in 2, or the other way ro
 def layer(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
 ) -> LayerWork:
-    """Return the work of one layer of `stack`, in all phases."""
+    """Return the work of one layer of `stack`, forward and backward."""
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
@@ -380,9 +381,9 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
 
 
 def _small_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
-    """Return how many kernels route tokens, forward and backward.
+    """Return the number of kernels that route tokens, forward and backward.
 
-    Each takes at least as long as the smallest matmul, however few numbers it has.
+    Each takes at least as long as the smallest matmul, however few elements it has.
     """
     if stack.mlp is None or not stack.mlp.experts:
         return 0.0, 0.0
@@ -562,7 +563,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return how many keys each query has scores for; on a GPU, windows are whole blocks."""
+    """Return the keys that each query has scores for; on a GPU, windows cover whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -601,7 +602,7 @@ def _layer_traffic(
 
 
 def _attention_inputs(stack: Stack) -> int:
-    """Return the numbers per token of queries, keys and values."""
+    """Return the number of elements per token in queries, keys and values."""
     a = stack.attention
     return 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
 
@@ -790,8 +791,9 @@ def _eager_traffic(
 
 
 def _narrow_rows(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
-    """Return how many times the bytes of heads' norms take, forward and backward, as their rows are
-    narrow: if torch's kernel normalises them on a GPU.
+    """Return by how much narrow rows slow down the norms of heads, forward and backward.
+
+    This applies if torch's kernel normalises them on a GPU.
     """
     if device.kind != "cuda" or cells.elementwise != "kernels" or stack.attention is None:
         return 1.0, 1.0
@@ -825,8 +827,10 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return how many more operators a backward has than its forward: a matmul has two gradients, a
-    bias has a sum, and every parameter's gradient is stored or accumulated.
+    """Return how many more operators a backward has than its forward.
+
+    A matmul has two gradients, a bias has a sum, and every parameter's gradient is stored or
+    accumulated.
     """
     matmuls = _weights_operators(outline, stack)
     norms = stack.norms * (2 if stack.norm_bias else 1) + _count_inner_norms(stack)
@@ -834,13 +838,13 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
 
 
 def _weights_operators(outline: Outline, stack: Stack) -> float:
-    """Return the operators that compute gradients of matmuls' weights, as many as store them."""
+    """Return the number of operators that compute gradients of matmuls' weights and biases."""
     own = list(weights(stack, outline.hidden))
     return float(len(own) + sum(weight.bias for weight in own))
 
 
 class EndsTime(NamedTuple):
-    """Device seconds of everything before the layers, or after them, and of its matmuls only."""
+    """Device seconds of everything before the layers, or after them, and of its matmuls alone."""
 
     forward_s: Floats
     backward_s: Floats

@@ -1,4 +1,4 @@
-"""Time of an optimizer's step: bytes that its operators move, matmuls, and launches."""
+"""Time of an optimizer's step: the bytes that its operators move, matmuls, and launches."""
 
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from outpace.records.outline import Outline
 from outpace.records.precisions import MASTERS
 
 _FP32 = 4.0
-_CLIPPING = 12.0  # bytes per gradient: read for the norm; read and written to be scaled
+_CLIPPING = 12.0  # bytes per element: read for the norm; read and written to be scaled
 _MASTERS = 12.0  # bytes per parameter: unscaling of 16-bit gradients, writing of 16-bit weights
 # Bytes per parameter with outpace's master weights (optim.master): 16-bit gradients are cast to
 # fp32 (6, or none if micro-batches were accumulated in fp32) and scaled (8), weights rounded (6).
@@ -38,9 +38,7 @@ def optimizer_s(
     outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch, stepped: Floats,
     ahead_s: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """Return the seconds of a step and of clipping.
-
-    `stepped` are the parameters that a rank updates.
+    """Return the seconds of an optimizer's step, with clipping, on a rank that updates `stepped`.
 
     An operator runs while the host launches the next one, and the slower of the two determines the
     time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
@@ -75,7 +73,7 @@ def _on_gpu(
 ) -> tuple[Floats, Floats]:
     """Return the bytes per parameter, and operators per step, of outpace's steps on a GPU.
 
-    `moved`: bytes moved by single operators.
+    `moved`: bytes per parameter that uncompiled operators move.
     """
     fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
     nbytes = _COMPILED_BYTES[c.optimizer]

@@ -1,4 +1,4 @@
-"""Operators that an optimizer's step launches on the host, by the tensors that it updates."""
+"""Number of operators that an optimizer's step launches on the host, by the tensors it updates."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from outpace.records.outline import Outline
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
     """Return the number of operators for a rank's updated tensors on a device of `kind`, by plan.
 
-    `compiled`: which plans compile; not all optimizers do. Operators whose number does not depend
-    on tensors are left out.
+    `compiled`: the plans whose optimizer is compiled if it can be. Operators whose number does not
+    depend on tensors are left out.
     """
     found = np.zeros(len(c))
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)

@@ -12,7 +12,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """Bytes that a rank offloads, and the seconds that this takes per step, one entry per plan.
+    """Bytes that a rank offloads, and the seconds that offloading adds to a step, by plan.
 
     `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
     hide, `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of
@@ -35,7 +35,7 @@ class Offloading:
 
     @property
     def seconds(self) -> Floats:
-        """Return the time that passes do not hide."""
+        """Return the total time that passes do not hide."""
         total: Floats = np.sum([getattr(self, name) for name in self.SECONDS], axis=0)
         return total
 
@@ -43,10 +43,10 @@ class Offloading:
 def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     """Return the seconds per micro-batch to cast weights, and to cast and add up gradients.
 
-    If parameters are sharded, each rank casts its shard before the gather, and all gradients as
-    they are copied to the reduction buffer; gathered parameters are copied out of their buffer. If
-    matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
-    stored in the dtype of the matmul, or are unpacked to it; outpace also casts frozen fp32
+    If parameters are sharded, each rank casts its shard before the gather, and casts all gradients
+    as they are copied to the reduction buffer; gathered parameters are copied out of their buffer.
+    If matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights
+    are stored in the dtype of the matmul, or are unpacked to it; outpace also casts frozen fp32
     weights, or their shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
@@ -75,9 +75,9 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
 
 def _copies(setup: StepTimeSetup) -> Floats:
-    """Return how many times the numbers gathered for a micro-batch are read and written again.
+    """Return how often gathered parameters are read or written again, per micro-batch.
 
-    Each is copied out of the gather's buffer; a pipeline's micro-batches may share gathers.
+    Each gather is copied out of its buffer; a pipeline's micro-batches may share gathers.
     """
     c = setup.columns
     before_forwards = np.where(c.pp > 1, c.passes / setup.micro, 1.0)
@@ -137,9 +137,10 @@ def _offloaded_bytes(setup: StepTimeSetup) -> Floats:
     """Return the bytes that a rank's blocks offload per micro-batch for the backward.
 
     These are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their
-    mix, and the input and output of the MLP's activation (Korthikanti et al., arXiv 2205.05198,
-    §4.1, without scores). A recomputed block offloads only its input: outputs that "attention" and
-    "selective" keep stay on the device (nn.torch_versions.without_saved_tensor_hooks).
+    weighted sum, and the input and output of the MLP's activation (Korthikanti et al., arXiv
+    2205.05198, §4.1, without scores). A recomputed block offloads only its input: the outputs that
+    "attention" and "selective" keep stay on the device
+    (nn.torch_versions.without_saved_tensor_hooks).
     """
     c, hidden = setup.columns, setup.outline.hidden
     whole = c.modes[:, MODES.index("none")]

@@ -12,8 +12,8 @@ from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
 from outpace.planner.step_time.setup import StepTimeSetup
 from outpace.records.outline import Stack
 
-# Operators to recompute a block: the states of the host's and device's random generators are saved,
-# set and restored (torch.utils.checkpoint).
+# Additional operators when a block is recomputed: the states of the host's and the device's random
+# generators are saved, set and restored (torch.utils.checkpoint).
 _CHECKPOINT_OPERATORS = 6
 
 
@@ -104,7 +104,7 @@ class EndPasses:
 class StepPasses:
     """Passes of one micro-batch: through a layer of each stack, and through both ends.
 
-    `shares` are the stacks' shares of the layers; a backward includes recomputation.
+    `shares` are the stacks' fractions of the layers; a backward includes recomputation.
     """
 
     shares: Floats
@@ -191,7 +191,7 @@ def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many adapters gather their inputs separately from tp's ranks."""
+    """Return how many adapters gather their inputs over tp, separately from the frozen matmuls."""
     c, adapters = setup.columns, setup.question.adapters
     if adapters is None or not setup.question.stack.gathers_for_adapters:
         return np.zeros(len(c))
@@ -215,7 +215,7 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 
 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
-    """Return a backward, including what blocks recompute, by the shares of recomputation modes.
+    """Return a backward, including what blocks recompute, by the fractions of recomputation modes.
 
     Blocks recompute everything, or everything except attention; "selective" repeats memory-bound
     operators such as norms and activations, and only the matmuls that the stack's selective mode
@@ -290,9 +290,9 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
     """Return the seconds to copy hidden states for a gather, and for a reduce-scatter.
 
-    The latter is given with an overlapping matmul, where ranks add up what they received, and
-    without one. A gather that overlaps a matmul copies only a rank's part, and with a single sample
-    nothing.
+    The reduce-scatter has two values: with an overlapping matmul, where ranks add up what they
+    received, and without one. A gather that overlaps a matmul copies only a rank's part, and with a
+    single sample nothing.
     """
     c, rate = setup.columns, setup.device.memory_bytes_per_s
     if not setup.question.stack.copies_hidden:
@@ -308,7 +308,7 @@ def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
-    """Return how much of a layer's sums over tp is exposed.
+    """Return the exposed time of a layer's sums over tp.
 
     With async_tp, each sum is sent in tp parts during its matmul.
     """
@@ -318,7 +318,7 @@ def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Float
 
 
 def _end_passes(setup: StepTimeSetup) -> EndPasses:
-    """Return the forward and backward times of embedding and head."""
+    """Return the forward and backward passes of embedding and head."""
     zero = np.zeros(len(setup.columns))
     found = []
     for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):

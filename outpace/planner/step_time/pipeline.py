@@ -22,8 +22,8 @@ class PipelineTime:
     """Seconds of a micro-batch on a rank with the slowest stages, and on all stages together.
 
     `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
-    weight traffic. `ranks` has the seconds and layers of the ranks that may be the slowest: the
-    first, one in between, and the last.
+    weight traffic. `way_s` is the computation on all stages. `ranks` has the seconds and layers of
+    the ranks that may be the slowest: the first, one in between, and the last.
     """
 
     pace_s: Floats
@@ -34,9 +34,9 @@ class PipelineTime:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one plan's pipeline: seconds of a micro-batch on each stage and between stages.
+    """Seconds of a micro-batch on each stage of one plan's pipeline, and between stages.
 
-    `posted_s` is the host's time to launch a step's collectives.
+    `posted_s` is the host's time to post a step's messages.
     """
 
     times: tuple[StageTime, ...]
@@ -64,8 +64,10 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
 
 
 def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return the blocks of the first stage, of the largest in between, and of the last. Stages are
-    split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of their times.
+    """Return the blocks of the first stage, of the largest in between, and of the last.
+
+    Stages are split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of
+    their times.
     """
     layers, head = setup.outline.layers, head_in_layers(setup.outline)
     alone = np.where(stages == 1, float(layers), 0.0)
@@ -119,8 +121,8 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
     1f1b's (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv 2401.10241, table 1). zbv and
     dualpipev leave the same: the table's (p−1)(F+I−2W) does not count the forwards until the last
     rank begins (§6). With fewer micro-batches than ranks, looping schedules also wait for the first
-    micro-batch to come around, and in a V, all wait until it has passed the stages. `weights` is
-    W's share of a pass.
+    micro-batch to come around. In a V, all ranks wait until it has passed the stages. `weights` is
+    W's fraction of a pass.
     """
     c = setup.columns
     split = c.splits_backward()
@@ -141,9 +143,9 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
 def sends_s(setup: StepTimeSetup) -> Floats:
     """Return the time of sending activations and their gradients between stages.
 
-    While the pipeline fills and drains, ranks wait for each hop; in addition, 1f1b, which has no
-    other micro-batch to work on in the meantime, waits for one message in each direction per
-    micro-batch.
+    While the pipeline fills and drains, ranks wait for each hop. In addition, 1f1b waits for one
+    message in each direction per micro-batch, because it has no other micro-batch to work on in the
+    meantime.
     """
     c = setup.columns
     one, posted_s = _message_s(setup)

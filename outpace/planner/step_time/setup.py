@@ -1,4 +1,4 @@
-"""Inputs of the step-time terms: bytes per number, a rank's parameters, distinct layers."""
+"""Inputs of the step-time terms: bytes per element, a rank's parameters, distinct layers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class StepTimeQuestion:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes of a plan's numbers, and which plans cast them.
+    """Bytes per element of a plan's tensors, and which plans cast them.
 
     `item` is for a matmul's operand, `wide` for the residual stream, and `kept` for a stored
     gradient. Weights are cast for matmuls by `autocast`, or as shards before they are gathered
@@ -72,9 +72,10 @@ class Numbers:
 class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
-    Ranks that divide experts also shard: `owned` are the parameters of which a rank has a shard.
-    `packed` are the present parameters that are gathered in fewer bits than matmuls use: matrices
-    of blocks, without biases, that the adapters' base stores packed or that are cast to 8 bits.
+    `owned` are the parameters of which a rank has a shard; they differ from `present` because ranks
+    that divide experts also shard them. `packed` are the present parameters that are gathered in
+    fewer bits than matmuls use: matrices of blocks, without biases, that the adapters' base stores
+    packed or that are cast to 8 bits.
     """
 
     present: Floats
@@ -87,8 +88,8 @@ class RankParameters:
 class StepTimeSetup:
     """Values of all plans together, one entry each.
 
-    `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of the values on
-    which a layer's time depends, and `cell` is the index of each plan's combination. `tokens` is
+    `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of the values
+    that a layer's time depends on, and `cell` is the index of each plan's combination. `tokens` is
     the number of tokens in a micro-batch on a rank, `micro` the number of micro-batches in a step.
     """
 
@@ -121,7 +122,7 @@ class StepTimeSetup:
 
     @property
     def shards(self) -> Ints:
-        """Return the number of ranks over which states are sharded."""
+        """Return the number of ranks that states are sharded over."""
         c = self.columns
         return np.where(c.zero > 0, c.dp_shard * c.cp, 1)
 
@@ -136,7 +137,7 @@ class StepTimeSetup:
         return found
 
     def spread(self, values: Floats) -> Floats:
-        """Return each plan's value from its cell."""
+        """Return the value of each plan's cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
     @property
@@ -144,8 +145,9 @@ class StepTimeSetup:
         """Return which plans skip the last matmul during recomputation if nothing reads its result.
 
         Blocks that torch compiles do so; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are saved. These are saved before a matmul is computed,
-        but after it in 8 bits and with packed weights, as are those of its adapter.
+        stops early ends when all operands are saved. They are saved before their matmul is
+        computed, except in 8 bits, with packed weights and for a matmul with an adapter, where they
+        are saved after it.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -155,7 +157,7 @@ class StepTimeSetup:
         return stops
 
     def hides(self, matmuls: Floats | float) -> Floats:
-        """Return the share of a collective that passes hide, from the share of `matmuls` in them.
+        """Return the fraction of a collective that passes hide; `matmuls`: their share.
 
         The collective's multiprocessors are not available to any kernel. Matmuls that are
         persistent kernels take `beside_collectives` times as long.
@@ -168,7 +170,7 @@ class StepTimeSetup:
 
     @property
     def wraps_adapters(self) -> Bools:
-        """Return which plans shard adapters by matrix."""
+        """Return which plans wrap each matrix of an adapter in a unit of FSDP."""
         wrapped: Bools = (self.columns.zero == 3) & self.question.stack.wraps_adapters
         return wrapped
 
@@ -177,8 +179,8 @@ class StepTimeSetup:
     ) -> Floats:
         """Return the exposed time of communication in equal parts, of which all except one overlap.
 
-        `matmuls`: the share of matmuls in the overlapping computation, without those that leave
-        multiprocessors to the collective.
+        `matmuls`: the fraction of the overlapping computation that matmuls take, without those that
+        leave multiprocessors to the collective.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         return comm_s - self.hides(matmuls) * (comm_s - exposed)
@@ -272,7 +274,7 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
 
 
 def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:
-    """Return the distinct inputs of a layer's time, and the index of each plan's."""
+    """Return the distinct inputs of a layer's time, and the index of each plan's input."""
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)

@@ -228,7 +228,7 @@ def test_steps_that_were_probed_put_the_rates_right():
     found = of_probe(machine((*parts, *steps(1, slower=4.0))), 1)
     assert found.calibrated and found.device.rate("fp32") < 0.5 * 100e9
     (note,) = found.notes
-    assert "rates are those that predict" in note
+    assert "rates are fitted to" in note
 
 
 @pytest.mark.parametrize(
@@ -278,13 +278,13 @@ def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
     assert 14e-6 < device.operator_s < 19e-6 < catalog.operator_s
     assert device.memory_bytes_per_s == pytest.approx(4.042e12, rel=1e-3)
     assert device.optimizer_share == pytest.approx(2.679 / 4.042, rel=1e-3)
-    # Steps are compared, and nothing is fitted to them: they widen the range.
+    # Steps are compared, and nothing is fitted to them: they widen the interval.
     assert len(found.residuals) == 5 and found.calibrated
     assert device.rate("bf16") == catalog.rate("bf16")
     low, high, basis, _ = interval(True, kind=QuestionKind("hopper"), residuals=found.residuals)
     published = interval(False, kind=QuestionKind("hopper"))
     assert low < published.low and published.high < high and "5 steps of the probe" in basis
-    assert "widen the range" in found.notes[0]
+    assert "which widens the interval" in found.notes[0]
 
 
 def test_an_accelerator_that_the_catalog_has_not_is_as_it_was_measured():

@@ -100,4 +100,4 @@ def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
         assert found.level == (LEVEL if enough else round(row["coverage"], 2)), name
         assert ("The 90 % interval is based on " in found.explanation) == enough
     told = Interval(0.9, 2.6, "102 published steps", 0.83).explanation
-    assert "90 %" not in told and "alone contained 83 % of a source's steps" in told
+    assert "90 %" not in told and "contained 83 % of that source's steps" in told
