@@ -1,4 +1,4 @@
-"""Tracer of allocations and frees, operator by operator, and of the purpose of memory."""
+"""Dispatch mode that records allocations and frees per operator, and what the memory is for."""
 
 import threading
 import weakref
@@ -25,12 +25,12 @@ from outpace.trace.operator_workspace import FLOPS, TemporaryBytes
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 # Namespaces of operators that allocate memory for communication between ranks.
-_EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
+_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
 
 @dataclass(eq=False, slots=True)
-class MemoryPiece:
-    """A storage from its allocation to its release, and its purpose."""
+class TrackedStorage:
+    """A storage from its allocation to its release; `kind` says what it is for."""
 
     nbytes: int
     module: str
@@ -43,14 +43,14 @@ class Change:
     """Memory allocated (`sign` 1) or freed (-1) by an operator in a module."""
 
     sign: int
-    piece: MemoryPiece
+    storage: TrackedStorage
     operator: str
     module: str
 
 
 @dataclass
 class Segment:
-    """Memory allocated and freed in a part of a step, with its FLOPs and the bytes it moves."""
+    """Memory changes, FLOPs and bytes moved in one part of a step."""
 
     step: int
     part: Part
@@ -60,12 +60,12 @@ class Segment:
 
 
 class AllocationTracer(TorchDispatchMode):
-    """Recorder of each storage that operators allocate in the context, until it is freed.
+    """Dispatch mode that records every storage from its allocation until it is freed.
 
-    It sees the thread that enters it, including backwards in that thread, as on a CPU. It does not
-    see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
-    other devices. `freed_elsewhere` is called with the address of memory that another thread frees,
-    such as a collective's thread that was the last to hold a buffer.
+    It covers the thread that enters it, including backward passes that run in this thread, as they
+    do on a CPU. It cannot see memory that a kernel allocates and frees internally; `rules` supply
+    that for some kernels. `freed_elsewhere` is called with the address of memory that another
+    thread frees, such as a collective's thread that holds the last reference to a buffer.
     """
 
     def __init__(
@@ -78,26 +78,26 @@ class AllocationTracer(TorchDispatchMode):
         self._rules = rules or Rules()
         self._now = Segment(0, "prepare")
         self._step = 0
-        self._pieces: dict[int, tuple[MemoryPiece, Any]] = {}
+        self._tracked: dict[int, tuple[TrackedStorage, Any]] = {}
         self._names: dict[int, str] = {}
         self._entered: list[str] = []
-        self._inside = TemporaryBytes(self._rules.accelerator is None)
+        self._operator_bytes = TemporaryBytes(self._rules.accelerator is None)
         self._operator = self._module = ""
-        self._aside = self._on_host = False
+        self._ignores = self._on_host = False
         self._parameters: list[nn.Parameter] = []
 
     def register(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Register modules by their names within `root`, and track the given parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
-        self.call(self._parameters, "weights")
+        self.classify(self._parameters, "weights")
         for name, module in root.named_modules():
             for parameter in module.parameters(recurse=False):
                 for storage in _storages(parameter):
-                    self._piece(storage).module = name
+                    self._track(storage).module = name
 
     def begin_step(self, number: int) -> None:
-        """Attribute earlier work to the preparation, and later work to step `number`."""
+        """Begin step `number`; unmarked earlier work counts as preparation."""
         self.mark("prepare")
         self._step = self._now.step = number
 
@@ -106,32 +106,32 @@ class AllocationTracer(TorchDispatchMode):
         self._now.part = part  # type: ignore[assignment]
         if part == "forward":  # the backward uses the forward's results
             for change in self._now.changes:
-                if change.piece.lives and change.piece.kind is None:
-                    change.piece.kind = "activations"
-        self.call((parameter.grad for parameter in self._parameters), "gradients")
+                if change.storage.lives and change.storage.kind is None:
+                    change.storage.kind = "activations"
+        self.classify((parameter.grad for parameter in self._parameters), "gradients")
         self.segments.append(self._now)
         self._now = Segment(self._step, "other")
 
-    def call(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
-        """Set the purpose of tensors."""
+    def classify(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """Set the kind of the tensors' storages, unless they are offloaded."""
         for tensor in tensors:
             for storage in _storages(tensor):
-                piece = self._piece(storage)
-                if piece.kind != "offloaded":
-                    piece.kind = kind
+                tracked = self._track(storage)
+                if tracked.kind != "offloaded":
+                    tracked.kind = kind
 
-    def move_away(self, tensors: Iterable[Tensor]) -> None:
+    def mark_offloaded(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors as offloaded from now on."""
         for tensor in tensors:
             for storage in _storages(tensor):
-                self._give_back(storage._cdata)
-                self._piece(storage).kind = "offloaded"
+                self._release(storage._cdata)
+                self._track(storage).kind = "offloaded"
 
     def allocate_permanently(self, sizes: Iterable[int], kind: Kind) -> None:
-        """Count memory that is allocated permanently, without an operator."""
+        """Count memory that a library allocates permanently, outside of operators."""
         for nbytes in sizes:
-            piece = MemoryPiece(self._round_up(nbytes), "", kind)
-            self._now.changes.append(Change(1, piece, "", ""))
+            tracked = TrackedStorage(self._round_up(nbytes), "", kind)
+            self._now.changes.append(Change(1, tracked, "", ""))
 
     def __enter__(self) -> "AllocationTracer":
         register = nn.modules.module
@@ -140,9 +140,9 @@ class AllocationTracer(TorchDispatchMode):
             register.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self._patched = [
-            # FSDP resizes storages when it gathers weights, which is not an operator.
+            # FSDP resizes storages when it gathers weights, which is not a dispatched operator.
             patch.object(torch.UntypedStorage, "resize_", self._wrap_resize()),
-            # DTensor first runs operators without data, to determine the shapes of results.
+            # DTensor first runs each operator without data, to infer the shapes of its results.
             patch.object(ShardingPropagator, _SHAPES, self._wrap_propagation()),
         ]
         for patched in self._patched:
@@ -156,20 +156,20 @@ class AllocationTracer(TorchDispatchMode):
             patched.stop()
         for hook in self._hooks:
             hook.remove()
-        self._pieces.clear()
+        self._tracked.clear()
 
     @contextmanager
-    def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Ignore operators in the context; if `wanted` is False, record them again."""
-        before, self._aside = self._aside, wanted
+    def ignore(self, wanted: bool = True) -> Iterator[None]:
+        """Stop recording operators in the context; with `wanted=False`, resume recording."""
+        before, self._ignores = self._ignores, wanted
         try:
             yield
         finally:
-            self._aside = before
+            self._ignores = before
 
     @contextmanager
     def on_host(self, wanted: bool = True) -> Iterator[None]:
-        """Count allocations of operators in the context as host memory, if `wanted`."""
+        """Count allocations in the context as host memory, if `wanted`."""
         before, self._on_host = self._on_host, wanted
         try:
             yield
@@ -180,10 +180,10 @@ class AllocationTracer(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
-            self._give_back(storage._cdata, "unsharded")
+            self._release(storage._cdata, "unsharded")
             resize(storage, size)
             if size:
-                self._piece(storage).kind = "unsharded"
+                self._track(storage).kind = "unsharded"
             return storage
 
         return resize_storage
@@ -191,11 +191,11 @@ class AllocationTracer(TorchDispatchMode):
     def _wrap_propagation(self) -> Any:
         propagate = getattr(ShardingPropagator, _SHAPES)
 
-        def propagate_aside(propagator: Any, schema: Any) -> Any:
-            with self.set_aside():
+        def propagate_unrecorded(propagator: Any, schema: Any) -> Any:
+            with self.ignore():
                 return propagate(propagator, schema)
 
-        return propagate_aside
+        return propagate_unrecorded
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         known = self._entered[-1] if self._entered else ""
@@ -207,14 +207,14 @@ class AllocationTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # called twice per operator
+            return args[0].fake_device  # a shortcut: torch asks twice per operator
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # called again with local tensors
+            return NotImplemented  # DTensor calls the operator again with local tensors
         kwargs = kwargs or {}
         waits = func is torch.ops._c10d_functional.wait_tensor.default
         if waits and isinstance(args[0], FakeTensor):
             return args[0]  # the gradient keeps its tensor, as in a real run
-        if self._aside:
+        if self._ignores:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
@@ -229,15 +229,15 @@ class AllocationTracer(TorchDispatchMode):
         known = {storage._cdata for tensor in given for storage in _storages(tensor)}
         fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
         for storage in fresh:
-            self._piece(storage)
-        within = self._inside(func, args) + self._rules.temporary_bytes(func, args)
+            self._track(storage)
+        within = self._operator_bytes(func, args) + self._rules.temporary_bytes(func, args)
         if within:
-            piece = MemoryPiece(self._round_up(within), self._module, self._kind())
+            tracked = TrackedStorage(self._round_up(within), self._module, self._kind())
             for sign in (1, -1):
-                self._now.changes.append(Change(sign, piece, self._operator, self._module))
+                self._now.changes.append(Change(sign, tracked, self._operator, self._module))
         if func in _CASTS and fresh:
             self._classify_copy(given[0], fresh[0])
-        if func.namespace in _EXCHANGES:
+        if func.namespace in _COMMUNICATION:
             for tensor in [*given, *outputs]:
                 self._mark_communication(tensor)
         packet = func._overloadpacket
@@ -250,42 +250,42 @@ class AllocationTracer(TorchDispatchMode):
             self._now.bytes_moved += sum(moved.values())
 
     def _classify_copy(self, source: Tensor, copy: torch.UntypedStorage) -> None:
-        """Return the purpose of a copy: a cast weight counts as a copy of the weight."""
-        pieces = [self._piece(storage) for storage in _storages(source)]
+        """Count the cast copy of a weight as "weight copies"."""
+        sources = [self._track(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
-            for piece in pieces:  # storages of unknown origin hold gathered weights
-                piece.kind = piece.kind or "unsharded"
-        if any(piece.kind in ("weights", "unsharded") for piece in pieces):
-            self._piece(copy).kind = self._kind() or "weight copies"
+            for tracked in sources:  # a parameter's unclassified storage holds gathered weights
+                tracked.kind = tracked.kind or "unsharded"
+        if any(tracked.kind in ("weights", "unsharded") for tracked in sources):
+            self._track(copy).kind = self._kind() or "weight copies"
 
     def _mark_communication(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
-            piece = self._piece(storage)
-            piece.kind = piece.kind or "communication"
+            tracked = self._track(storage)
+            tracked.kind = tracked.kind or "communication"
 
     def _module_of(self, given: list[Tensor]) -> str:
-        """Return the module that made the inputs, because a backward does not call modules."""
+        """Return the module of the inputs, since a backward pass does not call modules."""
         for tensor in given:
             for storage in _storages(tensor):
-                held = self._pieces.get(storage._cdata)
+                held = self._tracked.get(storage._cdata)
                 if held is not None and held[0].kind in ("activations", "weights", "unsharded"):
                     return held[0].module
         return self._module
 
-    def _piece(self, storage: torch.UntypedStorage) -> MemoryPiece:
-        """Return the piece of a storage, creating one for a new storage."""
+    def _track(self, storage: torch.UntypedStorage) -> TrackedStorage:
+        """Return the record of a storage; record its allocation if the storage is new."""
         key = storage._cdata
-        held = self._pieces.get(key)
+        held = self._tracked.get(key)
         if held is None:
-            piece = MemoryPiece(self._round_up(storage.nbytes()), self._module, self._kind())
+            tracked = TrackedStorage(self._round_up(storage.nbytes()), self._module, self._kind())
             address = storage.data_ptr() if self._freed_elsewhere else 0
-            self._pieces[key] = piece, weakref.ref(storage, partial(self._on_free, key, address))
-            self._now.changes.append(Change(1, piece, self._operator, self._module))
-            return piece
+            self._tracked[key] = tracked, weakref.ref(storage, partial(self._on_free, key, address))
+            self._now.changes.append(Change(1, tracked, self._operator, self._module))
+            return tracked
         return held[0]
 
     def _kind(self) -> Kind | None:
-        """Return the purpose of new memory, as far as it is known at its allocation."""
+        """Return the kind of memory allocated now, if already known."""
         return "offloaded" if self._on_host else None
 
     def _round_up(self, nbytes: int) -> int:
@@ -295,24 +295,23 @@ class AllocationTracer(TorchDispatchMode):
     def _on_free(self, key: int, address: int, _: Any) -> None:
         if self._freed_elsewhere and threading.get_ident() != self._thread:
             self._freed_elsewhere(address)
-        self._give_back(key)
+        self._release(key)
 
-    def _give_back(self, key: int, kind: Kind | None = None) -> None:
-        held = self._pieces.pop(key, None)
+    def _release(self, key: int, kind: Kind | None = None) -> None:
+        held = self._tracked.pop(key, None)
         if held is not None:
-            piece = held[0]
-            piece.lives = False
-            piece.kind = kind or piece.kind
-            self._now.changes.append(Change(-1, piece, self._operator, self._module))
+            tracked = held[0]
+            tracked.lives = False
+            tracked.kind = kind or tracked.kind
+            self._now.changes.append(Change(-1, tracked, self._operator, self._module))
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor, or of the parts of a composed one."""
+    """Yield the storages of a tensor; for wrapper subclasses, those of their inner tensors."""
     if not isinstance(tensor, Tensor):
         return
-    parts: Any = getattr(
-        tensor, "__tensor_flatten__", None
-    )  # such as DTensor and quantized tensors
+    # DTensor, quantized tensors and other wrapper subclasses
+    parts: Any = getattr(tensor, "__tensor_flatten__", None)
     if parts is not None:
         for name in parts()[0]:
             yield from _storages(getattr(tensor, name))

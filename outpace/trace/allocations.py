@@ -1,4 +1,4 @@
-"""Counter of the bytes that torch's allocator holds, from the allocator's own events."""
+"""Counter of the bytes that torch's allocator has allocated, from its profiler events."""
 
 import os
 import time
@@ -12,12 +12,12 @@ import torch
 
 
 class Allocations:
-    """Counter of allocations and frees in the context, by this thread and that of the backward.
+    """Counter of allocations and frees in the context, by this thread and the backward's thread.
 
-    `peak_bytes`: the maximum of live bytes. `left_bytes`: the bytes live at the end. Memory that
-    was allocated before counts only when it is freed. Allocations inside kernels are included.
-    torch's profiler does not report frees by other threads: they are noticed when the address is
-    allocated again, or through `freed_elsewhere`.
+    `peak_bytes` is the maximum of live bytes, `left_bytes` the bytes live at the end. Both are
+    relative to the start, so freeing earlier memory subtracts. Allocations inside kernels are
+    included. torch's profiler does not report frees by other threads: pass these to `note_free`.
+    Otherwise, they count when the address is allocated again.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class Allocations:
             self.peak_bytes = max(self.peak_bytes, self.left_bytes)
 
     def note_free(self, address: int) -> None:
-        """Record a free by a thread that torch's profiler does not see."""
+        """Record a free by a thread that torch's profiler does not cover."""
         self._told.append((time.time_ns(), address, 0))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the profiler library's output to the file descriptor of standard error."""
+    """Suppress what the profiler library writes to file descriptor 2 (standard error)."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("w") as nowhere:

@@ -1,7 +1,7 @@
-"""Values that a forward can read although its weights and activations have none.
+"""Values for forwards that read tensors while weights and activations are on the meta device.
 
-Integers that depend only on tokens and sizes are computed. A router's tokens are divided equally
-among its experts.
+Integers that depend only on tokens and sizes are computed. A router is assumed to send equally many
+tokens to each expert.
 """
 
 from typing import Any
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
-# Maximum number of elements of computed floats: a mask of 65,536 tokens, which some families build
-# from floats. Nothing reads larger tensors, such as initial states, which would take time and
-# memory.
+# Maximum number of elements of a float tensor that is computed: a mask of 65,536 tokens, which some
+# families build from floats. Larger tensors, such as initial states, are never read, and computing
+# them would take time and memory.
 _MOST_FLOATS = 2**16
 
 
 class AssumedValues:
-    """Mode that runs operators on CPU tensors, which have values, and on meta tensors without.
+    """Runner of operators on a mix of CPU tensors, which have values, and meta tensors.
 
-    A result has a value if all its inputs are CPU tensors.
+    A result has values if all its inputs are CPU tensors.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class AssumedValues:
         self._reads = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. Raises torch's error if it needs values that are unknown."""
+        """Run an operator. Raises torch's error if it reads values of meta tensors."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return self._keep_values(func, args, kwargs)
@@ -46,10 +46,10 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute integers, booleans and masks, even if they belong on the meta device.
+        """Run an operator on the CPU if its result may be read: integers, booleans and masks.
 
-        Results are the same in each run: random numbers get no values, and uninitialised memory is
-        zero.
+        Results are reproducible: random tensors stay on the meta device, and uninitialised memory
+        is zeroed.
         """
         made = func(*args, **kwargs)
         if (
@@ -71,7 +71,7 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _indices(self, mask: Tensor) -> Tensor:
-        """Return the indices of all experts, or in turn those of each expert's tokens."""
+        """Return the nonzero indices of a mask: all experts, or the tokens of the next expert."""
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
             return torch.arange(self.experts, device="cpu").unsqueeze(1)
@@ -82,7 +82,10 @@ class AssumedValues:
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Keep values when counts of tokens per expert are moved; move other tensors to meta."""
+        """Return assumed token counts if a tensor of counts per expert is moved to the CPU.
+
+        Other tensors stay on the meta device.
+        """
         counts = args[0]
         if counts.is_floating_point() or counts.shape != (self.experts,):
             moved: Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
@@ -92,6 +95,7 @@ class AssumedValues:
 
 
 def _share(many: int, parts: int, number: int) -> int:
+    """Return the size of part `number` if `many` items are divided as equally as possible."""
     return many * (number + 1) // parts - many * number // parts
 
 

@@ -1,11 +1,10 @@
 """Tracing of compiled forwards, with the tensors that Inductor's kernels would allocate.
 
-The compiler itself does not run, but its partitioner does: it decides what the forward saves and
-what the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
-recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
-decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
-fusion is used: elementwise results are written to memory only if the graph returns them, or if an
-operator that is not fused (a matmul, attention) reads them; otherwise they stay in registers.
+AOTAutograd traces the forward with Inductor's decompositions, and its partitioner decides what the
+forward saves and the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
+recomputation with AOTAutograd", 2022). No kernel is compiled: the two graphs run node by node under
+fake tensors. Fusion is modelled by one rule: an elementwise result is written to memory only if the
+graph returns it, or if an operator that is not fused (a matmul, attention) reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from outpace.records.plan import Plan
 from outpace.trace.allocation_tracer import AllocationTracer
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-# Operators that are pointwise, or only reorder elements, and that torch does not tag as such.
+# Operators that Inductor fuses like pointwise ones, but that torch does not tag as pointwise.
 _POINTWISE = frozenset(
     {_ATEN.clone, _ATEN._to_copy, _ATEN.embedding, _ATEN.cat, _ATEN.expand, _ATEN.full,
      _ATEN.full_like, _ATEN.where, _ATEN.select_scatter, _ATEN.slice_scatter, _ATEN.gather,
@@ -35,11 +34,10 @@ _TENSOR = object()  # placeholder for tensors among arguments
 
 
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
-    """Run the compiled forwards of a model and its parts as the graphs that would be compiled.
+    """Replace the compiled forwards of a model by the graphs that would be compiled.
 
-    They are traced as eager code if blocks are recomputed (which uses the same memory when
-    compiled), if saved tensors are offloaded, if tensors are sharded by tensor parallelism, or if
-    matmuls are in fp8.
+    Do nothing if blocks are recomputed (which uses the same memory when compiled), if saved tensors
+    are offloaded, under tensor or context parallelism, or in fp8: the forwards then run eagerly.
     """
     if (
         plan.recomputes
@@ -55,7 +53,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
 
 
 class _PartitionedForward:
-    """A forward that runs as the graphs that the compiler would build."""
+    """Forward that runs the forward and backward graphs that the compiler would build."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer
@@ -74,17 +72,17 @@ class _PartitionedForward:
                     for leaf in leaves)  # fmt: skip
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         tensors_by_name: dict[str, Tensor] = dict(named)
-        with self._watch.set_aside():
+        with self._watch.ignore():
             if key not in self._graphs:
                 self._graphs[key] = self._compile(leaves, shape)
-                # The first call builds the graphs, and keeps its arguments forever.
+                # The first call builds the graphs and keeps its arguments alive, so pass copies.
                 self._counts = False
                 self._graphs[key](tensors_by_name, [_stand_in(tensor) for tensor in tensors])
             self._counts = True
             return self._graphs[key](tensors_by_name, tensors)
 
     def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return a function of the module's tensors and inputs that is compiled down to graphs."""
+        """Return the forward, run as graphs, as a function of the module's tensors and inputs."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -108,7 +106,7 @@ class _PartitionedForward:
         )
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph on a list of inputs, and empties that list."""
+        """Return a function that runs a graph on a list of inputs and clears the list."""
         made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:
@@ -125,7 +123,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily restore a module's own forward."""
+    """Use `forward` as the module's forward in the context."""
     before = module.forward
     module.forward = forward
     try:
@@ -135,9 +133,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 class _Nodes(fx.Interpreter):
-    """Interpreter that runs a graph node by node; results that are not `made` take no memory.
+    """Interpreter that counts only the results of nodes in `made` as memory.
 
-    It empties the list of inputs, so each input lives until its last reader.
+    It clears the list of inputs, so that each input is freed after its last use.
     """
 
     def __init__(
@@ -153,12 +151,12 @@ class _Nodes(fx.Interpreter):
         inputs.clear()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return the region's next input for a placeholder."""
+        """Return the next input."""
         return self._inputs.pop()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return the value of a node."""
-        with self._watch.set_aside(n not in self._made), torch.no_grad():
+        """Run a node and return its value."""
+        with self._watch.ignore(n not in self._made), torch.no_grad():
             return super().run_node(n)
 
 

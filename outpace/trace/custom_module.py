@@ -1,6 +1,6 @@
-"""Memory of a custom model, from its forward, loss and batch under fake tensors.
+"""Memory of a custom model, traced from its forward, loss and batch under fake tensors.
 
-The user's function builds the real module once; a copy on the meta device is traced.
+The user's function builds the real module once; the trace uses copies without memory.
 """
 
 import copy
@@ -32,13 +32,13 @@ from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import MOST_PASSES, record_strips, summarise_strips
+from outpace.trace.account import MOST_PASSES, record_parts, summarise_parts
 from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
 from outpace.trace.offloading import offload_to_disk
 from outpace.trace.steps import CPU, LayOut
 
-_SMALL = 32  # buffers with at most this many elements keep their values, since programs read them
+_SMALL = 32  # buffers with at most this many elements keep their values, since forwards read them
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _MEASURE = "Let a run measure it, with values: outpace train --memory --steps 5."
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -46,10 +46,10 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """Training of a custom model. A step has passes over `plan.samples_read` samples each.
+    """Training of a custom model, in steps of `accumulation` passes.
 
-    `build` constructs the module with its loss; `samples` returns a batch with the given number of
-    samples.
+    `build` constructs the module with its loss. `samples` returns a batch with the given number of
+    samples, which is `plan.samples_read` for a pass.
     """
 
     build: Callable[[], CustomModel]
@@ -57,19 +57,19 @@ class ModuleWorkload:
     plan: Plan
     accumulation: int
     settings: TrainSettings
-    drops: bool = False
-    value_free: bool = False  # tensors have no values
+    drops: bool = False  # whether the module has dropout
+    value_free: bool = False  # whether tensors have no values
 
     def batch(self) -> Any:
-        """Return the batch that a rank reads in one pass."""
+        """Return the batch of one pass on a rank that reads data."""
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context with replaced functions for a trace."""
+        """Return a context in which functions behave as on the traced device."""
         return rules.functions(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the plan."""
+        """Return the plan's mixed precision."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
@@ -77,7 +77,7 @@ class ModuleWorkload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """Lay out the module on this rank."""
+        """Apply the plan to the module on this rank."""
         own, plan = self.build(), self.plan
         objective = (_ValueFree if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
@@ -91,7 +91,7 @@ class ModuleWorkload:
         request = LayoutRequest(objective, plan, ranks, CPU, own.blocks, own.layouts, scratch)
         layout = lay_out(request, None)
         if self.value_free and isinstance(layout, CustomPipeline):
-            with watch.set_aside():
+            with watch.ignore():
                 whole, given = _ValueFree(self.build()), StepHooks(mixed.cast)
                 lower_weights(whole, mixed)
                 layout.learn_forms_alone(whole, self.batch(), given)
@@ -109,10 +109,10 @@ def account_of_module(
     accelerator: Accelerator | None,
     ranks_per_host: int,
 ) -> MemoryAccount:
-    """Trace the first two steps of `rank`, like `trace.account.account` for outpace's models.
+    """Trace the first two steps of `rank` and return the memory they use, as `account` does.
 
-    `model` stays unchanged. Raises BadInputError for a plan that cannot be applied, and for a
-    module that cannot run without values.
+    `model` is not changed. Raises BadInputError if the plan cannot be applied, or if the module
+    cannot run without values.
     """
     rules = Rules(accelerator)
     passes = min(accumulation, MOST_PASSES)
@@ -122,7 +122,7 @@ def account_of_module(
     structure = meta_copy(model.module, kept)
     work = ModuleWorkload(
         build=lambda: CustomModel(
-            _on_no_memory(structure),
+            _fake_copy(structure),
             model.loss,
             blocks=model.blocks,
             layouts=model.layouts,
@@ -135,26 +135,26 @@ def account_of_module(
         drops=has_dropout(model.module),
         value_free=True,
     )
-    drawn = random_state(CPU)  # inspecting stages seeds it
+    drawn = random_state(CPU)  # inspecting pipeline stages seeds the generator
     try:
-        # torch warns about received scalars, which are real tensors
+        # torch warns about scalars received by pipeline stages, because they are real tensors
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            strips = record_strips(work, rank, rules, ranks_per_host)
+            traces = record_parts(work, rank, rules, ranks_per_host)
     except OutpaceError:
         raise
     except Exception as error:
         raise BadInputError(_failure(model.module, error, plan.compile)) from error
     finally:
         set_random_state(drawn, CPU)
-    return summarise_strips(strips, plan, rank, rules, accumulation / passes)
+    return summarise_parts(traces, plan, rank, rules, accumulation / passes)
 
 
 class _ValueFree(CustomObjective):
-    """Objective whose forward must not read values, since tensors have none."""
+    """Objective that refuses to read tensor values in its forward."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute loss and count. Raises BadInputError if the forward reads a value."""
+        """Return loss sum and target count. Raises BadInputError if the forward reads a value."""
         with _ReadRefusal(self.model):
             return super().forward(batch)
 
@@ -167,37 +167,38 @@ class _ReadRefusal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and isinstance(args[0], FakeTensor):
             raise BadInputError(
-                f"{type(self._module).__name__} or its loss depends on a computed value "
-                f"({_place(traceback.extract_stack())}), but a trace has no values. {_MEASURE}"
+                f"{type(self._module).__name__} or its loss reads a computed value at "
+                f"{_location(traceback.extract_stack())}, but tensors have no values in a trace. "
+                f"{_MEASURE}"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _place(frames: traceback.StackSummary) -> str:
-    """Return the innermost line of code outside torch and outpace."""
-    theirs = [frame for frame in frames if not _is_ours(Path(frame.filename))]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
+def _location(frames: traceback.StackSummary) -> str:
+    """Return file and line of the innermost frame outside torch and outpace."""
+    user_frames = [frame for frame in frames if not _is_library(Path(frame.filename))]
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else "within torch"
 
 
-def _is_ours(file: Path) -> bool:
+def _is_library(file: Path) -> bool:
     return any(file.is_relative_to(folder) for folder in _LIBRARIES)
 
 
 def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
-    where = _place(traceback.extract_tb(error.__traceback__))
+    where = _location(traceback.extract_tb(error.__traceback__))
     eager = (
         "A trace of a compiled forward ignores, among others, attributes that it sets on modules "
         "(self.aux = …): leave out --compile for an upper bound. "
     )
     return (
-        f"{type(module).__name__} cannot be traced without values: {where}: "
+        f"{type(module).__name__} cannot be traced without values: at {where}, "
         f"{type(error).__name__}: {said}. {eager if compiled else ''}{_MEASURE}"
     )
 
 
-def _on_no_memory(structure: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, in the current dispatch mode."""
+def _fake_copy(structure: nn.Module) -> nn.Module:
+    """Return a copy of a meta module with parameters and buffers created in the current mode."""
     held = [*structure.parameters(), *structure.buffers()]
     memo: dict[int, Any] = {}
     for tensor in held:

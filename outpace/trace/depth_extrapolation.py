@@ -1,8 +1,8 @@
-"""Exact memory of a deep model, derived from two shallow models with equal layers.
+"""Exact memory of a deep model, extrapolated from traces of two shallow ones.
 
-Records at two depths differ by the work of one period of layers, once or several times in each part
-of a step. Comparing them finds this work, which is repeated for the deep model's other periods. If
-the records differ in any other way, they cannot be extended (`IrregularError`).
+Traces at two depths differ by the work of one period of layers, which may occur several times in a
+part of a step. Comparing the traces finds this work, and repeating it gives the trace of a deeper
+model. Traces that differ in any other way cannot be extrapolated (`IrregularError`).
 """
 
 import re
@@ -17,17 +17,17 @@ from outpace.records.memory import KINDS, Kind, Part
 from outpace.trace.allocation_tracer import Segment
 
 _BLOCK = re.compile(r"(?<=blocks\.)\d+")
-# Cost of an insertion: less than that of differing bytes, so ties prefer the fewest positions.
+# Cost per position with insertions, to prefer few positions. Much less than that of unequal bytes.
 _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Raised if two depths differ by more than repeated layers."""
+    """Two traces differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A change of memory. `block` is the layer's number, −1 outside layers."""
+    """An allocation, or a free if `nbytes` is negative. `block` is the layer, −1 outside layers."""
 
     nbytes: int
     kind: Kind
@@ -38,18 +38,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The properties that are the same in equal layers."""
-        return (self.nbytes, *self.loose)
-
-    @property
-    def loose(self) -> tuple[object, ...]:
-        """The key without bytes, for entries whose bytes depend on the number of layers."""
+        """Properties that entries of different depths must have in common to match."""
         return (self.nbytes > 0, self.kind, self.operator, self.module)
 
 
 @dataclass(frozen=True)
-class Strip:
-    """Changes in one part of a step, for one depth of the model."""
+class PartTrace:
+    """Memory changes in one part of a step."""
 
     step: int
     part: Part
@@ -60,22 +55,22 @@ class Strip:
     bytes_moved: float
 
 
-def strip_of(segment: Segment) -> Strip:
-    """Convert a recorded segment; layer numbers are removed from names."""
+def to_part_trace(segment: Segment) -> PartTrace:
+    """Convert a recorded segment; layer numbers in names become `*`."""
     entries = []
     for change in segment.changes:
         found = _BLOCK.search(change.module)
         entries.append(
             Entry(
-                nbytes=change.sign * change.piece.nbytes,
-                kind=change.piece.kind or "temporary",
+                nbytes=change.sign * change.storage.nbytes,
+                kind=change.storage.kind or "temporary",
                 operator=change.operator,
                 module=_BLOCK.sub("*", change.module),
-                made_in=_BLOCK.sub("*", change.piece.module),
+                made_in=_BLOCK.sub("*", change.storage.module),
                 block=int(found.group()) if found else -1,
             )
         )
-    return Strip(
+    return PartTrace(
         step=segment.step,
         part=segment.part,
         entries=tuple(_in_order(entries)),
@@ -86,33 +81,34 @@ def strip_of(segment: Segment) -> Strip:
     )
 
 
-def drop_temporaries(strip: Strip) -> Strip:
-    """Drop memory that is allocated and freed within the strip."""
+def drop_temporaries(trace: PartTrace) -> PartTrace:
+    """Return the trace without memory that is both allocated and freed in it."""
     living: dict[tuple[int, Kind], list[int]] = {}
     passing: set[int] = set()
-    for number, entry in enumerate(strip.entries):
+    for number, entry in enumerate(trace.entries):
         alike = living.setdefault((abs(entry.nbytes), entry.kind), [])
         if entry.nbytes > 0:
             alike.append(number)
         elif alike:
             passing |= {alike.pop(), number}
-    kept = tuple(entry for number, entry in enumerate(strip.entries) if number not in passing)
-    return replace(strip, entries=kept)
+    kept = tuple(entry for number, entry in enumerate(trace.entries) if number not in passing)
+    return replace(trace, entries=kept)
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort simultaneous frees, for example of autocast's copies, independently of addresses."""
+    """Sort runs of frees by one operator by size, since their order depends on addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
 
 
 def extend(
-    shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
-) -> list[Strip]:
-    """Extrapolate beyond `deeper`, by `times` the difference in depth to `shallow`.
+    shallow: Sequence[PartTrace], deeper: Sequence[PartTrace], times: int, period: int = 1
+) -> list[PartTrace]:
+    """Return traces of a model that is `times * period` layers deeper than `deeper`.
 
-    The two are `period` layers apart. Raises IrregularError.
+    `deeper` has `period` more layers than `shallow`. Raises IrregularError if the two differ in
+    other ways.
     """
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
         raise IrregularError("the parts of a step differ")
@@ -121,7 +117,7 @@ def extend(
     ]
 
 
-def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip:
+def _extend_one(shallow: PartTrace, deeper: PartTrace, times: int, period: int) -> PartTrace:
     a, b = shallow.entries, deeper.entries
     entries: list[Entry] = []
     repeats: list[tuple[int, int, int]] = []
@@ -129,10 +125,10 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
         if more:
             j = len(entries)
             entries.extend(b[j : j + more])
-            repeats += [(*piece, times + 1) for piece in _split_at_jumps(b, j, j + more)]
+            repeats += [(*span, times + 1) for span in _split_at_jumps(b, j, j + more)]
         if i < len(a):
             entries.append(_extrapolate_entry(a[i], b[len(entries)], times))
-    return Strip(
+    return PartTrace(
         step=deeper.step,
         part=deeper.part,
         entries=tuple(entries),
@@ -144,17 +140,17 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
 
 
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
-    """Count the changes that only `b` has, before each change of `a` and after the last.
+    """Align `a` with `b` and count the entries inserted in `b` before each of `a` and at the end.
 
-    They follow from the cheapest embedding of `a` in `b`. A match with different bytes has a cost,
-    as has each position with insertions; changes of different kinds never match.
+    The alignment has the lowest cost: matched entries with different bytes have a cost, and so has
+    each position with insertions. Entries with different keys never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
         raise IrregularError("the deeper model does less")
     numbers: dict[object, int] = {}
-    sort_of_a = [numbers.setdefault(entry.loose, len(numbers)) for entry in a]
-    sorts = np.array([numbers.setdefault(entry.loose, len(numbers)) for entry in b])
+    keys_of_a = [numbers.setdefault(entry.key, len(numbers)) for entry in a]
+    keys = np.array([numbers.setdefault(entry.key, len(numbers)) for entry in b])
     sizes = np.array([float(entry.nbytes) for entry in b])
     cost = np.full(extra + 1, np.inf)  # by number of insertions so far
     cost[0] = 0
@@ -163,8 +159,8 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
         cost = _open_insertion(cost, came_from[i])
         if i < len(a):
             window = slice(i, i + extra + 1)
-            cost = cost + _unlikeness(sizes[window], a[i].nbytes)
-            cost[sorts[window] != sort_of_a[i]] = np.inf
+            cost = cost + _size_difference(sizes[window], a[i].nbytes)
+            cost[keys[window] != keys_of_a[i]] = np.inf
     if not np.isfinite(cost[extra]):
         raise IrregularError("the depths differ by more than repeated layers")
     counts, k = [], extra
@@ -175,30 +171,30 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 
 
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
-    """Split inserted changes where they jump from the last layer to the first.
+    """Split the inserted entries `begin` to `end` where their layer numbers jump.
 
-    For example, a list of all layers' matrices, followed by one of their vectors, gains one layer
-    in each list.
+    For example, if all layers' matrices come first and then all layers' vectors, a deeper model has
+    insertions in both lists.
     """
-    pieces, last = [begin], -1
+    starts, last = [begin], -1
     for n in range(begin, end):
         if b[n].block >= 0:
             if last >= 0 and abs(b[n].block - last) > 1:
-                pieces.append(n)
+                starts.append(n)
             last = b[n].block
-    return list(zip(pieces, [*pieces[1:], end], strict=True))
+    return list(zip(starts, [*starts[1:], end], strict=True))
 
 
-def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+def _size_difference(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     """Return the relative difference of sizes: 0 if they are equal, at most 1."""
     larger = np.maximum(np.abs(sizes), abs(size))
     return np.abs(sizes - size) / np.maximum(larger, 1)
 
 
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the costs if an insertion may start here; write predecessors to `came_from`.
+    """Return the lowest cost per number of insertions so far, if entries may be inserted here.
 
-    Among alternatives of equal cost, prefer the one that inserts the least here.
+    Write each optimum's predecessor to `came_from`. Ties go to the fewest insertions here.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -209,7 +205,7 @@ def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> 
 
 
 def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
-    """Extrapolate a change that both depths have: its bytes, and its layer counted from the end."""
+    """Extrapolate the bytes and layer number of an entry that both depths have."""
     if one.nbytes == other.nbytes and one.block == other.block:
         return other
     return Entry(
@@ -223,17 +219,17 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 
 
 @dataclass(frozen=True)
-class AllocationCourse:
-    """All changes of memory in sequence, with repeated ones expanded.
+class AllocationHistory:
+    """All memory changes in execution order, with repeated layers expanded.
 
-    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`. Change n has
-    `nbytes[n]` bytes of `kind[n]`, an index into KINDS, and leaves `live_bytes[n]` live.
+    Change n is `entries[origin[n]]`, in trace `trace_of[n]` and layer `block[n]`. It has
+    `nbytes[n]` bytes of kind `KINDS[kind[n]]`, after which `live_bytes[n]` are live.
     """
 
-    strips: Sequence[Strip]
+    traces: Sequence[PartTrace]
     entries: Sequence[Entry]
     origin: NDArray[np.int64]
-    strip_of: NDArray[np.int64]
+    trace_of: NDArray[np.int64]
     block: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     kind: NDArray[np.int64]
@@ -251,26 +247,26 @@ class AllocationCourse:
         return found
 
 
-def course_of(strips: Sequence[Strip]) -> AllocationCourse:
-    """Expand repeated changes."""
-    entries = [entry for strip in strips for entry in strip.entries]
+def unroll(traces: Sequence[PartTrace]) -> AllocationHistory:
+    """Expand the repeated layers of traces into a history of all changes."""
+    entries = [entry for trace in traces for entry in trace.entries]
     origins, numbers, blocks = [], [], []
     begin = 0
-    for number, strip in enumerate(strips):
-        indices, shifts = _unroll(strip)
+    for number, trace in enumerate(traces):
+        indices, shifts = _unrolled_indices(trace)
         origins.append(indices + begin)
         numbers.append(np.full(len(indices), number))
-        held = np.array([entry.block for entry in strip.entries], dtype=np.int64)[indices]
-        blocks.append(np.where(held < 0, -1, held + strip.period * shifts))
-        begin += len(strip.entries)
+        held = np.array([entry.block for entry in trace.entries], dtype=np.int64)[indices]
+        blocks.append(np.where(held < 0, -1, held + trace.period * shifts))
+        begin += len(trace.entries)
     origin = np.concatenate(origins)
     nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)[origin]
     kinds = np.array([KINDS.index(entry.kind) for entry in entries], dtype=np.int64)
-    return AllocationCourse(
-        strips=strips,
+    return AllocationHistory(
+        traces=traces,
         entries=entries,
         origin=origin,
-        strip_of=np.concatenate(numbers),
+        trace_of=np.concatenate(numbers),
         block=np.concatenate(blocks),
         nbytes=nbytes,
         kind=kinds[origin],
@@ -278,8 +274,8 @@ def course_of(strips: Sequence[Strip]) -> AllocationCourse:
     )
 
 
-def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return entry numbers in execution order, and the offset of each entry's layer number."""
+def _unrolled_indices(trace: PartTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return indices of entries in execution order, and the repetition that each belongs to."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []
 
@@ -288,10 +284,10 @@ def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         shifts.append(np.full(end - begin, shift))
 
     at = 0
-    for begin, end, times in strip.repeats:
+    for begin, end, times in trace.repeats:
         append_once(at, begin, 0)
         for turn in range(times):
-            append_once(begin, end, times - 1 - turn if strip.part == "backward" else turn)
+            append_once(begin, end, times - 1 - turn if trace.part == "backward" else turn)
         at = end
-    append_once(at, len(strip.entries), 0)
+    append_once(at, len(trace.entries), 0)
     return np.concatenate(indices), np.concatenate(shifts)

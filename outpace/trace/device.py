@@ -1,32 +1,32 @@
-"""Rules for where CUDA kernels use memory differently from CPU kernels.
+"""Differences between CUDA kernels and CPU kernels in memory use.
 
 The trace runs CPU operators. On CUDA, fused attention saves the same tensors (inputs, output, an
-fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The
-differences are:
+fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. These rules
+describe what differs:
 
 1. The caching allocator allocates in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
 2. cuBLAS has a workspace for each of the two threads that run matmuls, the forward's and the
-   backward's: 32 MiB on Hopper, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8; and
-   4096 KiB × 2 + 16 KiB × 8).
+   backward's: 32 MiB from Hopper on, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8;
+   and 4096 KiB × 2 + 16 KiB × 8).
 3. FlashAttention's backward sums query gradients in fp32, with sequences rounded up to 128 and
    heads to 32 (64 above 128), plus one fp32 sum per query; if keys have fewer heads, it first
    computes their gradients for all query heads (Dao, arXiv 2307.08691, §3; flash_api of the
-   library). Hopper and Blackwell use cuDNN's kernel, which saves the same; NVIDIA does not document
-   the workspace of its backward, so FlashAttention's is assumed (TORCH_CUDNN_SDPA_DEPRIORITIZED=1
-   selects that kernel).
+   library). Hopper and Blackwell use cuDNN's kernel, which saves the same. NVIDIA does not document
+   the workspace of its backward, so FlashAttention's is assumed
+   (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 selects FlashAttention).
 4. Dropout inside fused attention is drawn again in the backward, so no mask is saved; the CPU has
    no fused attention with dropout and saves the probabilities.
-5. The loss is `nn.head_loss`. Its compiled passes over the logits overwrite them with their
-   gradient, and need only a few numbers per token.
+5. The loss is `nn.head_loss`. Its compiled passes overwrite the logits with their gradient, and
+   allocate only a few numbers per token.
 6. Weights that will be quantized to 4 bits are in host memory, except the matrix being quantized.
 7. Documents, windows and padding become block masks for FlexAttention (nn.kernels), which saves
-   what fused attention saves, and no dense mask. Its backward needs less than rule 3: one fp32 sum
-   per query. With a mask instead, keys and values are repeated for all heads, and saved.
-8. Ring attention uses FlashAttention if possible (parallel.ring_kernels).
+   the same tensors as fused attention and no dense mask. Its backward needs only one fp32 sum per
+   query, less than rule 3. With a dense mask, keys and values are repeated for all heads and saved.
+8. Ring attention uses FlashAttention where it supports the inputs (parallel.ring_kernels).
 9. Dropout saves a mask of one byte per element; the CPU saves factors in the dtype of its input
    (torch, `native_dropout`).
 
-torch does not see the memory of CUDA and NCCL themselves: the planner's `library_bytes` bounds it.
+Memory of CUDA and NCCL themselves is invisible to torch; the planner's `library_bytes` bounds it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -53,13 +53,13 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Differences between a device and the CPU, whose operators are traced; none for a CPU."""
+    """Memory rules of a device; without an `accelerator`, those of a CPU."""
 
     accelerator: Accelerator | None = None
 
     @property
     def device(self) -> str:
-        """Type of the device, as torch names it."""
+        """torch's name for the device type."""
         return "cpu" if self.accelerator is None else "cuda"
 
     @property
@@ -68,7 +68,7 @@ class Rules:
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """Return sizes of workspaces that libraries keep after their first use."""
+        """Return the sizes of workspaces that libraries keep from their first use on."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -76,11 +76,11 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Return whether memory allocated while the model is built is on the host: rule 6."""
+        """Return whether the model is built in host memory (rule 6)."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Make a model select the kernels that it would use on the device."""
+        """Make a model select the same kernels as on the device."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -92,7 +92,10 @@ class Rules:
                 module.mix = partial(_as_on_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Return a context in which dropout, if the model has any (`drops`), follows rule 9."""
+        """Return a context in which dropout follows rule 9.
+
+        `drops`: whether the model has dropout.
+        """
         drops = drops or plan.lora_dropout > 0
         return _Masks() if drops and self.accelerator is not None else nullcontext()
 
@@ -120,12 +123,12 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
     return lse_N.sum()
 
 
-# Rule 5: memory that compiled passes over logits read and write.
+# Rule 5: stand-ins that allocate the same memory as the compiled passes over the logits.
 _IN_PLACE = LogitsFunctions(_scores, _gradient, _loss_and_gradient)
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout by the accelerator's version."""
+    """Mode that replaces dropout by `masked_dropout`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:
@@ -136,7 +139,7 @@ class _Masks(TorchFunctionMode):
 def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Apply dropout like `F.dropout`, but save a mask of one byte per element: rule 9."""
+    """Apply dropout as `F.dropout` does, but save a mask of one byte per element (rule 9)."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
@@ -147,7 +150,7 @@ _ATTENTION_BACKWARDS = (
 
 
 def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
-    """Return the bytes of rule 3 for queries (B, H, S, C) and keys (B, K, T, C)."""
+    """Return the bytes that attention's backward allocates and frees (rule 3)."""
     batch, heads, queries, width = query_BHSC.shape
     keys_heads, keys = key_BKTC.shape[1:3]
     rounded_queries = -(-queries // 128) * 128
@@ -163,10 +166,7 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
 def _as_on_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Apply rules 4 and 7 of this module: save the tensors that a GPU would save.
-
-    The values differ from those of a GPU.
-    """
+    """Save the tensors that a GPU would save (rules 4 and 7); values are not those of a GPU."""
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None

@@ -1,4 +1,4 @@
-"""Fake tensors: without memory, except small ones that programs read."""
+"""Fake tensors without memory; small ones are real, since programs read them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-# Largest number of elements by dtype: ranks of a mesh, sizes of parameters, counts of steps, flags.
-# Token numbers and positions are also int64, but have more elements.
+# Largest number of elements of a small tensor, by dtype: ranks of a mesh, sizes of parameters, step
+# counts, flags. Tokens and positions are also int64, but have more elements.
 _FEW = {torch.int32: 2**20, torch.int64: 32}
 _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode on top of FakeTensorMode: small tensors are real unless they depend on fake ones.
+    """Mode on top of FakeTensorMode that makes small tensors real, unless computed from fake ones.
 
-    Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters: none of these
-    depends on weights or data. All other values that are read are 1, such as flags that a gradient
-    exists or that a stage knows its shapes.
+    Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters. None of these
+    depends on weights or data. Reading a fake tensor returns 1, which suits flags: a gradient
+    exists, a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,7 +31,7 @@ class RealSmallTensors(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, FakeTensor)) for kind in types):
             if func in _READS:
                 return 1.0 if args[0].dtype.is_floating_point else 1
-            if func is torch.ops.aten.nonzero.default:  # assumes that all elements are nonzero
+            if func is torch.ops.aten.nonzero.default:  # assume that all elements are nonzero
                 return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
             return func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
@@ -43,11 +43,12 @@ class RealSmallTensors(TorchDispatchMode):
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """Return torch's mode for fake tensors; processes forked later can still compute gradients.
+    """Return torch's fake tensor mode, without breaking gradients in processes forked later.
 
-    Where torch is built for an accelerator but the host has none, the mode pretends that there is
-    one. The next backward pass would then start threads for it, after which torch refuses gradients
-    in forks. A backward pass before the mode settles for good that there is none.
+    If torch is built for an accelerator that the host lacks, the mode pretends that there is one.
+    The first backward pass under the mode would then start threads for it, after which torch
+    refuses gradients in forks. A backward pass before the mode makes torch record that no
+    accelerator exists.
     """
     if not torch.accelerator.is_available():
         torch.zeros((), requires_grad=True).backward()
@@ -56,6 +57,6 @@ def fake_tensor_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make new tensors fake: they have shapes, but memory only if they are small."""
+    """Make tensors created in the context fake, except small ones."""
     with fake_tensor_mode(), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

@@ -1,7 +1,7 @@
 """Attention, MLP and experts of a traced layer, recognised by the shapes of its matmuls.
 
 Recognised parts are planned like layers of outpace's models, including tensor and expert
-parallelism. Of other matmuls, only the size is known.
+parallelism. For all other matmuls, only sizes are known.
 """
 
 from collections import Counter
@@ -15,9 +15,9 @@ from outpace.trace.matmuls import MatmulCall
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Shapes of a layer's parameters by name, its residual width, and its rows in the trace.
+    """Parameter shapes of a traced layer by name, its residual width, and its number of rows.
 
-    `cross_rows`: the number of rows of the input that cross-attention reads.
+    `cross_rows`: the number of rows that cross-attention reads.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -26,9 +26,9 @@ class LayerWeights:
     cross_rows: int | None = None
 
     def is_whole(self, one: MatmulCall, *, cross: bool = False) -> bool:
-        """Return whether a matmul uses its whole weight, once for each token.
+        """Return whether a matmul multiplies each of the layer's tokens by a whole weight.
 
-        `cross`: also accept the tokens that cross-attention reads.
+        With `cross`, the tokens may also be those that cross-attention reads.
         """
         shape = self.shapes.get(one.weight or "")
         return (
@@ -50,19 +50,19 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """A stack with its recognised parts, and the remaining matmuls."""
+    """A stack with its recognised parts, and the matmuls that belong to none of them."""
 
     stack: Stack
     rest: tuple[MatmulCall, ...]
 
 
-def tell_apart(
+def recognise_layer(
     stack: Stack, matmuls: Sequence[MatmulCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
     """Recognise a stack's attention projections and its MLP or experts.
 
-    `matmuls` are in execution order; `places`: the number of matmuls before its self-attention and
-    its cross-attention.
+    `matmuls` are in execution order. `places` has the number of matmuls before the self-attention
+    ("own") and before the cross-attention ("cross").
     """
     rest = list(matmuls)
     uses = Counter(one.weight for one in matmuls)
@@ -100,7 +100,7 @@ def tell_apart(
 
 
 def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
-    """Yield groups of matmuls by part of the layer, innermost parts first, and finally all."""
+    """Yield the matmuls of each submodule, innermost submodules first, and finally all matmuls."""
     groups: dict[tuple[str, ...], list[MatmulCall]] = {}
     for one in matmuls:
         parts = str(one.weight).split(".")
@@ -111,7 +111,10 @@ def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
 
 
 def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Sequence[MatmulCall]]:
-    """Yield groups that may contain an attention's projections: its module's, then outer ones."""
+    """Yield groups that may contain an attention's projections.
+
+    The first has the matmuls in the module of `out`; then come all matmuls, then submodules.
+    """
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
     yield from reversed(list(_groups(before)))
@@ -126,7 +129,7 @@ def _projections(
     after: Sequence[MatmulCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return the attention with its matmuls: matching ones before it, and the next one after it."""
+    """Return the attention with its projections among `before` and its output among `after`."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -144,9 +147,9 @@ def _projections(
 def _plain(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find one or several matmuls for queries, keys and values, all of the residual width.
+    """Find the projections of queries, keys and values, fused or separate.
 
-    If masked attention repeats keys to the number of query heads, the matmuls show the real number.
+    They also give the number of key heads, since masked attention may repeat keys for all heads.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -165,11 +168,11 @@ def _plain(
 def _three_of(
     read: Sequence[MatmulCall], queries: int, keys: int, values: int
 ) -> list[MatmulCall] | None:
-    """Find matmuls for queries, keys and values, joined or separate, among others."""
+    """Return the matmuls with these output widths, fused or separate; None if there are none."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
     taken: list[MatmulCall] = []
-    # a gate may be joined with the queries
+    # a gate may be fused with the queries
     for outputs in ((queries, 2 * queries), (keys,), (values,)):
         one = next((one for one in read if one.outputs in outputs and one not in taken), None)
         if one is None:
@@ -179,9 +182,9 @@ def _three_of(
 
 
 def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the gate's half of a query projection that also computes a gate of the output.
+    """Return the gate's half of a query projection that is twice as wide as the queries.
 
-    Such a projection is twice as wide as the queries.
+    Such a projection also computes a gate that multiplies attention's output.
     """
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
@@ -196,7 +199,7 @@ def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> lis
 def _latent(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find low-rank matmuls for queries, keys and values (DeepSeek-V2, arXiv 2405.04434)."""
+    """Find the low-rank projections of latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     if attention.heads != attention.kv_heads:
         return None
     queries = attention.heads * attention.head_dim
@@ -241,7 +244,7 @@ def _latent_queries(
 def _mlps(
     whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
-    """Yield the layer's MLPs, the one with the most work first."""
+    """Yield the layer's MLPs with their matmuls, the widest first."""
     found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
@@ -259,7 +262,7 @@ def _mlps_of(
         joined = [one for one in up if one.outputs == 2 * width]
         for gated, taken in ((True, apart[:2]), (True, joined[:1]), (False, apart[:1])):
             if len(taken) == (2 if gated and taken == apart[:2] else 1):
-                if len(taken) + 1 < len(group):  # the other matmuls belong to another part
+                if len(taken) + 1 < len(group):  # the group has matmuls of something else
                     break
                 bias = weights.has_bias([*taken, down])
                 yield Mlp(width=width, gated=gated, bias=bias), [*taken, down]
@@ -269,7 +272,7 @@ def _mlps_of(
 def _experts(
     rest: Sequence[MatmulCall], whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> tuple[Mlp, list[MatmulCall]] | None:
-    """Find experts with stacked weights, of which each token uses some."""
+    """Find experts with stacked weights, with their router and a shared expert if there is one."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
     for down in sorted(stacked, key=lambda one: one.inputs * one.outputs, reverse=True):
@@ -302,12 +305,12 @@ def _experts(
 
 
 def _place(one: MatmulCall) -> str:
-    """Return the module that owns the matmul's weight, or its parent."""
+    """Return the path of the module that contains the matmul's linear layer or parameter."""
     return str(one.weight).removesuffix(".weight").rpartition(".")[0]
 
 
 def _wider_router(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the router if some of its columns are not experts (LongCat's identities)."""
+    """Return the router's outputs that are not experts (LongCat's identity experts) as a matmul."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:
         return []

@@ -1,4 +1,4 @@
-"""Matmuls, convolutions and attentions of one forward, with their modules."""
+"""Recorder of the matmuls, convolutions and attention calls in one forward."""
 
 import copy
 import logging
@@ -36,7 +36,7 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 class MatmulCall(NamedTuple):
     """Matmul of (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    If neither operand is a weight, it is a batch of `batch` matmuls, and `rows` is their total.
+    Without a weight, it is a batch of `batch` matmuls, and `rows` is the total over the batch.
     """
 
     module: str
@@ -48,7 +48,7 @@ class MatmulCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A fused attention over `batch` samples and `heads`, with `queries` and `keys` per head."""
+    """Fused attention in `module`; `queries` and `keys` are numbers of positions."""
 
     module: str
     batch: int
@@ -63,20 +63,20 @@ class AttentionCall(NamedTuple):
 
 @dataclass
 class Forward:
-    """Record of a forward pass: operations in order, and the last output shape of each module."""
+    """Record of a forward: operations in execution order, and each module's last output shape."""
 
     done: list[MatmulCall | AttentionCall] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def record(module: nn.Module, inputs: Any) -> Forward:
-    """Run a copy of `module` once, on the meta device unless the forward reads values.
+    """Run a copy of `module` once and record its operations.
 
-    `inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument. Raises
-    BadInputError if the forward cannot run.
+    It runs without values if possible. `inputs`: a tuple of arguments, a mapping of keyword
+    arguments, or one argument. Raises BadInputError if the forward cannot run.
     """
     if all(parameter.is_meta for parameter in module.parameters()):
-        for assumed in (None, AssumedValues()):  # several times as fast as fake tensors
+        for assumed in (None, AssumedValues()):  # much faster than fake tensors
             with _quiet(), suppress(BadInputError):
                 return _record_forward(module, inputs, None, assumed)
     try:
@@ -93,7 +93,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's log about operations that need values, since these run again with values."""
+    """Suppress torch's log of operators that need values, since the forward is run again."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -105,7 +105,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _open_lstm() -> Iterator[None]:
-    """Decompose oneDNN's LSTM, which is otherwise one opaque operator."""
+    """Disable oneDNN, which would run an LSTM as one opaque operator."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -118,7 +118,7 @@ def _record_forward(
     module: nn.Module, inputs: Any, fake: Any, assumed: AssumedValues | None = None
 ) -> Forward:
     with ExitStack() as stack:
-        # Without gradients, an encoder layer takes a fast path that is one operator.
+        # Without gradients, nn.TransformerEncoderLayer would run as one opaque operator.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_open_lstm())
@@ -139,7 +139,7 @@ def _record_forward(
 
 
 def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
-    """Copy the module, since its forward may store results in it and the user's must not change."""
+    """Return a copy, which the forward may modify, or the module itself if it cannot be copied."""
     try:
         if fake is None:
             return copy.deepcopy(module)
@@ -169,14 +169,14 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that records operations. Weights are recognised by their storage, even when cast."""
+    """Dispatch mode that records operations; it recognises weights, even cast ones, by storage."""
 
     def __init__(self, module: nn.Module, assumed: AssumedValues | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = _call_operator if assumed is None else assumed.run
         self.forward = Forward()
         self._inside: list[str] = []
-        # kept alive, since a new tensor could reuse a freed storage's address
+        # kept alive, since a new storage could have the address of a freed one
         self._kept: list[Any] = []
         self._weights: dict[int, str] = {}
         for name, parameter in module.named_parameters():

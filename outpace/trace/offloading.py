@@ -1,4 +1,4 @@
-"""Simulated offloading in a trace, without a disk or a second device."""
+"""Offloading in a trace, simulated without a disk or a second device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from outpace.trace.device import Rules
 
 
 class _EmptyRegion(Region):
-    """Empty region, which takes no memory and never waits."""
+    """Region without memory, which is always ready."""
 
     def __init__(self) -> None:
         pass
@@ -35,15 +35,15 @@ class _EmptyRegion(Region):
 
 
 class OffloadScratch(Scratch):
-    """Scratch whose tensors `watch` counts as offloaded instead of as device memory."""
+    """Scratch that writes no files; `watch` counts its tensors as offloaded."""
 
     def __init__(self, watch: AllocationTracer) -> None:
         super().__init__()
         self._watch = watch
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Return the tensors unchanged; from now on, their memory counts as offloaded."""
-        self._watch.move_away(tensors)
+        """Return the tensors themselves, which count as offloaded from now on."""
+        self._watch.mark_offloaded(tensors)
         return list(tensors), _EmptyRegion()
 
     def region_of(self, tensor: Tensor) -> Region | None:
@@ -53,25 +53,28 @@ class OffloadScratch(Scratch):
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
         """Return a copy that counts as offloaded."""
         copied = torch.empty_like(tensor)
-        self._watch.move_away([copied])
+        self._watch.mark_offloaded([copied])
         return copied, _EmptyRegion()
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
-    """Replace offloading to the host, which is refused on a CPU, by offloading to disk."""
+    """Return a plan for an accelerator with activations offloaded to disk instead of to the host.
+
+    The trace runs on CPU tensors, for which offloading to the host is refused.
+    """
     if rules.device == "cpu" or plan.offload_activations != "cpu":
         return plan
     return plan.model_copy(update={"offload_activations": "disk"})
 
 
-def lies_on_host(plan: Plan, rules: Rules) -> bool:
+def keeps_shards_on_host(plan: Plan, rules: Rules) -> bool:
     """Return whether the plan keeps shards, their gradients and optimizer states in host memory."""
     return plan.offload_parameters == "cpu" and rules.device != "cpu"
 
 
 def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
-    """Count shards, and their reduced gradients, as offloaded."""
-    watch.move_away(local(parameter) for _, parameter in layout.named_parameters())
+    """Count parameter shards and their reduced gradients as offloaded."""
+    watch.mark_offloaded(local(parameter) for _, parameter in layout.named_parameters())
     parts = (part for part in layout.objective.modules() if isinstance(part, FSDPModule))
     for part in parts:
         for group in fsdp_param_groups(part._get_fsdp_state()):
@@ -79,14 +82,14 @@ def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
 
 
 def _reduce(watch: AllocationTracer, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """Reduce like `fully_shard`, and copy gradients to the shards' memory."""
+    """Run FSDP's post-backward, and count the reduced gradients as offloaded."""
     reduce(*unused)
     gradients = (held.sharded_param.grad for held in group.fsdp_params)
-    watch.move_away(local(gradient) for gradient in gradients if gradient is not None)
+    watch.mark_offloaded(local(gradient) for gradient in gradients if gradient is not None)
 
 
 def _count_device_copies() -> Any:
-    """Patch FSDP's gathers to copy shards from the host to the device first."""
+    """Return a patch that makes FSDP copy offloaded shards to the device before it gathers them."""
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
     def copy_inputs(held: Any) -> Any:
@@ -103,14 +106,14 @@ def _count_device_copies() -> Any:
 
 @contextmanager
 def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None]:
-    """Count copies to the device as device memory, but not copies to the host."""
+    """Count copies to the device as device memory, and copies to the host as offloaded."""
     if rules.device == "cpu":
         yield
         return
 
     def host_copy(lanes: Any, tensor: Tensor, wait: bool = False) -> Tensor:
         memory = torch.empty_like(tensor)
-        watch.move_away([memory])
+        watch.mark_offloaded([memory])
         return memory.copy_(tensor)
 
     with patch.object(offload._Lanes, "host_copy", host_copy), _count_device_copies():

@@ -1,4 +1,4 @@
-"""Memory that operators allocate and free internally, which a dispatch mode cannot see."""
+"""Memory that operators allocate and free internally, invisible to a dispatch mode."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from outpace.nn.gelu import gelu_tanh
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
 
-# Operators implemented in Python.
+# Operators implemented in Python, with their code.
 _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     attention.overload: attention.code,
     attention_backward.overload: attention_backward.code,
@@ -32,10 +32,10 @@ _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.o
 
 
 class TemporaryBytes:
-    """Callable that returns the bytes that operators need besides inputs and outputs.
+    """Callable that returns the bytes an operator allocates and frees internally.
 
-    Norms, GELU and blocked attention are written in Python, so their code is run on meta tensors.
-    `on_cpu`: whether the traced device is a CPU.
+    For operators implemented in Python (norms, GELU, blocked attention), it runs their code on fake
+    tensors. `on_cpu`: whether the traced device is a CPU.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -43,11 +43,10 @@ class TemporaryBytes:
         self._on_cpu = on_cpu
 
     def __call__(self, func: Any, args: Any) -> int:
-        """Return the bytes that one call needs.
+        """Return the bytes of one call.
 
-        Return 0 for unknown operators, and for tensors with memory.
+        Return 0 for unknown operators, and for operators in Python on real tensors.
         """
-        # Also for tensors with memory, since a mode around the operator does not see inside it.
         if func is low_loss.overload:
             return temporary_bytes(args[0], args[1])
         if func is low_loss_backward.overload:
@@ -63,7 +62,7 @@ class TemporaryBytes:
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one matmul of queries and keys, if each query sees all keys."""
+    """Return the FLOPs of the matmul of queries and keys, without a mask."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * width
 
@@ -85,7 +84,7 @@ _ATTENTION_BACKWARDS = (
     _ATEN._scaled_dot_product_efficient_attention_backward.default,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default,
 )
-# Counted as by torch, which includes scores that a backward recomputes. (Before 2.13, torch's own
+# As torch counts: backwards include the scores that they recompute. (Before 2.13, torch's own
 # formulas for attention do not support grouped queries.)
 FLOPS: Mapping[Any, Callable[..., int]] = {
     **{one: lambda q, k, *_, **__: 2 * _attention_flops(q, k) for one in _ATTENTIONS},

@@ -15,27 +15,26 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 from outpace.trace.matmuls import AttentionCall, Forward, MatmulCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# By attention ("own" or "cross"): the number of matmuls before it, and its number of keys.
+# For "own" (self-attention) and "cross": the number of matmuls before it, and its number of keys.
 Places = Mapping[str, tuple[int, int]]
-# Repeated parts with less than this share of the largest part's work do not count as layers.
+# A list with less than this fraction of the largest list's work does not hold layers.
 _MINOR = 0.1
 
 
 def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None = None) -> Outline:
-    """Run a copy of `module` once and outline its computation.
+    """Run a copy of `module` once and return an outline of its computation.
 
-    `example_inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument; the
+    `example_inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument. The
     first dimension of the first tensor is the number of samples. Layers are repeated members of a
-    ModuleList or Sequential. Matmuls of two activations, except in attention, keep the size that
-    they have in this run. Raises BadInputError if the forward cannot run or has no matmul with a
-    weight.
+    ModuleList, Sequential or ModuleDict. Matmuls of two activations outside of attention keep their
+    size in this run. Raises BadInputError if the forward cannot run or has no matmul with a weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer, and its operations. Equal parts may differ in sizes."""
+    """A module that may be a layer. Layers with equal `signature` form a stack."""
 
     path: str
     kind: Any
@@ -64,7 +63,7 @@ class ModuleTracing:
             )
         self.hidden: int | None = None
         self.table_width: int | None = None
-        # Parameters that belong to a matmul; others are counted separately.
+        # Parameters of layers; the others belong to the embedding, the head or the rest.
         self.taken: set[str] = set()
 
     def outline(self, name: str) -> Outline:
@@ -96,17 +95,17 @@ class ModuleTracing:
         return self._outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
-        """Return the paths of the parts that this part represents, starting with its own."""
+        """Return the paths of all layers that `part` represents, starting with its own."""
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        """Return further properties that parts of one stack must share."""
+        """Return further properties that layers of one stack must have in common."""
         return None
 
     def fill_layer(
         self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add a layer's matmuls to its stack; `places` are the positions of its attentions."""
+        """Return the stack with a layer's matmuls; `places` locates its attentions among them."""
         matmuls = self.matmuls(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(matmuls)})
 
@@ -114,11 +113,11 @@ class ModuleTracing:
         return stack.seq_len or self.seq_len or 1
 
     def _parameters_of(self, path: str) -> list[str]:
-        """Return a part's parameters, without those shared with an earlier part."""
+        """Return the names of a module's parameters, without those shared with an earlier one."""
         return [name for name in self.sizes if _is_within(name, (path,))]
 
     def _groups(self) -> list[list[LayerPart]]:
-        """Return groups of equal parts of the lists, in order."""
+        """Return groups of equal layers, in execution order."""
         found = list(self._lists())
         most = max((sum(part.work for part in parts) for parts in found), default=0)
         groups: dict[Any, list[LayerPart]] = {}
@@ -130,7 +129,7 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _lists(self) -> Iterator[list[LayerPart]]:
-        """Yield the parts of outermost lists with repetitions or with parts of the same class."""
+        """Yield the members of each outermost list, if several are equal or of the same class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -162,7 +161,7 @@ class ModuleTracing:
         return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
 
     def _residual_width(self, part: LayerPart) -> int | None:
-        """Return the residual stream's width: the last dimension's size, or an image's channels."""
+        """Return the width of the layer's output: its last dimension, or an image's channels."""
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
@@ -199,7 +198,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
-        """Return the tokens per sample: the input's, or the rows with most of the work."""
+        """Return the tokens per sample: the input's if used, else the rows with the most work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, MatmulCall):
@@ -216,9 +215,10 @@ class ModuleTracing:
     def _attentions(
         self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return a layer's operations except attention, and its attentions (self and cross).
+        """Return a layer's matmuls, and its attentions ("own" and "cross").
 
-        Each attention comes with the number of matmuls before it.
+        Each attention comes with the number of matmuls before it. Further attentions become
+        matmuls.
         """
         rest: list[MatmulCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
@@ -241,7 +241,7 @@ class ModuleTracing:
     def _pair_matmuls(
         self, done: Sequence[MatmulCall | AttentionCall]
     ) -> Iterator[MatmulCall | AttentionCall]:
-        """Recognise attention that is written as two matmuls (scores and mix)."""
+        """Yield the operations; two matmuls that compute attention become an AttentionCall."""
         waiting: MatmulCall | None = None
         for one in done:
             if waiting is not None and isinstance(one, MatmulCall):
@@ -344,12 +344,15 @@ class ModuleTracing:
         return found.model_copy(update={"outside_parameters": outside})
 
     def _usual_width(self, stacks: list[Stack]) -> int:
-        """Return the most frequent width of matmuls."""
+        """Return the most frequent number of inputs of the layers' matmuls."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the embedding of the layers' width, with the head's number of rows or the most."""
+        """Return the name of the token embedding's weight, which has the layers' width.
+
+        Prefer one with as many rows as the head has outputs, then the largest.
+        """
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()
@@ -361,7 +364,7 @@ class ModuleTracing:
     def _head(
         self, after: Sequence[MatmulCall | AttentionCall], hidden: int, there: Sequence[str]
     ) -> MatmulCall | None:
-        """Return the last matmul if it uses a whole weight and has the layers' width."""
+        """Return the last matmul if it is a head: no other matmul uses its weight."""
         made = [one for one in after if isinstance(one, MatmulCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None
@@ -374,7 +377,7 @@ class ModuleTracing:
 
 
 def _merge_equal(stacks: list[Stack]) -> list[Stack]:
-    """Merge neighbouring stacks that differ only in position."""
+    """Merge adjacent stacks that differ only in their number of layers."""
     merged: list[Stack] = []
     for stack in stacks:
         if merged and merged[-1].model_copy(update={"layers": stack.layers}) == stack:
@@ -407,7 +410,7 @@ def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
 
 
 def _relative(one: MatmulCall | AttentionCall, path: str) -> MatmulCall | AttentionCall:
-    """Return the operation with names relative to the part at `path`."""
+    """Return the operation with names relative to the module at `path`."""
     if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))
     return one._replace(module=one.module.removeprefix(path), weight=_strip_path(one.weight, path))

@@ -1,11 +1,11 @@
-"""Memory that torch's CUDA allocator reserves: the segments that hold tensors."""
+"""Memory that torch's CUDA allocator reserves, simulated from allocations and frees."""
 
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from outpace.records.memory import KINDS
-from outpace.trace.depth_extrapolation import AllocationCourse, IrregularError
+from outpace.trace.depth_extrapolation import AllocationHistory, IrregularError
 
 _MIB = 2**20
 Events = Iterable[tuple[int, int]]  # (storage number, bytes; negative when freed)
@@ -51,13 +51,13 @@ class CachingAllocator:
     def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
         whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else _round_up(size, 2 * _MIB)
         if self._capacity_bytes is not None and self.reserved_bytes + whole > self._capacity_bytes:
-            self._give_back_empty()
+            self._release_empty()
         self.reserved_bytes += whole
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         self._segments.append(whole)
         return whole, len(self._segments) - 1, 0
 
-    def _give_back_empty(self) -> None:
+    def _release_empty(self) -> None:
         for small in (False, True):
             for block in [one for one in self._free[small] if one[0] == self._segments[one[1]]]:
                 self._remove(small, block)
@@ -95,7 +95,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> int:
-    """Return the maximum of the bytes that the allocator reserves over these events."""
+    """Return the most bytes that the allocator has reserved at any time during `events`."""
     allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:
@@ -105,15 +105,15 @@ def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> in
     return allocator.peak_bytes
 
 
-def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
-    """Yield a rank's allocations and frees of storages, without offloaded ones.
+def events_of(history: AllocationHistory) -> Iterator[tuple[int, int]]:
+    """Yield the allocations and frees of a history, without offloaded storages.
 
-    The course does not say which of several equal storages is freed, so assume the last one. Raises
-    IrregularError if a storage is freed that was never allocated.
+    A history does not say which of several storages of equal size is freed. This assumes the latest
+    one. Raises IrregularError if a storage is freed that was never allocated.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")
-    changes = zip(course.nbytes.tolist(), course.kind.tolist(), strict=True)
+    changes = zip(history.nbytes.tolist(), history.kind.tolist(), strict=True)
     for number, (nbytes, kind) in enumerate(changes):
         if kind == away or not nbytes:
             continue

@@ -10,9 +10,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def anonymous_bytes() -> int | None:
-    """Return this process's resident memory that is neither file-backed nor shared (RssAnon).
+    """Return this process's resident bytes that are neither file-backed nor shared (RssAnon).
 
-    The kernel cannot reclaim such memory. Returns None if the kernel does not report it.
+    The kernel cannot reclaim them. Returns None if it does not report them.
     """
     try:
         _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()
@@ -23,9 +23,9 @@ def anonymous_bytes() -> int | None:
 
 @contextmanager
 def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
-    """Measure the largest growth of anonymous resident memory. The result is empty if unknown.
+    """Yield a list that holds the largest growth of anonymous resident memory; empty if unknown.
 
-    Memory is polled, since the kernel's recorded peak is of all resident memory, including files.
+    A thread polls it, since the peak that the kernel records includes file-backed pages.
     """
     before = anonymous_bytes()
     grown: list[int] = []
@@ -35,14 +35,14 @@ def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
     grown.append(0)
     over = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not over.wait(every_s):
             grown[0] = max(grown[0], (anonymous_bytes() or before) - before)
 
-    looking = threading.Thread(target=look, name="resident", daemon=True)
-    looking.start()
+    poller = threading.Thread(target=poll, name="resident", daemon=True)
+    poller.start()
     try:
         yield grown
     finally:
         over.set()
-        looking.join()
+        poller.join()

@@ -1,4 +1,4 @@
-"""The first two steps of a training run, traced."""
+"""The first two steps of a training run, for tracing and measuring memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -27,9 +27,9 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
-from outpace.trace.offloading import keep_on_host, lies_on_host
+from outpace.trace.offloading import keep_on_host, keeps_shards_on_host
 
-STEPS = 2  # the first step starts without optimizer state
+STEPS = 2  # only the second one starts with optimizer state
 CPU = torch.device("cpu")
 _ANY_LR = 1e-3  # used if none is set yet
 LayOut = Callable[[LayoutRequest, Any], Layout]
@@ -37,9 +37,9 @@ LayOut = Callable[[LayoutRequest, Any], Layout]
 
 @dataclass(frozen=True)
 class Workload:
-    """Training to trace; a step has `accumulation` passes of `plan.samples_per_pass` samples.
+    """Training of one of outpace's models, in steps of `accumulation` passes.
 
-    `settings`: the optimizer's settings.
+    `settings` configure the optimizer.
     """
 
     spec: ModelSpec
@@ -49,7 +49,7 @@ class Workload:
     settings: TrainSettings
 
     def batch(self) -> dict[str, Tensor]:
-        """Return a batch of arbitrary tokens, as a reading rank gets it in one pass."""
+        """Return the batch of one pass on a rank that reads data, with arbitrary tokens."""
         shape = (self.plan.samples_read, self.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         if self.settings.document_attention:
@@ -57,11 +57,11 @@ class Workload:
         return batch
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context with replaced functions for a trace."""
+        """Return a context in which functions behave as on the traced device."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the plan."""
+        """Return the plan's mixed precision."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
@@ -69,7 +69,7 @@ class Workload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """Lay out the model on this rank, with its weights."""
+        """Build the model and apply the plan to it on this rank."""
         plan, objective = self.plan, _objective(self, mixed)
         rules.prepare(objective)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """Interface of training for `run_steps`: that of a `Workload` or of a custom model."""
+    """Training that `run_steps` can run: a `Workload`, or a `ModuleWorkload` of a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -120,8 +120,11 @@ def run_steps(
     rules: Rules,
     scratch: Scratch,
 ) -> None:
-    """Build the model, lay it out and train like the trainer, in the context `watch`."""
-    plan, away = work.plan, lies_on_host(work.plan, rules)
+    """Build the model, apply the plan and run two steps as the trainer does.
+
+    Call this in the context of `watch`, which learns the parts of each step.
+    """
+    plan, away = work.plan, keeps_shards_on_host(work.plan, rules)
     lr = work.settings.lr or _ANY_LR
     with watch.on_host(away):
         mixed = work.make_mixed()
@@ -145,7 +148,7 @@ def run_steps(
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """Return the model in its weights' dtype, on the meta device if these are filled in later."""
+    """Return model and loss in the dtype of the weights; on meta if weights are filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:
@@ -171,7 +174,7 @@ def _step(
     reads = work.plan.data_rank(ranks.rank) is not None
     batches = [work.batch() for _ in range(work.accumulation)] if reads else []
     for batch in batches:
-        watch.call((x for x in tree_leaves(batch) if isinstance(x, Tensor)), "inputs")
+        watch.classify((x for x in tree_leaves(batch) if isinstance(x, Tensor)), "inputs")
     watch.mark("data")
     given = StepHooks(mixed.cast, _scale_loss, watch.mark)
     if mixed.wide_sums and work.accumulation * work.plan.pp_microbatches > 1:
@@ -183,7 +186,7 @@ def _step(
     with watch.on_host(on_host):
         layout.clip(work.settings.clip, optimizer)
         optimizer.step()
-    watch.call(states(optimizer), "optimizer state")
+    watch.classify(states(optimizer), "optimizer state")
     optimizer.zero_grad(set_to_none=True)
     if mixed.wide_gradients:
         layout.drop_wide_gradients()
@@ -195,7 +198,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors of an optimizer's state, including those of an inner optimizer."""
-    within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
+    """Yield all tensors of an optimizer's state; ZeRO-1's are in the optimizer that it wraps."""
+    within = getattr(optimizer, "optim", optimizer)
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""A dispatch mode that tracks storages as they are allocated and freed."""
+"""Dispatch mode that counts live bytes as storages are allocated and freed."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Recorder of allocations and frees in its context; enter it inside the fake mode.
+    """Counter of allocations and frees in its context. Enter it inside the fake tensor mode.
 
-    `events` are pairs of a storage's number and its bytes, negative when it is freed.
+    `events` are pairs of a storage's number and its bytes; bytes are negative for a free.
     """
 
     def __init__(self) -> None:

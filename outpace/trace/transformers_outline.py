@@ -1,6 +1,6 @@
-"""Outline of a transformers model, traced on the meta device with each kind of layer once.
+"""Outline of a transformers model, traced on the meta device with few layers of each kind.
 
-transformers' code determines the layers, so no family needs special code.
+The layers are those that transformers builds, so no family needs code of its own.
 """
 
 import inspect
@@ -23,16 +23,16 @@ from outpace.interop.transformers_build import BuiltModel, build_from_folder, co
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
-from outpace.trace.layer_structure import LayerWeights, tell_apart
+from outpace.trace.layer_structure import LayerWeights, recognise_layer
 from outpace.trace.matmuls import AttentionCall, MatmulCall
 from outpace.trace.outline import LayerPart, ModuleTracing, Places
 
 _SAMPLES = 2
-# Tracing twice as many tokens shows which matmuls of activations grow with the length. Recurrent
-# layers pad their input to chunks of 64 (gated delta rule) to 256 tokens (Mamba 2).
+# Another trace with twice as many tokens shows which matmuls grow with the length. The length is a
+# multiple of the chunks of recurrent layers: 64 (gated delta rule) to 256 tokens (Mamba 2).
 _LENGTH = 512
-_TOKEN = 5  # the first token numbers are often padding
-_FEWEST = 3  # if fewer layers are equal, none is left out
+_TOKEN = 5  # the first token ids are often padding
+_FEWEST = 3  # lists with fewer layers are traced completely
 _NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
 _COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
 _FROM_CONFIG = re.compile(
@@ -48,13 +48,13 @@ Shape = tuple[int, ...]
 
 
 def outline_from_folder(directory: Path) -> Outline:
-    """Return the outline of a Hugging Face folder of any family in transformers.
+    """Return the outline of the model in a Hugging Face folder, of any family in transformers.
 
-    Raises BadInputError if its config.json cannot be read, built or traced.
+    Raises BadInputError if its config.json cannot be read, or the model not built or traced.
     """
     try:
         built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
-    except BadInputError as error:  # the error may be about a number that is not in the file
+    except BadInputError as error:  # the cause may be a dimension missing in config.json
         missing = format_missing_dimensions(read_config(directory))
         raise BadInputError(f"{str(error).removesuffix('.')}{missing or '.'}") from None
     return found.model_copy(
@@ -67,7 +67,7 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Report parameters that no matmul uses, if they are over a tenth of the model's."""
+    """Yield a note if no matmul uses more than a tenth of the parameters."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
@@ -78,7 +78,7 @@ def _unused_parameters(found: Outline) -> Iterator[str]:
 
 
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
-    """Build a model in each dtype until one can be outlined; return the model and its outline.
+    """Build a model and return it with its outline, trying bf16 first, then fp32.
 
     Stacked experts support only 16-bit matmuls, and the attention of some families only fp32.
     Raises BadInputError if no forward runs without values.
@@ -118,7 +118,7 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
 
 @contextmanager
 def _without_value_checks() -> Iterator[None]:
-    """Prevent torch.distributions from checking values, since there are none (Gemma 3n)."""
+    """Disable argument checks of torch.distributions, which read values (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -128,7 +128,7 @@ def _without_value_checks() -> Iterator[None]:
 
 
 def _learned_positions(model: nn.Module, found: Outline) -> int:
-    """Return the rows of position embeddings that have the layers' width."""
+    """Return the number of rows of all position embeddings that have the layers' width."""
     return sum(
         module.num_embeddings
         for name, module in model.named_modules()
@@ -168,7 +168,7 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
 
 
 class _Sizes:
-    """Names and shapes of a model's parameters without duplicates, and the kinds of its layers."""
+    """Shapes of a model's parameters by name, without duplicates, and the kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, Shape] = {
@@ -183,12 +183,12 @@ class _Sizes:
         }
 
     def find_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
-        """Return a part's parameter shapes by name within the part."""
+        """Return the parameter shapes of the module at `path`, by name within it."""
         start = f"{path}."
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return settings that affect a part's computation, except shapes and layer number."""
+        """Return what determines a layer's computation, except shapes and the layer's number."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -203,9 +203,9 @@ class _Sizes:
 
 @contextmanager
 def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Leave out layers at the end of each list that equal earlier ones.
+    """Remove the last layers of each list in the context, if they equal earlier ones.
 
-    Yield a mapping from each remaining layer to the paths of the layers that it represents.
+    Yield the paths of the removed layers by the path of the remaining layer that represents them.
     """
     lists = [
         (path, module)
@@ -236,7 +236,10 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
 def _representatives(
     path: str, layers: Sequence[nn.Module], sizes: _Sizes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Return how many first layers include every kind, and the layers that each represents."""
+    """Return the number of layers to keep, and the paths of removed layers by kept layer.
+
+    The first layers are kept, up to the first one of every kind.
+    """
     first: dict[Any, int] = {}
     rest: dict[int, list[str]] = {}
     kinds = []
@@ -293,7 +296,7 @@ class _Tracing(ModuleTracing):
             cross_rows=self.samples * places["cross"][1] if "cross" in places else None,
         )
         before = {name: place for name, (place, _) in places.items()}
-        found = tell_apart(bare, rest, before, weights)
+        found = recognise_layer(bare, rest, before, weights)
         found = replace(found, stack=self._limit_experts(found.stack))
         filled = super().fill_layer(found.stack, list(found.rest), places, path, names)
         if layer_parameters(filled, weights.hidden) <= sum(self.sizes[name] for name in names):
@@ -301,7 +304,7 @@ class _Tracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Add traits that do not show in matmuls: norms, dropout, masks."""
+        """Return the stack with properties that matmuls do not show: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -323,7 +326,7 @@ class _Tracing(ModuleTracing):
         )
 
     def _limit_experts(self, stack: Stack) -> Stack:
-        """Use the config's number of experts per token if the code runs all experts."""
+        """Return the stack with the config's experts per token if the code runs all experts."""
         each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
         mlp = stack.mlp
         if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
@@ -334,9 +337,9 @@ class _Tracing(ModuleTracing):
     def _set_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module, decodes: bool
     ) -> AttentionShape | None:
-        """Set the mask from the modules, since a traced mask has no values.
+        """Return the attention with the mask that its modules define; a traced mask has no values.
 
-        `decodes`: whether the layer belongs to a decoder, if its modules do not say.
+        `decodes`: whether the layer is a decoder's, which is then causal unless its modules differ.
         """
         if attention is None:
             return None
@@ -351,16 +354,20 @@ class _Tracing(ModuleTracing):
     def _set_cross_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
     ) -> AttentionShape | None:
-        """Set no mask, unless this is the second self-attention of a layer (LongCat)."""
+        """Return the cross-attention without a mask.
+
+        A model without decoder inputs has none: there, it is a layer's second self-attention
+        (LongCat) and gets that mask.
+        """
         if attention is None or "decoder_input_ids" not in self.inputs:
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
 
     def _window(self, path: str, layer: nn.Module, causal: bool = True) -> int | None:
-        """Return a layer's attention window, from its modules or from its kind in the config.
+        """Return a layer's attention window, from its kind in the config or from its modules.
 
-        A position counts as one. A config's window does not include it if attention goes both ways
-        (transformers/masking_utils.py, sliding_window_bidirectional_overlay); a module's does.
+        The window includes the position itself. A config's window does not include it if attention
+        is bidirectional (transformers/masking_utils.py, sliding_window_bidirectional_overlay).
         """
         config = getattr(self.module, "config", None)
         kind, _ = self.known.settings(path, nn.Identity())
@@ -399,9 +406,9 @@ def _passes_window(kind: type[nn.Module]) -> bool:
 def _stack_experts(
     done: Sequence[MatmulCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
 ) -> tuple[list[MatmulCall | AttentionCall], dict[str, Shape]]:
-    """Join matmuls of experts that run one by one, each on its share of the tokens.
+    """Join the matmuls of experts that run one by one, each on some of the tokens.
 
-    Return all operations, and the shapes of the joined weights.
+    Return the operations, and the shapes of the stacked weights.
     """
     groups: dict[Any, list[MatmulCall]] = {}
     for one in done:
@@ -413,7 +420,7 @@ def _stack_experts(
     for group in groups.values():
         first, elements = group[0], group[0].inputs * group[0].outputs
         weights = [math.prod(shapes[name]) for name in {str(one.weight) for one in group}]
-        # a weight per expert, or parts of one
+        # each expert has a weight, or all use slices of one
         whole = len(weights) == len(group) or len(weights) == 1
         if len(group) > 1 and whole and sum(weights) // elements >= len(group):
             joined |= dict.fromkeys(map(id, group), None)
@@ -424,7 +431,7 @@ def _stack_experts(
 
 
 def _weight_name(model: nn.Module, getter: str) -> str | None:
-    """Return the name of an embedding's weight, from the model's getter."""
+    """Return the name of the weight of the embedding that the model's `getter` returns."""
     try:
         found = getattr(model, getter)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -454,9 +461,9 @@ def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
 def _join_matmuls(
     short: Sequence[MatmulShape], long: Sequence[MatmulShape], length: int
 ) -> tuple[MatmulShape, ...]:
-    """Join equal matmuls; for those that grow with the number of tokens, set the rows per token.
+    """Return the matmuls, with a count per token for those that grow with the sequence length.
 
-    A convolution over a padded sequence has a few more rows than tokens, which are counted.
+    Rows that a convolution adds by padding the sequence are left out.
     """
     rows, longer = _rows_of(short), _rows_of(long)
     made = [one for one in short if one.positions is None]

@@ -24,7 +24,7 @@ from outpace.records.ranks import Ranks
 
 @contextmanager
 def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
-    """Create a default process group of `world_size` ranks, with this process as `rank`.
+    """Create a fake default process group of `world_size` ranks, with this process as `rank`.
 
     Collectives return immediately and leave their buffers unchanged.
     """
@@ -34,7 +34,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         local_rank=rank % ranks_per_host,
         local_world_size=min(ranks_per_host, world_size),
     )
-    # The cache contains meshes, whose groups have other names in another world.
+    # The cache refers to meshes by the names of their groups, which differ between worlds.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -48,12 +48,12 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for functions that would wait for an answer or read missing memory."""
+    """Yield (owner, name, replacement) of functions that wait for other ranks or read memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_gather_object", _gather_equal
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
-    # DDP's check compares parameter sizes, in a tensor that grows with their number.
+    # DDP compares parameter sizes between ranks in a tensor too large to be real.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known; here they always are.
     yield from stage_votes()
@@ -71,7 +71,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-    return new_group(*args, **kwargs)  # any backend works, since there is no store for a rendezvous
+    return new_group(*args, **kwargs)  # fake, whatever the backend; a real one needs other ranks
 
 
 def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
@@ -80,7 +80,7 @@ def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
 
 
 class _DoneWork:
-    """Handle of completed work. Its future has a result, unlike that of the fake process group."""
+    """Handle of completed work with a future, which the fake process group's handles lack."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -105,13 +105,13 @@ def _with_future(all_reduce: Any) -> Any:
 
 
 class _SequentialRing:
-    """Ring that passes a buffer around immediately, since a fake mode has only one thread."""
+    """Ring reducer without a thread of its own, since a dispatch mode covers one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """Run all steps of a buffer around the ring."""
+        """Reduce a buffer around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
@@ -119,7 +119,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan like `parallel.apply`, and simulate answers of other ranks."""
+    """Apply the plan as `parallel.apply` does, without needing messages from other ranks."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)

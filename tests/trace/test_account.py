@@ -15,7 +15,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import account, record_strips, shallow_depths, summarise_strips
+from outpace.trace.account import account, record_parts, shallow_depths, summarise_parts
 from outpace.trace.device import Rules, attention_backward_bytes
 from outpace.trace.measure import measure
 from outpace.trace.steps import Workload
@@ -54,7 +54,7 @@ def test_equal_layers_are_extended_exactly(strategy, options):
     rules = Rules(ACCELERATORS["H100 SXM"])
     extended = account(DEEP, plan, seq_len=64, accumulation=2, accelerator=rules.accelerator)
     work = Workload(DEEP, plan, 64, 2, SETTINGS)
-    whole = summarise_strips(record_strips(work, 0, rules, 8), plan, 0, rules)
+    whole = summarise_parts(record_parts(work, 0, rules, 8), plan, 0, rules)
     assert extended.peak == whole.peak
     assert extended.activations_by_module == whole.activations_by_module
     assert (extended.flops, extended.bytes_moved) == (whole.flops, whole.bytes_moved)
@@ -66,11 +66,11 @@ def test_a_played_device_is_full_at_what_its_driver_leaves():
              "vocab": 32000, "max_positions": 1024, "tied": False}  # fmt: skip
     spec, chip = ModelSpec.parse(words, "test"), ACCELERATORS["RTX 4090"]
     plan = Plan(precision="bf16-master", micro_batch=4, checkpointing="full")
-    strips = record_strips(Workload(spec, plan, 1024, 1, SETTINGS), 0, Rules(chip), 8)
+    traces = record_parts(Workload(spec, plan, 1024, 1, SETTINGS), 0, Rules(chip), 8)
 
     def summarise(usable_bytes):
         card = chip.model_copy(update={"usable_bytes": usable_bytes})
-        return summarise_strips(strips, plan, 0, Rules(card))
+        return summarise_parts(traces, plan, 0, Rules(card))
 
     roomy = summarise(chip.usable_bytes)
     assert roomy.device_bytes == roomy.reserved_bytes + roomy.library_bytes

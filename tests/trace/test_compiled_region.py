@@ -6,7 +6,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import account, record_strips, summarise_strips
+from outpace.trace.account import account, record_parts, summarise_parts
 from outpace.trace.device import Rules
 from outpace.trace.steps import Workload
 
@@ -27,8 +27,8 @@ def forward(spec, **options):
     """Bytes by kind at the end of the last forward, traced without extending layers."""
     plan = Plan(micro_batch=SAMPLES, precision="bf16", **options)
     work = Workload(spec, plan, LENGTH, 1, TrainSettings(lr=1e-3))
-    strips = record_strips(work, 0, Rules(H100), 1)
-    return summarise_strips(strips, plan, 0, Rules(H100))
+    traces = record_parts(work, 0, Rules(H100), 1)
+    return summarise_parts(traces, plan, 0, Rules(H100))
 
 
 def test_a_compiled_block_saves_the_sum_before_its_mlp_in_16_bits(monkeypatch):

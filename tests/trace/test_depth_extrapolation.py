@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.trace.depth_extrapolation import Entry, IrregularError, Strip, course_of, extend
+from outpace.trace.depth_extrapolation import Entry, IrregularError, PartTrace, extend, unroll
 
 SIZES = st.sampled_from([4, 64, 256, 4096])
 OPERATORS = st.sampled_from(["aten.mm", "aten.add", "aten.gelu"])
@@ -17,7 +17,7 @@ def entry(nbytes, operator, block=-1, kind="temporary"):
 
 
 def strip(entries, part="forward"):
-    return Strip(1, part, tuple(entries), (), 1, len(entries), 0)
+    return PartTrace(1, part, tuple(entries), (), 1, len(entries), 0)
 
 
 @st.composite
@@ -49,7 +49,7 @@ def of_depth(before, layer, after, depth, part):
 def test_the_extended_course_is_the_deep_ones(parts, depth, part):
     shallow, deeper, deep = (of_depth(*parts, d, part) for d in (4, 5, depth))
     (extended,) = extend([shallow], [deeper], depth - 5)
-    found, expected = course_of([extended]), course_of([deep])
+    found, expected = unroll([extended]), unroll([deep])
     assert np.array_equal(found.nbytes, expected.nbytes)
     assert np.array_equal(found.live_bytes, expected.live_bytes)
 
@@ -72,7 +72,7 @@ def lists_of_all_layers(depth):
 def test_lists_over_all_layers_grow_where_they_are():
     shallow, deeper, deep = (lists_of_all_layers(depth) for depth in (4, 5, 11))
     (extended,) = extend([shallow], [deeper], 6)
-    assert np.array_equal(course_of([extended]).nbytes, course_of([deep]).nbytes)
+    assert np.array_equal(unroll([extended]).nbytes, unroll([deep]).nbytes)
 
 
 def test_what_does_not_repeat_is_not_extended():

@@ -18,9 +18,9 @@ from outpace.parallel.rank_objects import gather_objects
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.memory import MemoryAccount, MemoryUse
-from outpace.trace.account import summarise_strips
+from outpace.trace.account import summarise_parts
 from outpace.trace.allocation_tracer import AllocationTracer
-from outpace.trace.depth_extrapolation import strip_of
+from outpace.trace.depth_extrapolation import to_part_trace
 from outpace.trace.device import Rules
 from outpace.trace.resident import resident_growth
 from outpace.trace.steps import states
@@ -66,8 +66,8 @@ class Looker:
         with watch, torch.autograd.set_multithreading_enabled(False):
             named = self._layout.named_parameters()
             watch.register(self._layout.model, (parameter for _, parameter in named))
-            watch.call(states(self._optimizer), "optimizer state")
-            watch.call((x for x in tree_leaves(batches) if isinstance(x, Tensor)), "inputs")
+            watch.classify(states(self._optimizer), "optimizer state")
+            watch.classify((x for x in tree_leaves(batches) if isinstance(x, Tensor)), "inputs")
             watch.begin_step(step)
             self._stepper.on_mark = watch.mark
             try:
@@ -75,8 +75,8 @@ class Looker:
             finally:
                 self._stepper.on_mark = lambda part: None
             segments = watch.segments
-        strips = [strip_of(segment) for segment in segments]
-        self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
+        traces = [to_part_trace(segment) for segment in segments]
+        self._watched = summarise_parts(traces, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
         """Gather all measurements; show and save those of the fullest rank. Collective."""
