@@ -124,7 +124,7 @@ def in_turn(
 ) -> Iterator[dict[str, float | None]]:
     """Return the plans' step times in each round, each round in a different order."""
     from outpace.experiment import interleaved_runs
-    from outpace.experiment.trials import TURN_S, quarter
+    from outpace.experiment.trials import TURN_S, first_quartile
 
     entrants = []
     for number, plan in enumerate(plans.values()):
@@ -140,7 +140,8 @@ def in_turn(
     for at in range(rounds):
         took_s = [one.turns[at] if len(one.turns) == rounds else () for one in turned]
         yield {
-            key: quarter(own_s) if own_s else None for key, own_s in zip(plans, took_s, strict=True)
+            key: first_quartile(own_s) if own_s else None
+            for key, own_s in zip(plans, took_s, strict=True)
         }
 
 

@@ -1,4 +1,4 @@
-"""Facts that determine an arm's runs, and unintended differences in facts between arms."""
+"""Facts about an arm's runs, such as versions and data, and unintended differences between arms."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outpace.records.utilisation import Load
 from outpace.training.run_dir import RESULT_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
-# Names of facts in a comparison, with the settings under test that may explain a difference.
+# Compared facts by name, each with the settings that explain a difference if they are under test.
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "outpace": (),
     "versions": (),
@@ -33,8 +33,8 @@ _ASKED: Mapping[str, tuple[str, ...]] = {
     "steps": ("steps", "tokens", "epochs", "global_batch", *_DATA),
     "seed": ("seed",),
 }
-# Fields of a run's record, settings and plan that determine the numbers trained. All others only
-# affect how they are computed.
+# Fields of a run's record, settings and plan that change losses and weights. All others only change
+# how these are computed.
 _OF_RECORD = (
     "parameters", "total_steps", "seq_len", "tokenizer", "train_data", "base_weights",
 )  # fmt: skip
@@ -47,19 +47,19 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
-# Fields that determine which rank draws which random numbers, and in pieces of which size: dropout
-# depends on them.
+# Fields that determine which rank draws which random numbers in which chunks. Dropout depends on
+# them.
 _OF_DRAWS = (
     "data_parallel", "cp", "tp", "pp", "micro_batch", "pp_microbatches", "compile",
 )  # fmt: skip
 _CLOCKS_APART = 0.03  # smallest relative difference between arms that is reported
 
-# By arm and name: all values that its runs had, in order.
+# By arm and fact: the distinct values of its runs, in order.
 Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return the facts that a comparison holds constant, by name, except variables in `asked`."""
+    """Return a run's facts by name, without the environment variables in `asked`."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -77,7 +77,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
         "tokens a sample": str(record.seq_len),
         "steps": str(record.total_steps),
         "seed": str(record.settings.seed),
-        # Facts about a moment in time: recorded, but not compared.
+        # recorded, but not compared
         "load before": "unknown" if record.load_before is None else f"{record.load_before:.1f}",
     }
 
@@ -90,7 +90,7 @@ def _of_machine(machine: Machine, device: str) -> dict[str, str]:
 
 
 def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
-    """Read the facts of all runs that have a record."""
+    """Return the facts of all runs that have a run.json, by arm."""
     asked = {name for arm in experiment.arms for name in arm.environment}
     found: dict[str, dict[str, list[str]]] = {}
     for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
@@ -106,7 +106,7 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
 
 
 def _clocks(run: Path) -> dict[str, str]:
-    """Describe the mean clock rates of cores and devices during training."""
+    """Return the mean clock rates of cores and devices during training, if known."""
     loads = _loads(run)
     found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
              "clock of devices": _devices_hz(loads)}  # fmt: skip
@@ -129,8 +129,8 @@ def _mean_hz(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a sentence if the clock rates of devices differ between arms, or an empty list."""
+def describe_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a sentence if the clock rates of devices differ clearly between arms."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
         hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
@@ -143,13 +143,13 @@ def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
     return [f"mean clock rates of devices differ between arms ({shown})"]
 
 
-def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Describe an arm's facts, with an arrow between values that changed."""
+def describe_facts(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return an arm's facts as text, with arrows between values that changed."""
     return {name: " → ".join(values) for name, values in facts.items()}
 
 
 def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
-    """Return sentences on facts that differ between runs without being under test."""
+    """Return a sentence for each fact that differs between runs and is not under test."""
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
@@ -166,8 +166,8 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
     return any(len({repr(arm.settings.get(name)) for arm in arms}) > 1 for name in names)
 
 
-def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the facts that would make two runs of the same training compute different numbers."""
+def numeric_differences(one: RunRecord, other: RunRecord) -> list[str]:
+    """Return the names of differing fields that change losses and weights."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -182,7 +182,10 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
-    """Return what determines dropout's masks; None without dropout, or for custom models."""
+    """Return the fields that determine dropout masks; None without dropout, or if unknown.
+
+    It is unknown for custom models.
+    """
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None
@@ -191,7 +194,7 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
-    """Report whether the stored result is reproduced, and which facts have changed since then."""
+    """Return sentences on whether the stored result was reproduced, and which facts changed."""
     lines = [f"compared with the stored result ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
@@ -210,7 +213,7 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
 
 
 def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Describe changed facts; for commands, only if it is known where they ran."""
+    """Return a sentence for each changed fact of machine and arms; commands have no facts."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]

@@ -1,4 +1,4 @@
-"""One run of an arm in separate processes: training with outpace, or a user's command."""
+"""One run of an arm in separate processes: a training run, or a user's command."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RESULT_FILE
 
-# Flags that skip work whose result a comparison does not use.
+# Settings that skip work whose result a comparison does not use.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
 _LEAST_LIMIT_S = 300.0  # minimum time limit of a run in a comparison
 _TOLD = 2000  # maximum length of the output kept from a failed run
@@ -29,14 +29,14 @@ _TOLD = 2000  # maximum length of the output kept from a failed run
 
 @dataclass(frozen=True)
 class RunFailure:
-    """A failed run: its exit code (None if it was stopped), and the reason to show to the user."""
+    """A failed run: its exit code, None if it was stopped, and the reason for the user."""
 
     exit_code: int | None
     reason: str
 
 
 def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
-    """Return the settings of an arm's runs. Raises BadInputError if they are invalid."""
+    """Return the settings of an arm's training runs. Raises BadInputError if they are invalid."""
     where = f"arm {arm.name}"
     settings = TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, where)
     if settings.steps is not None and settings.steps <= WARMUP_STEPS:
@@ -52,7 +52,7 @@ def _only_warm_up(steps: int) -> str:
 
 
 def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Train once; the outcome's value is the median step time, without warm-up."""
+    """Run a training once. The outcome's value is the median step time without warm-up."""
     where = Path("runs") / _label(experiment, arm, number)
     given = {**experiment.common, **arm.settings}
     config = folder / "configs" / f"{where.name}.toml"
@@ -78,13 +78,16 @@ def train_once(
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
 ) -> Measurement | RunFailure:
-    """Train in separate processes with settings from a file; return the result or the failure."""
-    code, said = _run(words_of(given, run, config), environment, limit_s)
+    """Run `outpace train` with the settings `given`, and return its result or its failure.
+
+    The settings are written to `config`.
+    """
+    code, said = _run(training_command(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
 
-def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
-    """Empty `run`, write the settings to `config`, and return the command that trains there."""
+def training_command(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
+    """Remove `run`, write the settings to `config`, and return the command that trains there."""
     if run.is_symlink():
         run.unlink()  # the link only, not its target
     elif run.exists():
@@ -96,7 +99,10 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
-    """Return a training run's result, or its failure by exit code (None: stopped at the limit)."""
+    """Return the result of a training run, or its failure if the exit code is not 0.
+
+    A `code` of None means that the run was stopped at the time limit.
+    """
     if code is None:
         return RunFailure(None, f"stopped at the limit of {limit_s:.0f} s")
     return (
@@ -107,17 +113,17 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process is still training in `run`, disturbing measurements."""
+    """Raise BadInputError if a process is still training in `run`."""
     (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(
-            f"a process on this host is still training in {run}, left over from an earlier call of "
-            "this command that was killed. End it first."
+            f"a process on this host is still training in {run}, left over from an earlier "
+            "command that was killed, and would disturb the measurement. End it first."
         )
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Run a user's command once; the outcome's value is the metric's last match."""
+    """Run a user's command once. The outcome's value is the last match of the metric."""
     assert arm.command is not None and experiment.metric is not None
     began_s, limit_s = time.monotonic(), _limit_s(experiment)
     code, said = _run(["sh", "-c", arm.command], arm.environment, limit_s)
@@ -139,7 +145,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _figure(metric: str, said: str, log: Path) -> float | str:
-    """Return the metric's last value, or the reason why it is not usable."""
+    """Return the last value of the metric in the output, or why it cannot be used."""
     found = re.findall(metric, said)
     try:
         value = float(found[-1])
@@ -165,14 +171,14 @@ def check_metric(metric: str) -> None:
 
 
 def _limit_s(experiment: Experiment) -> float:
-    """Return the time limit of one run, so that a hanging run does not delay the others."""
+    """Return the time limit of one run, after which it counts as hanging."""
     return max(_LEAST_LIMIT_S, experiment.budget_s)
 
 
 def _run(
     words: list[str], environment: Mapping[str, str], limit_s: float = math.inf
 ) -> tuple[int | None, str]:
-    """Run a command; return its exit code, None if stopped at the limit, and all its output.
+    """Run a command; return its exit code, None if it was stopped at the limit, and its output.
 
     All its processes are ended, even if this process is interrupted.
     """
@@ -185,7 +191,7 @@ def _run(
 
 
 def _last_message(said: str, code: int) -> str:
-    """Return the last part of a run's output that is meant for the user."""
+    """Return why a run failed: its last message for the user, else its last line of output."""
     lines = [line for line in said.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("outpace: ")]
     words = _error(lines, code) or (told or lines or ["no output"])[-1]
@@ -193,7 +199,7 @@ def _last_message(said: str, code: int) -> str:
 
 
 def _error(lines: list[str], code: int) -> str | None:
-    """Return the error in `--json` output; of a traceback the last line, else the first line."""
+    """Return the first line of the error in `--json` output; of a traceback, the last line."""
     written = [line for line in lines if line.startswith('{"error"')]
     with suppress(ValueError, KeyError, TypeError, IndexError):
         told = str(json.loads(written[-1])["error"]).strip().splitlines()
@@ -202,17 +208,17 @@ def _error(lines: list[str], code: int) -> str | None:
 
 
 def _label(experiment: Experiment, arm: Arm, number: int) -> str:
-    """Return a run's file name; the arm's number distinguishes names that map to the same file."""
-    return f"{experiment.arms.index(arm)}-{safe(arm.name)}-{number + 1:03d}"
+    """Return a run's file name. It has the arm's number, since two names may become the same."""
+    return f"{experiment.arms.index(arm)}-{file_name(arm.name)}-{number + 1:03d}"
 
 
-def safe(name: str) -> str:
-    """Return a valid file name: without separators, and short enough for file systems."""
+def file_name(name: str) -> str:
+    """Return `name` as a valid file name: no separators, at most 80 characters."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Write flat settings as TOML: JSON strings, numbers and lists without escapes are TOML."""
+    """Return flat settings as TOML, whose strings, numbers and lists JSON can write."""
     known = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]
     return "\n".join([*lines, ""])

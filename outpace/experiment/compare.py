@@ -28,7 +28,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class ComparisonEnd:
-    """All outcomes, and the reason why the comparison ended."""
+    """All outcomes of a comparison, and why it stopped."""
 
     outcomes: tuple[Outcome, ...]
     stopped: str
@@ -42,9 +42,10 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Run rounds after the outcomes in `before`.
+    """Run rounds until the verdicts are clear or a limit is reached.
 
-    `told` is called with each outcome and the verdicts so far.
+    `before` are the outcomes of earlier rounds, which are not repeated. `told` is called with each
+    outcome and the verdicts so far.
     """
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
@@ -62,7 +63,7 @@ def compare(
                 tuple(outcomes), f"the budget of {experiment.budget_s:.0f} s is spent"
             )
         found = verdicts(experiment, outcomes)
-        if all(clear(found[arm.name], experiment.within) for arm in arms[1:]):
+        if all(is_clear(found[arm.name], experiment.within) for arm in arms[1:]):
             return ComparisonEnd(tuple(outcomes), "the verdict is clear")
         for arm in _order(experiment, arms, number):
             outcome = run(experiment, arm, number, folder)
@@ -76,9 +77,9 @@ def _format_end(rounds: int) -> str:
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
-    """Compare each arm with the first, using the rounds in which both ran.
+    """Compare each arm with the first one over the rounds in which both succeeded.
 
-    The probability of any false difference, over all arms, is at most ALPHA.
+    The probability of any false claim, over all arms, is at most ALPHA.
     """
     of: dict[str, dict[int, float]] = {arm.name: {} for arm in experiment.arms}
     for one in outcomes:
@@ -94,8 +95,8 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
     return found
 
 
-def clear(one: Verdict, within: float) -> bool:
-    """Return whether a difference is known precisely enough, or too small to matter."""
+def is_clear(one: Verdict, within: float) -> bool:
+    """Return whether a difference is claimed and precise enough, or too small to matter."""
     if one.low is None or one.high is None or one.slowdown is None:
         return False
     if max(abs(one.low), abs(one.high)) <= within:
@@ -104,7 +105,7 @@ def clear(one: Verdict, within: float) -> bool:
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Drop the outcomes of an incomplete last round, in which some arms did not run."""
+    """Return the outcomes without those of an incomplete last round."""
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}
@@ -119,5 +120,5 @@ def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
 
 
 def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Draw a round's order, which is the same whenever the experiment is repeated."""
+    """Return the random order of a round's arms, which a repeated experiment draws again."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

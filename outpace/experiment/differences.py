@@ -1,4 +1,4 @@
-"""Differences between finished runs in settings, plan, program and machine, and their effect."""
+"""Differences between finished runs in settings, plan, versions and machine, and in step times."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from outpace.records.units import show_seconds
 from outpace.records.utilisation import disturbance
 from outpace.training.run_dir import RESULT_FILE
 
-# Settings reported elsewhere (in the resolved plan or by facts), and paths.
+# Settings that are reported elsewhere (in the resolved plan or as facts), and paths.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
 _MAPPINGS = ("versions", "variables")  # facts that are JSON objects, compared key by key
 _LONG = 60  # maximum length of a value in a list
-_LOST = 0.1  # smallest share of a run's time lost in slow steps that is reported
+_LOST = 0.1  # smallest fraction of a run's time lost in slow steps that is reported
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Describe what differs between runs, in which part of a step, and the effect of slow steps.
+    """Return sentences on how runs differ: settings, the part of a step, slow steps, other load.
 
     `runs` are folders by arm, in the order of `results`.
     """
@@ -39,7 +39,7 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
 
 
 def _resume_notes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> list[str]:
-    """Describe runs whose times leave out the steps before a resume."""
+    """Return a sentence for each run whose times leave out the steps before a resume."""
     told = []
     for (name, run), record in zip(runs.items(), records, strict=True):
         if begin := record.last_untimed_step(result_of(run, record)):
@@ -57,7 +57,7 @@ def _change(values: Sequence[str]) -> str:
 
 
 def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Return, by name, values that differ between runs, in the order of the runs."""
+    """Return the values that differ between runs, by name, in the order of the runs."""
     rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
@@ -65,7 +65,7 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Return whether values differ by more than the load of an idle machine varies."""
+    """Return whether values differ; loads, by more than they vary on an idle machine."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1
@@ -73,10 +73,7 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
-    """Return the values of a run that may explain a difference.
-
-    The most likely explanations come first.
-    """
+    """Return plan, settings and facts of a run as text, likely explanations first."""
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))
@@ -106,7 +103,7 @@ def _show_value(value: object) -> str:
 
 
 def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Describe the part of a step in which the slowest run loses most to the fastest."""
+    """Return a sentence on the part of a step in which the slowest run loses the most time."""
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []
@@ -120,7 +117,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Describe slow steps in runs whose total time does not follow from the median step."""
+    """Return a sentence for each run that lost much time in steps slower than the median."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = step_times_of(run, warm_up=True)
@@ -137,7 +134,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
 
 
 def _other_programs(runs: Mapping[str, Path]) -> list[str]:
-    """Report how many cores other programs used; this slows a run that waits for its threads."""
+    """Return a sentence for each run during which other programs used cores."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE

@@ -1,4 +1,4 @@
-"""Finished runs as arms of a comparison, with blocks of their steps as rounds."""
+"""Finished runs as arms of a comparison, with segments of their steps as rounds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ NOT_IN_TURN = (
 
 
 def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
-    """Return an experiment with an arm per run, with settings that differ.
+    """Return an experiment with one arm per run; settings that all runs have are common.
 
     Raises BadInputError if a folder holds no run.
     """
@@ -44,20 +44,24 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
 
 
 def _repeat_settings(record: RunRecord) -> dict[str, Any]:
-    """Return settings that repeat the training, even if a launcher started its processes."""
+    """Return the settings that repeat a run, with `nproc` even if a launcher started its ranks."""
     given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
     world = record.plan.world_size
     return given | ({"nproc": world} if world > 1 else {})
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the last components of the paths if they differ, otherwise the whole paths."""
+    """Return the runs' folder names if they differ, otherwise their paths."""
     last = [run.resolve().name for run in runs]
     return last if len(set(last)) == len(last) else [str(run) for run in runs]
 
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
-    """Split each run into as many blocks as the shortest has, each with its median step time."""
+    """Split the steps of each run into segments, and return the median step time of each.
+
+    All runs have as many segments as the shortest one. Raises BadInputError for a run that has only
+    warm-up steps.
+    """
     times = [step_times_of(run) for run in runs]
     least = min(map(len, times))
     if least == 0:
@@ -76,6 +80,6 @@ def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     for number in range(least // size):
         for run, arm, own in zip(runs, experiment.arms, times, strict=True):
             value = median(own[number * size : (number + 1) * size])
-            where = str(run.resolve())  # resolved, so that the stored result stays valid elsewhere
+            where = str(run.resolve())  # absolute, so the stored result is valid in any folder
             found.append(Outcome(arm=arm.name, round=number, value=value, run=where))
     return found

@@ -1,7 +1,7 @@
-"""Training runs that take turns, so that changes in the machine affect all of them equally.
+"""Training runs that take turns, so that drift of the machine affects all of them equally.
 
-Each run is suspended and continued by signals (SIGSTOP, SIGCONT), which it does not notice. A step
-in which it was suspended does not count. All runs are in memory at the same time.
+Signals suspend and continue each run (SIGSTOP, SIGCONT). Steps during which a run was suspended do
+not count. All runs are in memory at the same time.
 """
 
 import subprocess
@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outpace.experiment.arms import RunFailure, outcome, words_of
+from outpace.experiment.arms import RunFailure, outcome, training_command
 from outpace.experiment.processes import ProcessTree
 from outpace.experiment.results import steps_of
 from outpace.records.interpreter import PYTHON
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.training.run_dir import METRICS_FILE
 
-_LOOK_S = 0.02
-_WAIT_S = 3600.0  # how long a collective may wait during other runs' turns
-# If this process is killed, its suspended child would stay forever. This guard reads until our end
-# of the pipe is closed, and then ends the child.
+_POLL_S = 0.02
+_WAIT_S = 3600.0  # collective timeout, which has to cover the turns of other runs
+# Program that lets suspended runs continue if this process is killed, which closes its standard
+# input. The runs then notice that their parent is gone, and end; otherwise, they would stay
+# suspended forever.
 _GUARD = """
 import psutil, sys
 started = [psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists(int(pid))]
@@ -42,27 +43,27 @@ for one in started:
 
 @dataclass(frozen=True)
 class TurnTraining:
-    """A training run: its settings without the number of steps, its directory, its config file."""
+    """A training run to start: its settings except `steps`, its directory and config file."""
 
     given: Mapping[str, Any]
     run: Path
     config: Path
     turn_steps: int  # counted steps per turn
-    behind: int = 0  # number of steps until a step is logged, since a GPU lags behind its host
+    behind: int = 0  # steps by which the log lags, since a GPU runs behind its host
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of each turn that do not count, because the run was suspended during them."""
+        """Number of steps at the start of a turn that include the time suspended."""
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
-        """Return the number of steps to run, with one to spare per turn, as turns may end late."""
+        """Return the number of steps to run, with a spare one per turn in case it ends late."""
         return WARMUP_STEPS + turns * (self.turn_steps + self.skipped_steps + 1)
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """Result of a run that took turns: the seconds of each counted step, by turn."""
+    """Result of a run that took turns, with the seconds of each counted step by turn."""
 
     result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]
@@ -71,14 +72,14 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Warm up all runs, then let them take turns, one at a time, in a new order each round.
+    """Warm up all runs, then let one at a time run for a turn; the order rotates each round.
 
     `limit_s` limits the total time. If a run fails, the others continue.
     """
     until_s = time.monotonic() + limit_s
     with ExitStack() as stack:
         started = [stack.enter_context(_start(one, turns)) for one in trainings]
-        stack.enter_context(_guard([one.running.pid for one in started]))
+        stack.enter_context(_resume_if_killed([one.running.pid for one in started]))
         _warm(started, until_s)
         for turn in range(turns):
             last = turn == turns - 1
@@ -88,7 +89,7 @@ def train_in_turn(
 
 
 def _warm(started: Sequence["_Process"], until_s: float) -> None:
-    """Start all runs together and wait until each has warmed up."""
+    """Wait until each run has warmed up, and suspend it then."""
     left = list(started)
     while left and time.monotonic() < until_s:
         for one in left:
@@ -97,39 +98,37 @@ def _warm(started: Sequence["_Process"], until_s: float) -> None:
         left = [
             one for one in left if one.running.exit_code is None and one.steps_done() < WARMUP_STEPS
         ]
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 @dataclass
 class _Process:
-    """A training run that is running, suspended or finished, with its turns as ranges of steps."""
+    """A started training run; `turns` are ranges of counted steps."""
 
     training: TurnTraining
     running: ProcessTree
     turns: list[tuple[int, int]] = field(default_factory=list)
 
     def take_turn(self, last: bool, until_s: float) -> None:
-        """Let the run do one turn's steps, then suspend it; in the last turn, let it finish."""
+        """Let the run train for one turn, then suspend it; in the last turn, let it finish."""
         if self.running.exit_code is not None:
             return
-        begin = (
-            self.steps_done() + self.training.skipped_steps
-        )  # after the steps in which it was suspended
+        begin = self.steps_done() + self.training.skipped_steps
         self.running.unpause()
         while self.running.exit_code is None and time.monotonic() < until_s:
             if not last and self.steps_done() >= begin + self.training.turn_steps:
                 self.running.pause()
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self.turns.append((begin, self.steps_done()))
 
     def steps_done(self) -> int:
-        """Return the number of steps in the run's metrics."""
+        """Return the number of steps that the run has logged."""
         path = self.training.run / METRICS_FILE
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def finish(self, limit_s: float, until_s: float) -> TurnResult:
-        """Return the run's result; stop the run if it does not exit by itself."""
+        """Wait for the run until `until_s`, end it if necessary, and return its result."""
         code, run = self.running.wait(until_s), self.training.run
         found = outcome(run, code, self.running.end(), limit_s)
         took_s = [float(step["step_time_s"]) for step in steps_of(run)]
@@ -138,9 +137,9 @@ class _Process:
 
 @contextmanager
 def _start(training: TurnTraining, turns: int) -> Iterator[_Process]:
-    """Start a training run; on exit, end it and all its processes."""
+    """Start a training run; when the context ends, end all its processes."""
     given = {**training.given, "steps": training.steps(turns), "comm_timeout_s": _WAIT_S}
-    running = ProcessTree(words_of(given, training.run, training.config), {})
+    running = ProcessTree(training_command(given, training.run, training.config), {})
     try:
         yield _Process(training, running)
     finally:
@@ -148,7 +147,7 @@ def _start(training: TurnTraining, turns: int) -> Iterator[_Process]:
 
 
 @contextmanager
-def _guard(pids: Sequence[int]) -> Iterator[None]:
+def _resume_if_killed(pids: Sequence[int]) -> Iterator[None]:
     guard = subprocess.Popen(
         [*PYTHON, "-c", _GUARD, *map(str, pids)], stdin=subprocess.PIPE, start_new_session=True
     )

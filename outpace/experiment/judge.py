@@ -1,15 +1,15 @@
-"""Judgement of an experiment: medians, verdicts, differences, agreement of losses."""
+"""Evaluation of an experiment: medians, verdicts, differences, agreement of losses."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.experiment.arm_facts import describe_differences, other_clocks, read_facts
+from outpace.experiment.arm_facts import describe_clocks, describe_differences, read_facts
 from outpace.experiment.compare import ComparisonEnd
 from outpace.experiment.differences import differences
 from outpace.experiment.finished_runs import NOT_IN_TURN, arms_of, outcomes_of
-from outpace.experiment.results import curves, losses_in_words, results
+from outpace.experiment.results import curves, describe_losses, results
 from outpace.probing.hardware.machine import identify
 from outpace.records.comparison import Comparison, Experiment
 
@@ -18,15 +18,18 @@ def judge(
     experiment: Experiment, folder: Path, ended: ComparisonEnd, took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
-    """Judge an experiment's outcomes, reading its runs from `folder`."""
+    """Return the comparison that an experiment's outcomes give; `folder` has its runs."""
     facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,
         command=command,
         arms=tuple(results(experiment, folder, ended.outcomes, facts)),
         outcomes=ended.outcomes,
-        differing=(*describe_differences(experiment, facts), *other_clocks(folder, ended.outcomes)),
-        losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
+        differing=(
+            *describe_differences(experiment, facts),
+            *describe_clocks(folder, ended.outcomes),
+        ),
+        losses=describe_losses(curves(experiment, folder, ended.outcomes)),
         stopped=ended.stopped,
         took_s=took_s,
         machine=identify(find_accelerator),
@@ -45,7 +48,7 @@ def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison
     folders = {arm.name: run for arm, run in zip(experiment.arms, runs, strict=True)}
     return found.model_copy(
         update={
-            "differing": (NOT_IN_TURN, *other_clocks(Path(), ended.outcomes)),
+            "differing": (NOT_IN_TURN, *describe_clocks(Path(), ended.outcomes)),
             "differences": differences(folders, found.arms),
         }
     )

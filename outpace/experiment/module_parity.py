@@ -1,8 +1,8 @@
 """Training of a custom model in a single process and under a plan, compared tensor by tensor.
 
 The reference is a plain loop: the whole global batch at once, torch's clipping, and SGD with
-momentum. With SGD, a parameter moves in proportion to its gradient, so the tolerance of gradients
-holds for parameters, too, and a wrong factor does not cancel.
+momentum. With SGD, updates are proportional to gradients, so the tolerance of gradients also holds
+for parameters, and a wrong factor in the gradients shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ Spoil = Callable[[Layout], None]
 
 @dataclass(frozen=True)
 class ModuleTrial:
-    """A user's module with its training data: one global batch of `samples` per step.
+    """A user's module with its training data: one global batch of `samples` samples per step.
 
     `double`: whether to compute in float64. `spoil` plants a fault in a layout, for tests.
     """
@@ -80,9 +80,9 @@ class ModuleTrial:
     spoil: Spoil = lambda layout: None
 
     def begin(self) -> CustomObjective:
-        """Return the module with its loss, in the trial's dtype. Call this once per process.
+        """Convert the module to the trial's dtype and return it with its loss.
 
-        Its parts keep their training or evaluation modes, as they do when training.
+        Call this once per process. Submodules keep their training or evaluation modes.
         """
         if self.double:
             torch.set_default_dtype(torch.float64)  # for tensors that the forward creates
@@ -100,7 +100,7 @@ class ModuleTrial:
 
 @dataclass
 class ReferenceFacts:
-    """Observations made while the reference ran."""
+    """Properties of the module that the reference revealed."""
 
     narrow: bool = False  # whether fewer than 64 bits were used despite float64 inputs
     draws: bool = False  # whether random numbers other than dropout's were drawn
@@ -110,17 +110,17 @@ class ReferenceFacts:
     # state that each rank keeps separately
     state_of_ranks: KeptState = field(default_factory=KeptState)
     written: tuple[str, ...] = ()  # parameters that the forward writes to
-    cut_cause: CutCause = ""  # why a batch that is split has another loss, if it has
+    cut_cause: CutCause = ""  # why the loss depends on how a batch is split, if it does
     has_batchnorm: bool = False
-    shared_norms: tuple[str, ...] = ()  # batch normalisations whose statistics ranks share
-    cut_cause_beside: CutCause = ""  # the cause with the statistics of `shared_norms` fixed
+    shared_norms: tuple[str, ...] = ()  # BatchNorms with statistics over all ranks
+    cut_cause_fixed: CutCause = ""  # the cause while the statistics of `shared_norms` are fixed
     counted: tuple[str, ...] = ()  # buffers and attributes whose changes depend on samples
-    moved: tuple[str, ...] = ()  # buffers that forwards change and that training depends on
+    moved: tuple[str, ...] = ()  # buffers that forwards change and that affect training
 
 
 @dataclass
-class ReferenceCourse:
-    """Tensors of each step by kind and name, and the model's whole state after the last."""
+class ReferenceRun:
+    """Tensors of each step by kind and name, and the model's state after the last step."""
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -130,18 +130,19 @@ class ReferenceCourse:
 
 
 def optimizer_settings() -> TrainSettings:
-    """Return the optimizer settings that all runs use."""
+    """Return the optimizer settings of the reference and of all plans."""
     return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
 
 
 def reference(
     trial: ModuleTrial, shares: int = 1, pieces: int = 1, pipeline: bool = False
-) -> ReferenceCourse:
-    """Train in one process, splitting each global batch into `shares` of `pieces` each.
+) -> ReferenceRun:
+    """Train in one process, with each global batch split into `shares` of `pieces` micro-batches.
 
-    Buffers are those after the first share, as on rank 0. `pipeline`: running averages of batch
-    normalisations cover all pieces of a step, as in a pipeline. If ranks share the statistics of
-    batch normalisations, the shares' first pieces run together, then their second ones.
+    Each share corresponds to a data-parallel rank. Buffers are those after the first share, as on
+    rank 0. With `pipeline`, running averages of BatchNorms cover all micro-batches of a step, as in
+    a pipeline. If BatchNorms have statistics over all ranks, the k-th micro-batches of all shares
+    run together.
     """
     objective = trial.begin()
     module = trial.custom.module
@@ -149,7 +150,7 @@ def reference(
         by_micro_batch(module)
     named = dict(module.named_parameters())
     optimizer = make_optimizer(named.items(), "sgd", optimizer_settings())
-    course = ReferenceCourse(parameters=tuple(named))
+    course = ReferenceRun(parameters=tuple(named))
     facts = course.facts
     facts.state, facts.state_of_ranks = [
         find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
@@ -161,7 +162,7 @@ def reference(
         facts.shared_norms = tuple(batch_norms(module))
         with fixed_statistics(module):
             asked_cause = objective, StepHooks(), True, trial.batch(1), SINGLE.cut
-            facts.cut_cause_beside = find_cut_cause(*asked_cause)
+            facts.cut_cause_fixed = find_cut_cause(*asked_cause)
     asked = objective, StepHooks(), True, trial.batch(1), None, None
     facts.counted = tuple(
         name.removeprefix("model.") for name in find_counted_buffers(*asked) or ()
@@ -196,7 +197,7 @@ def reference(
 
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run forwards and backwards share by share; return the loss sum and the target count."""
+    """Run forward and backward share by share; return the loss sum and the target count."""
     first, *others = _cut(batch, shares)
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
@@ -205,7 +206,7 @@ def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces:
 
 
 def _pass_together(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run the pieces that ranks run at the same time together; return loss sum and count."""
+    """Run the k-th micro-batches of all shares together; return loss sum and target count."""
     if pieces == 1:
         return _pass(objective, [batch])
     parts = [_cut(share, pieces) for share in _cut(batch, shares)]
@@ -233,9 +234,9 @@ def _pass(objective: CustomObjective, pieces: Sequence[Any]) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass` and add its gradients, but undo everything else.
+    """Run a share and add its gradients, but undo all other changes to the model.
 
-    As on each rank, it starts from the buffers, counters and parameters of the first share.
+    Each share thus starts from the same buffers, counters and parameters, as each rank does.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
@@ -264,12 +265,12 @@ def _step(
 
 @dataclass
 class RankFindings:
-    """One rank's findings, on its own tensors or on gathered ones.
+    """Differences that one rank found between its tensors, or gathered ones, and the references.
 
-    `whole` and `cut` are differences, by (kind, name, step), from the references that process the
-    batch whole and split. `held` are the gradients on this rank in the first step. `unmatched`
-    gives the reason why a tensor has no counterpart in a single process. `attributes` changed
-    before the checkpoint, which does not contain them.
+    `whole` and `cut` have relative differences by (kind, name, step) from the reference with the
+    whole batch and from the one that splits it. `unmatched` says why a tensor has no counterpart in
+    a single process. `held` names the gradients that this rank had in the first step. `attributes`
+    names those that changed before the checkpoint, which does not contain attributes.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -281,7 +282,7 @@ class RankFindings:
 
 
 class PlannedRun:
-    """A rank of a plan during the trial; it reports progress through `at`."""
+    """One rank's training under a plan; `at` is called with each phase."""
 
     def __init__(
         self,
@@ -289,7 +290,7 @@ class PlannedRun:
         plan: Plan,
         ranks: Ranks,
         folder: Path,
-        references: Mapping[str, ReferenceCourse],
+        references: Mapping[str, ReferenceRun],
         floor: float,
         at: Callable[[str], None],
     ) -> None:
@@ -335,7 +336,7 @@ class PlannedRun:
         )
 
     def train(self) -> None:
-        """Run all steps from the beginning, and save a checkpoint in between."""
+        """Run all steps, and save a checkpoint after step `SAVED_STEP`."""
         begin = kept_attributes(self.layout.objective)
         for step in range(1, STEPS + 1):
             self._train_step(step, "")
@@ -383,7 +384,7 @@ class PlannedRun:
                 self._record_differences(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
-        """Run a step. Raises BadInputError if a backward needs values that a forward overwrote."""
+        """Run a step. Raises BadInputError if the backward needs values that a forward changed."""
         versions = {name: p._version for name, p in self.layout.named_parameters()}
         try:
             return self._stepper.run(step, LR, share, lambda: False)
@@ -406,7 +407,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _keep_gradients(self) -> None:
-        """Keep complete gradients; check that every rank holds its part of the sharded ones."""
+        """Keep unsharded gradients, without those of which a rank lacks its shard."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said = gather_objects(mine, self._control)
@@ -419,7 +420,7 @@ class PlannedRun:
             self._gradients[name] = whole(gradient).clone()
 
     def _compare_state(self, when: str) -> None:
-        """Compare parameters and buffers, gathered as for an export, on rank 0."""
+        """Compare parameters and buffers on rank 0, gathered as for an export."""
         self._at(f"gathering the model{when}")
         model = self.layout.whole_model(self._ranks.rank == 0)
         if model is None or self._ranks.rank:
@@ -430,7 +431,7 @@ class PlannedRun:
             for kind, wanted in (("parameter", True), ("buffer", False)):
                 expected = {n: t for n, t in reference_of.state.items() if (n in known) == wanted}
                 found = {n: t for n, t in state.items() if (n in known) == wanted}
-                if not (wanted or when or self._plan.pp > 1):  # as no checkpoint contains them
+                if not (wanted or when or self._plan.pp > 1):  # no checkpoint contains them
                     expected |= reference_of.unsaved
                     held = self.layout.model.named_buffers()
                     found |= {n: b for n, b in held if n in expected and n not in found}
@@ -445,7 +446,7 @@ class PlannedRun:
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Record each tensor's difference from its reference."""
+        """Record the relative difference of each tensor from the reference."""
         noted = self.found.whole if which == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():

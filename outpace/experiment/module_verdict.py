@@ -5,8 +5,8 @@ from math import isfinite
 
 from outpace.experiment.module_parity import (
     RankFindings,
-    ReferenceCourse,
     ReferenceFacts,
+    ReferenceRun,
 )
 from outpace.parallel.parity.comparison import LOST_IN_SPLIT, MISSING, ComparisonLimits
 from outpace.parallel.parity.counted_buffers import CURE_OF_COUNTS, explain_counted_attributes
@@ -39,10 +39,10 @@ def verdict_of(
     plan: Plan,
     allowed: ComparisonLimits,
     found: Sequence[RankFindings],
-    course: ReferenceCourse,
+    course: ReferenceRun,
     world: int,
 ) -> ParityVerdict:
-    """Return the verdict on a plan that ran: what differs from a single process, and why."""
+    """Return the verdict on a plan that ran to its end: what differs, and the likely cause."""
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
     unmatched = {key: why for one in found for key, why in one.unmatched.items()}
@@ -71,8 +71,8 @@ def verdict_of(
         moved = first_names(sorted({name for _, name, _ in wrong}))
         numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
         cause = (
-            f"Buffers that change with each forward ({moved}) equal those of one process that "
-            "splits the batch in the same way, not those of one that does not split it"
+            f"Buffers that each forward changes ({moved}) equal those of one process that splits "
+            "the batch in the same way, but not those of one process with the whole batch"
         )
         cause = cause if note is None else f"{cause}. {note}"
         return make_verdict(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
@@ -108,8 +108,8 @@ def verdict_of(
     )  # fmt: skip
 
 
-def _explain_attributes(course: ReferenceCourse, plan: Plan) -> str | None:
-    """Explain that plain attributes cover only one rank's samples; return None if none do."""
+def _explain_attributes(course: ReferenceRun, plan: Plan) -> str | None:
+    """Return a note on plain attributes that count only one rank's samples, or None."""
     names = sorted({*course.facts.counted} - course.state.keys() - course.unsaved.keys())
     if not names or plan.data_parallel == 1:
         return None
@@ -117,35 +117,34 @@ def _explain_attributes(course: ReferenceCourse, plan: Plan) -> str | None:
     return said[0].upper() + said[1:]
 
 
-CUT_ALIKE = "one process that splits it in the same way computes the same"
+CUT_ALIKE = "one process that splits the batch in the same way gets the same result"
 
 
 def _explain_counts(names: Sequence[str], plan: Plan) -> str:
-    """Explain buffers that cover only rank 0's samples, although all else is equal."""
+    """Explain that buffers count only rank 0's samples, although everything else is equal."""
     return (
-        "Loss, gradients and parameters are equal. The forward counts or averages samples in "
-        f"{first_names(names)}, each rank its own ({CUT_ALIKE}), and rank 0's values are used, "
-        f"which cover 1/{plan.data_parallel} of each batch. {CURE_OF_COUNTS}"
+        "Loss, gradients and parameters are equal. In each rank, the forward counts or averages "
+        f"only the rank's own samples in {first_names(names)} ({CUT_ALIKE}). Rank 0's values are "
+        f"used, which cover 1/{plan.data_parallel} of each batch. {CURE_OF_COUNTS}"
     )
 
 
 def _explain_cut(facts: ReferenceFacts, plan: Plan) -> str:
-    """Explain a difference that one process also shows if it splits the batch in the same way."""
+    """Explain a difference that splitting the batch also causes in one process."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
-        what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
+        what = f"or the loss changes {name_attributes(facts.state_of_ranks.names)}"
     elif facts.moved and not facts.cut_cause:
-        what = f"moves {first_names(facts.moved)}, on which the loss or its gradient depends,"
+        what = f"changes {first_names(facts.moved)}, which affects the loss or its gradient,"
     else:
         cure = batchnorm_cure(plan, 2) if facts.has_batchnorm else ""
         if facts.shared_norms and plan.data_parallel > 1:
             cure = synchronised_cure(facts.shared_norms, "one micro-batch per step")
-        return f"For a batch that is split, {CUT_ALIKE}: {explain_cause(facts.cut_cause, cure)}"
+        return f"The batch is split, and {CUT_ALIKE}: {explain_cause(facts.cut_cause, cure)}"
     return (
-        f"The forward {what} with each micro-batch, so a split batch differs from the whole one: "
-        f"{CUT_ALIKE}. Use one micro-batch per step, on one process, to train as on the whole "
-        "batch"
+        f"The forward {what} with each micro-batch, so splitting the batch changes the result: "
+        f"{CUT_ALIKE}. To train as on the whole batch, use one process and one micro-batch per step"
     )
 
 
@@ -168,7 +167,7 @@ def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
 def _worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
-    """Keep the largest deviation of each tensor over several ranks' findings."""
+    """Return the largest deviation of each tensor over the findings of all ranks."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
@@ -194,15 +193,14 @@ def _known_cause(
         return explain_state_after_resume(state) if state.found else None
     if facts.written:
         why = (
-            "micro-batches and ranks do so in a different order, or for different samples, than "
-            "one process"
+            "micro-batches and ranks do so in another order, or for other samples, than one process"
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
     kept = explain_state_of_wrong([facts.state_of_ranks])
-    if kept is None and facts.cut_cause_beside and plan.data_parallel > 1:
-        why = explain_cause(facts.cut_cause_beside)
-        return f"Ranks share the statistics of BatchNorm, but nothing else: {why}"
+    if kept is None and facts.cut_cause_fixed and plan.data_parallel > 1:
+        why = explain_cause(facts.cut_cause_fixed)
+        return f"Ranks share BatchNorm's statistics, but nothing else in the forward: {why}"
     return kept
 
 
@@ -216,40 +214,40 @@ def _likely_cause(
     kind = listed[0][0]
     if kind.endswith(" after resuming"):
         said = (
-            "The result is right without an interruption, so the checkpoint lacks something that "
-            "the module needs, such as another rank's buffers, or state outside buffers"
+            "Without an interruption the result is right, so the checkpoint lacks something that "
+            "the module needs, such as another rank's buffers, or state outside of buffers"
         )
         if not attributes:
             return said
         named = name_attributes(sorted(attributes))
-        return f"{said}. Steps change {named}: if later steps read it, register it as a buffer"
+        return f"{said}. Steps change {named}. If later steps read it, register it as a buffer"
     explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
     if kind == "loss" and plan.pp > 1:
         return (
-            "The loss uses something from other stages that is not sent, such as a term that "
-            "blocks store on themselves, or parameters"
+            "The loss reads something that stages do not send, such as parameters of another "
+            "stage, or a term that blocks store as an attribute"
         )
     if kind == "gradient":
         apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
             schedule = SCHEDULES.get(plan.schedule)
-            said = f"No rank has a gradient of {first_names(lost)}, but one process has one"
+            said = f"{first_names(lost)} has a gradient in one process, but on no rank"
             splits = schedule is not None and schedule.splits_backward
             return f"{said}. {LOST_IN_SPLIT.removesuffix('.')}" if splits else said
         if apart:
             return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:
             return f"The gradient of {explained}"
-        return "Gradients of ranks do not add up to those of one process"
+        return "The gradients of all ranks do not add up to those of one process"
     if kind == "loss":
-        return "Ranks do not compute the same as one process with the same samples and weights"
+        return "Ranks compute another loss than one process with the same samples and weights"
     if kind == "buffer":
         return (
-            "Gradients are right but buffers are not: they change with each rank's samples, or "
-            "have changed more than once"
+            "Gradients are right, but buffers are not: they depend on each rank's samples, or have "
+            "been updated more than once"
         )
-    return f"Gradients are right; {kind} is not: not all parameters are updated or clipped"
+    return f"Gradients are right, but {kind} is not: not all parameters are updated or clipped"
 
 
 def make_verdict(
@@ -263,7 +261,7 @@ def make_verdict(
     cause: str | None = None,
     differences: tuple[TensorDifference, ...] = (),
 ) -> ParityVerdict:
-    """Return a verdict; without a `reason`, the plan passed."""
+    """Return a verdict: passed, unless `reason` says why not."""
     named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
     return ParityVerdict(
         strategy=plan.strategy,

@@ -1,7 +1,7 @@
 """`outpace.verify`: a custom model under every strategy, compared with one process.
 
-Each plan runs in processes forked from this one, with a time limit, so that even a hang or crash
-yields a result.
+Each plan runs in processes forked from this one, with a time limit, so that a hang or a crash is a
+result, too.
 """
 
 import pickle
@@ -27,8 +27,8 @@ from outpace.experiment.module_parity import (
     ModuleTrial,
     PlannedRun,
     RankFindings,
-    ReferenceCourse,
     ReferenceFacts,
+    ReferenceRun,
     Spoil,
     parameter_dtypes,
     reference,
@@ -61,7 +61,7 @@ Batches = Any  # a global batch, or a function of the step (from 1) that returns
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_LIMIT_S = 120.0
-# Modules that every rank would otherwise import again.
+# Imported before forking, since otherwise each rank of each plan would import them.
 _USED = (
     "outpace.training.states", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
@@ -83,17 +83,17 @@ def verify(
 ) -> Certificate:
     """Prove that strategies train your module as a single process does, or show where they differ.
 
-    `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
-    must be divisible among all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
-    `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None
-    stands for every strategy that supports a custom model.
+    `batch` is a global batch, or a function of the step (1, 2, 3) that returns one. The number of
+    its samples must be divisible by the number of ranks. `loss`, `blocks`, `layouts` and
+    `sync_batchnorm` are as for `outpace.parallelize`. `plans` are plans, or names of strategies for
+    `nproc` processes; None stands for every strategy that supports custom models.
 
-    The proof runs on this host's CPU, in processes forked from this one, with `time_limit_s`
-    seconds per plan. `module` is not changed; it is trained in its current mode, as by
-    `outpace.parallelize`. The comparison covers the loss, the gradients and their norm, and the
-    weights and buffers after three steps of SGD with momentum, with and without a resume; in
-    float64 if the module supports it. Differences are in the certificate. Raises BadInputError if
-    the module or batch cannot be verified.
+    The proof runs on this host's CPU, in processes forked from this one, for at most `time_limit_s`
+    seconds per plan. `module` itself is not changed. It is trained in its current mode, as by
+    `outpace.parallelize`. Compared are the loss, the gradients and their norm in each step, and the
+    weights and buffers after three steps of SGD with momentum, with and without a resume, in
+    float64 if the module supports it. The certificate lists all differences. Raises BadInputError
+    if the module or batch cannot be verified.
     """
     custom = build_custom_model(
         lambda: CustomModel(
@@ -113,12 +113,15 @@ def verify_custom(
     name: str | None = None,
     spoil: Spoil = lambda layout: None,
 ) -> Certificate:
-    """Verify the result of `build_custom_model` like `verify`. `spoil` plants a fault."""
+    """Verify a model from `build_custom_model` as `verify` does.
+
+    `name` replaces the class name in the certificate. `spoil` plants a fault, for tests.
+    """
     _check(custom.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
     custom = _host_copy(custom)
-    # Without accumulation, ranks that share statistics of BatchNorm equal the whole batch.
+    # With shared BatchNorm statistics, only steps without accumulation equal the whole batch.
     accumulates = not (custom.sync_batchnorm and batch_norms(custom.module))
     asked, skipped = _plans(plans, nproc, samples, accumulates)
     double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
@@ -128,9 +131,9 @@ def verify_custom(
             warnings.simplefilter("ignore")
             for used in _USED:
                 import_module(used)
-        bench = _Bench(trial, Path(temporary), time_limit_s)
-        allowed, notes = bench.run_reference()
-        verdicts = [bench.compare(plan, allowed) for plan in asked]
+        verifier = _Verifier(trial, Path(temporary), time_limit_s)
+        allowed, notes = verifier.run_reference()
+        verdicts = [verifier.compare(plan, allowed) for plan in asked]
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -152,11 +155,11 @@ def verify_custom(
 
 def _check(module: nn.Module) -> None:
     if sys.platform != "linux":
-        raise BadInputError("verify of a module forks processes, which works on Linux only")
+        raise BadInputError("verifying a module forks processes, which works on Linux only.")
     if dist.is_initialized():
         raise BadInputError(
-            "verify starts its own processes, but torch.distributed is initialised in this "
-            "one. Call it before init_process_group, and not under torchrun."
+            "torch.distributed is already initialised in this process, but verify starts "
+            "processes of its own. Call verify before init_process_group, and not under torchrun."
         )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
@@ -175,7 +178,7 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def _host_copy(custom: CustomModel) -> CustomModel:
-    """Return the model on the CPU; no copy if it is already there, since forks copy it."""
+    """Return the model on the CPU, without a copy if it is already there, since forks copy it."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom
     import copy
@@ -186,7 +189,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int, accumulates: bool
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to verify; if all were requested, also omitted strategies with reasons."""
+    """Return the plans to verify, and the skipped strategies with reasons if all were asked for."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -218,21 +221,21 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int, accumulates: bool) 
         )
     reason = refused_strategy(one)
     if reason is not None:
-        raise BadInputError(f"verify of a module does not support strategy {one}: {reason}.")
+        raise BadInputError(f"verifying a module does not support strategy {one}: {reason}.")
     return plan_for_module(one, 1 if one == "single" else nproc, samples, accumulates)
 
 
 def plan_for_module(strategy: Strategy, nproc: int, samples: int, accumulates: bool = True) -> Plan:
-    """Return a strategy's plan on all ranks.
+    """Return a strategy's plan for a global batch of `samples` on `nproc` ranks.
 
-    It has two accumulation steps if samples suffice, and `accumulates`.
+    With `accumulates`, it has two accumulation steps if there are enough samples.
     """
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if samples % shares:
         raise BadInputError(
             f"a global batch of {samples} samples cannot be divided among {shares} data-parallel "
-            f"ranks of strategy {strategy}. Pass a batch with a multiple of {shares} samples."
+            f"ranks (strategy {strategy}). Pass a batch with a multiple of {shares} samples."
         )
     share = samples // shares
     parts = default_microbatches(strategy, sizes["pp"], share)
@@ -245,7 +248,7 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int, accumulates: b
 
 
 def plan_like(plan: Plan) -> Plan:
-    """Return a run's plan without low precision and without options that the trial lacks.
+    """Return a run's plan in fp32 with SGD, and without options that a trial does not support.
 
     Micro-batches have at most two samples, since a trial's global batch is small.
     """
@@ -255,13 +258,13 @@ def plan_like(plan: Plan) -> Plan:
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
-# How one process splits a batch: number of shares, pieces of each, and whether as a pipeline.
+# How one process splits a batch: shares, micro-batches per share, and whether as a pipeline.
 _Cut = tuple[int, int, bool]
 _WHOLE: _Cut = (1, 1, False)
 
 
-class _Bench:
-    """Runs plans and their references; all results are in `folder`."""
+class _Verifier:
+    """Runner of plans and their references, which keeps all results in `folder`."""
 
     def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
         self._trial, self._folder, self._limit_s = trial, folder, limit_s
@@ -270,16 +273,16 @@ class _Bench:
         self._floor = DOUBLE.floor
 
     def run_reference(self) -> tuple[ComparisonLimits, list[str]]:
-        """Run the whole batch in one process, in float64 if possible; return tolerances and notes.
+        """Train on whole batches in one process, in float64 if possible; return limits and notes.
 
-        Raises BadInputError if one process cannot run it.
+        Raises BadInputError if one process cannot train the module.
         """
         notes = []
         end = self._reference(_WHOLE)
         if not end.fine and self._trial.double:
             why = end.said or "it ended"
             self._trial = replace(self._trial, double=False)
-            notes.append(f"in fp32, since in float64 its forward fails ({why.splitlines()[0]})")
+            notes.append(f"in fp32, since its forward fails in float64 ({why.splitlines()[0]})")
             end = self._reference(_WHOLE)
         if end.refused and end.said:
             raise BadInputError(end.said)
@@ -293,9 +296,9 @@ class _Bench:
         self._refuse_changes(facts)
         if facts.draws:
             raise BadInputError(
-                f"{type(self._trial.custom.module).__name__} draws random numbers in its forward, "
-                "other than dropout, so they depend on how a batch is split. Derive them from "
-                "the batch (one seed per sample), or disable them to verify."
+                f"{type(self._trial.custom.module).__name__} draws random numbers other than "
+                "dropout's in its forward, which depend on how a batch is split. Derive them from "
+                "the batch (one seed per sample), or disable them for the proof."
             )
         if self._trial.double and not facts.narrow:
             allowed = DOUBLE
@@ -303,7 +306,7 @@ class _Bench:
             half = any(dtype.itemsize == 2 for dtype in dtypes)
             allowed = HALF if half else SINGLE
             if self._trial.double:
-                notes.append("partly computed in fp32, as its forward specifies")
+                notes.append("partly computed in fp32, because its forward casts to it")
             elif len(dtypes) > 1:
                 names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 notes.append(f"in its own dtypes ({', '.join(names)})")
@@ -316,7 +319,7 @@ class _Bench:
         return allowed, notes
 
     def _refuse_changes(self, facts: ReferenceFacts) -> None:
-        """Raise BadInputError if forwards change which parameters a module has."""
+        """Raise BadInputError if forwards add or reshape parameters, or run backward passes."""
         if facts.made:
             raise BadInputError(explain_new_parameters(facts.made))
         if facts.state.reshaped:
@@ -336,15 +339,15 @@ class _Bench:
         self._courses[way] = path
         return run_forked(1, act, self._limit_s, folder)[0]
 
-    def _course(self) -> ReferenceCourse:
-        course: ReferenceCourse = torch.load(self._courses[_WHOLE], weights_only=False)
+    def _course(self) -> ReferenceRun:
+        course: ReferenceRun = torch.load(self._courses[_WHOLE], weights_only=False)
         return course
 
     def _next(self) -> Path:
         return self._folder / f"job-{next(self._numbers)}"
 
     def compare(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
-        """Run a plan and compare it with a single process."""
+        """Run a plan and return how it compares with a single process."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
         averages = plan.pp > 1 and bool(batch_norms(self._trial.custom.module))
@@ -371,13 +374,13 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this split has a reference; some modules refuse so few samples."""
+        """Return whether one process can train with this split, which some modules refuse."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
 
     def _fails_cut(self, way: _Cut) -> bool:
-        """Return whether the plain module trains on the whole batch but fails on its parts."""
+        """Return whether one process trains on the whole batch but not on the split one."""
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
     def _unfinished_verdict(
@@ -387,7 +390,7 @@ class _Bench:
         if refusal is not None:
             return make_verdict(plan, allowed, reason=refusal, refused=True)
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
-        # A rank that lost its peer reports only that; the rank that failed first gives the reason.
+        # Ranks that lost a peer come last: the reason is with the rank that failed first.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
         failed.sort(key=lambda one: _of_peers(one[1]))
         if failed:
@@ -403,7 +406,7 @@ class _Bench:
         return make_verdict(plan, allowed, reason=f"{said}{after}")
 
 
-# Words in errors of a rank that lost another rank.
+# Words in the errors of ranks that lost a peer.
 _WORDS_OF_PEERS = ("connection closed", "connection reset", "gloo", "another rank")
 
 
@@ -421,7 +424,7 @@ def _on_rank(
     floor: float,
     rank: ForkedRank,
 ) -> None:
-    """Run one rank's share of a plan in its own process."""
+    """Run one phase of a plan on one rank, and write the rank's findings to `place`."""
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }

@@ -1,8 +1,8 @@
-"""Proof that a plan computes the same numbers from the same batches as a single process.
+"""Proof that a plan computes the same as a single process from the same batches.
 
-The reference is a plain loop over the whole global batch at once: no layout, no micro-batches, no
+The reference is a plain loop over whole global batches: no layout, no micro-batches, no
 collectives, torch's own clipping and AdamW. It shares only the model's code with the plan. Every
-rank runs the reference, then its part of the plan, and compares its tensors.
+rank runs the reference, then its part of the plan, and compares tensors.
 """
 
 import math
@@ -38,9 +38,10 @@ from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Stepper
 from outpace.training.synthetic import Batch, shares
 
-# Makes an optimizer from parameter groups and a builder: a layout's `make_optimizer`.
+# Builds an optimizer from parameter groups, as a layout's `make_optimizer` does.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
-# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, in which errors propagate.
+# States of AdamW, SGD and Adafactor. KINDS is in the order of a step, so that an error comes before
+# its effects.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
 KINDS = ("used parameter", "loss", "gradient", "norm", *MOMENTS, "parameter")
 
@@ -64,20 +65,20 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """AdamW's ε, so large that its steps are well conditioned.
+        """AdamW's ε, large enough for well-conditioned steps.
 
-        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε, since m̂ and √v̂
-        are means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
-        parameters move by at most Δ/clip over all steps. For a gradient that is truly zero, Δ is at
-        most clip times the tolerance of the largest gradient, and the largest parameters are 1, so
-        a gradient within its tolerance gives a parameter within its tolerance. With ε = 1e-8,
-        rounding errors, amplified a million times, would move a key projection's bias, and a wrong
-        factor, which cancels in m̂/√v̂, would go unnoticed.
+        A difference Δ in a clipped gradient changes m̂/(√v̂ + ε) by at most 2Δ/ε, since m̂ and √v̂
+        are means of the gradients and change by at most Δ each. With ε = 2 · steps · lr · clip,
+        parameters change by at most Δ/clip over all steps. For a gradient that is truly zero, Δ is
+        at most clip times the tolerance of the largest gradient, and the largest parameters are 1.
+        So a gradient within its tolerance gives a parameter within its tolerance. With ε = 1e-8,
+        rounding errors, amplified a million times, would change a key projection's bias, and a
+        wrong factor would go unnoticed, because it cancels in m̂/√v̂.
         """
         return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """Return one global batch per step; samples end in padding of different lengths."""
+        """Return one global batch per step. If `padded`, samples have padding of random lengths."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         made = []
@@ -91,12 +92,10 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """Return the model with its loss, equal on every rank, before weights are stored in fewer
-        bits.
-        """
+        """Return the model with its loss, in fp32 or fp64 and equal on every rank."""
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
-        with torch.no_grad():  # weights large enough for every part to have an effect
+        with torch.no_grad():  # make weights large enough for every submodule to have an effect
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
@@ -106,7 +105,7 @@ class Trial:
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:
-        """Move adapters away from B = 0, where A has no effect and a zero gradient."""
+        """Give adapters a random B, since A has no effect and no gradient if B is zero."""
         for name, (_, b, _) in adapters(model).items():
             drawn = torch.empty(b.shape, dtype=torch.float32)
             b.copy_(drawn.normal_(0.0, 0.2, generator=stream(self.seed, f"{name}.lora_b")))
@@ -118,9 +117,9 @@ class Trial:
         name: OptimizerName = "adamw-for-loop",
         wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """Create the optimizer, by default AdamW as a for-loop, which uses no special kernels.
+        """Return the optimizer, by default AdamW as a for-loop, which uses no special kernels.
 
-        With `wide_values`, it updates fp32 copies of the parameters, which start from these values.
+        With `wide_values`, it updates fp32 copies of the parameters that start from these values.
         """
         settings = TrainSettings(lr=self.lr, clip=self.clip)
         masters = bool(wide_values)
@@ -140,12 +139,12 @@ class Trace:
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Return the names of all tensors recorded after a step."""
+        """Return kind and name of each recorded tensor as one string."""
         return {f"{kind} {name}" for kind, held in self.steps[0].items() for name in held}
 
 
 def reference(trial: Trial, plan: Plan) -> Trace:
-    """Train in one process, on each global batch at once."""
+    """Train in one process on whole global batches, and return the tensors of each step."""
     objective = trial.objective(plan)
     mixed = make_mixed(plan.precision, trial.device, True)
     wide_values = lower_weights(objective, mixed)
@@ -185,9 +184,10 @@ def _step_of(
 def _state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return unsharded copies of all parameters and of the optimizer's moments. Collective.
+    """Return unsharded copies of parameters and optimizer moments, by kind and name.
 
-    Where a rank has fp32 copies of parameters, return these instead.
+    Of a parameter with an fp32 copy, return the copy; skip trained 16-bit parameters without one.
+    Every rank must call this.
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
@@ -210,10 +210,10 @@ def train_under_plan(
     wire: CollectiveCounter,
     spoil: Callable[[Layout], None] = lambda layout: None,
 ) -> Trace:
-    """Train this rank's part under the plan.
+    """Train under the plan on this rank, and return the unsharded tensors of each step.
 
-    `wire` counts communication of the last step, since the first may build buckets. `spoil` plants
-    a fault in the layout.
+    `wire` counts the communication of the last step, since the first one may build buckets. `spoil`
+    plants a fault in the layout, for tests.
     """
     device = trial.device
     objective = trial.objective(plan)
@@ -227,21 +227,23 @@ def train_under_plan(
     optimizer = trial.optimizer(layout.named_parameters(), place, plan.optimizer, wide_values)
     spoil(layout)
     seen: dict[str, Tensor] = {}
-    use = Use(wire)
+    use = UsedParameters(wire)
     use.watch(cast(Transformer, layout.model))
 
-    def look_at(name: str, parameter: nn.Parameter) -> None:
+    def keep_gradient(name: str, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
             with wire.pause():
                 seen[name] = whole(parameter.grad).clone()
 
-    def look() -> None:
+    def keep_gradients() -> None:
         for name, parameter in layout.named_parameters():
-            look_at(name, parameter)
+            keep_gradient(name, parameter)
 
     if plan.optimizer_in_backward:
         names = {parameter: name for name, parameter in layout.named_parameters()}
-        layout.step_in_backward(optimizer, lambda parameter: look_at(names[parameter], parameter))
+        layout.step_in_backward(
+            optimizer, lambda parameter: keep_gradient(names[parameter], parameter)
+        )
     stepper = Stepper(
         layout=layout,
         optimizer=optimizer,
@@ -252,7 +254,7 @@ def train_under_plan(
         control=control,
         expected_targets=trial.global_batch * trial.seq_len,
         targets_known=not trial.padded,
-        on_gradients=look,
+        on_gradients=keep_gradients,
     )
     trace = Trace()
     for step, batch in enumerate(trial.batches(), 1):
@@ -269,20 +271,20 @@ def train_under_plan(
 def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
-    """Return the parameters and optimizer that a checkpoint would save from this rank."""
+    """Return the parameters and the optimizer that a checkpoint would save from this rank."""
     model, holder = layout.checkpoint_state(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
 
-class Use:
-    """Copies of parameters as a step's first forward uses them: gathered if sharded."""
+class UsedParameters:
+    """Unsharded copies of parameters as the first forward of a step uses them."""
 
     def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
         self._wire = wire
 
     def watch(self, model: Transformer) -> None:
-        """Copy each module's own parameters when its forward begins."""
+        """Copy each module's direct parameters when its forward begins."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._copy_parameters, name))
@@ -309,7 +311,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of a step, and its distance from the reference."""
+    """A tensor's relative difference from the reference in one step."""
 
     step: int
     kind: str
@@ -326,7 +328,7 @@ class Difference:
 
 
 def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[Difference]:
-    """Compare every tensor in `found` with the reference's, relative to its scale."""
+    """Yield the difference of every tensor in `found` from `expected`, relative to its scale."""
     for number, (wanted, held) in enumerate(zip(expected.steps, found.steps, strict=True), 1):
         for kind, tensors in held.items():
             scales = _scales(kind, wanted[kind], expected.steps[0]["used parameter"], allowed)
@@ -345,7 +347,7 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
 
 
 def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """Return the largest distance from the interval of values that round to `tensor`."""
+    """Return the largest distance of `tensor` from `known` beyond its relative `roundoff`."""
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:
@@ -356,10 +358,10 @@ def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """Return each tensor's scale, by which its difference is divided: see Tolerance."""
-    if kind == "loss":  # no target may be missing
+    """Return the scale of each tensor, by which its difference is divided (see Tolerance)."""
+    if kind == "loss":  # the token count must be exact
         return {"mean": float(known["mean"]), "tokens": 1.0}
-    # A largest value is only meaningful for numbers: 4-bit weights are codes.
+    # 4-bit weights are codes, whose largest value means nothing.
     sizes = {
         name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
         for name, tensor in known.items()

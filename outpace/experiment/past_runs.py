@@ -1,4 +1,4 @@
-"""Runs in folders, complete or not; everything that can be read without torch."""
+"""Complete and incomplete runs in folders, read without torch."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _TIMED = ("step_time_s", "tokens_per_s", "mfu")
 _DEFAULT = "default"  # origin of a setting that the user did not set
 # Bytes read from the end of a metrics file: about a hundred steps.
 _TAIL_BYTES = 1 << 16
-# Fields of a run's record that can be queried; their values are those used, not those requested.
+# Fields of run.json that can be queried. They have the values used, not those requested.
 _OF_RECORD = (
     "outpace", "commit", "identity", "parameters", "seq_len", "device", "threads", "train_data",
 )  # fmt: skip
@@ -32,9 +32,9 @@ _OF_RECORD = (
 
 @dataclass(frozen=True)
 class PastRunFolder:
-    """A run's folder; `record` and `result` are None if they are missing or cannot be read.
+    """A run's folder, with the contents of its files; None for missing or unreadable ones.
 
-    `failure`: why the run ended before its last step, if that was recorded.
+    `row` is its line in a list of runs. `failure`: why the run ended early, if recorded.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class PastRunFolder:
     failure: Failure | None = None
 
     def value(self, name: str) -> Any:
-        """Return a result, or a field of the run's plan or settings, by name; None if unknown."""
+        """Return a field of the run's row, plan, result, record or settings; None if unknown."""
         kind = field_owner(name)
         record = self.record
         owners: dict[type[Record], Record | None] = {
@@ -58,7 +58,7 @@ class PastRunFolder:
 
 
 def field_owner(name: str) -> type[Record] | None:
-    """Return the record that has this field; results take precedence over settings."""
+    """Return the record class that has a field; results take precedence over settings."""
     for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
         if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
             return kind
@@ -72,13 +72,13 @@ def field_names() -> list[str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, or the remains of one."""
+    """Return whether a folder holds a run, possibly damaged."""
     return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
 
 
 def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Find every run in and below these folders, newest first; runs without a time come last."""
-    # Path.resolve raises for circular links.
+    """Return all runs in and below these folders, newest first; unreadable ones come last."""
+    # os.path.realpath, since Path.resolve raises for circular links.
     found = {
         os.path.realpath(where): read_past_run(where, trouble)
         for where, trouble in _places(folders)
@@ -88,12 +88,12 @@ def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
 
 
 def count_runs(folders: Iterable[Path]) -> int:
-    """Count the runs in and below these folders without reading any."""
+    """Return the number of runs in and below these folders, without reading them."""
     return sum(trouble is None for _, trouble in _places(folders))
 
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
-    """Yield folders of runs, and folders that cannot be read. Runs are not nested."""
+    """Yield folders of runs, then unreadable folders with their errors. Runs are not nested."""
     troubles: list[OSError] = []
     for folder in folders:
         for place, below, files in os.walk(folder, onerror=troubles.append):
@@ -105,7 +105,7 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
 
 
 def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
-    """Read a run from its files; problems are reported in the result, never raised."""
+    """Read a run from its files. Problems are in the result and never raised."""
     if trouble is not None:
         return PastRunFolder(folder, _damaged_run(folder, f"cannot be read: {trouble.strerror}"))
     changed: list[str] = []
@@ -148,7 +148,7 @@ def _damaged_run(folder: Path, why: str) -> PastRun:
 def result_of(
     folder: Path, record: RunRecord, on_change: OnChange | None = None
 ) -> Measurement | None:
-    """Return a run's result; None if it is unfinished or has been resumed since."""
+    """Return a run's result; None if it has not reached its last step, which resuming can move."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None
@@ -167,7 +167,10 @@ def _of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
-    """Return medians over the latest steps, without warm-up and steps of another layout."""
+    """Return an unfinished run's figures: medians over its latest steps without warm-up.
+
+    Steps before a resume with another layout do not count.
+    """
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
@@ -186,10 +189,10 @@ def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str,
 
 
 def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepRecord]:
-    """Return the newest recorded steps, ignoring an incomplete last line.
+    """Return the newest steps of a metrics file, without an incomplete last line.
 
-    Raises BadInputError for lines that are not steps, and for lines edited after they were written;
-    with `on_change`, edited lines are left out and reported instead.
+    Raises BadInputError for lines that are not steps, and for lines edited after they were written.
+    With `on_change`, edited lines are left out and reported instead.
     """
     steps: list[StepRecord] = []
     try:
@@ -215,7 +218,7 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
 
 
 def mark_running(runs: Iterable[PastRunFolder]) -> list[PastRunFolder]:
-    """Mark the runs that a process of this host is training."""
+    """Return the runs, with those marked that a process on this host is training."""
     known = list(runs)
     if all(one.row.state != "unfinished" for one in known):
         return known
@@ -231,7 +234,7 @@ def _mark_if_running(one: PastRunFolder, open_now: set[Path]) -> PastRunFolder:
 
 
 def asked_settings(record: RunRecord) -> dict[str, Any]:
-    """Return settings from the user, a file or a plan that differ from the default."""
+    """Return the settings that were given (by the user, a file or a plan) and are not defaults."""
     fields = TrainSettings.model_fields
     return {
         name: value
@@ -241,14 +244,14 @@ def asked_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> Sequence[Path]:
-    """Return complete checkpoints, newest first."""
+    """Return the folders of a run's complete checkpoints, newest first."""
     whole = (folder / "checkpoints").glob("step-*/complete.json")
     steps = [path.parent for path in whole if path.parent.name[5:].isdecimal()]
     return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file and folder in a run, by name."""
+    """Return the size in bytes of each file and folder in a run's folder, by name."""
     try:
         return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
     except OSError:
@@ -256,7 +259,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file or folder from which a running job may remove checkpoints."""
+    """Return the size of a file or folder in bytes; files may disappear in the meantime."""
     total = 0
     with suppress(OSError):
         for one in path.rglob("*") if path.is_dir() else (path,):

@@ -1,4 +1,4 @@
-"""A command with all processes that it starts: its output, exit code and termination."""
+"""Commands together with all the processes that they start."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ import psutil
 
 from outpace.launch.parent_watch import child_environment
 
-_STOP_S = 20.0  # time for a run to end when asked to
+_STOP_S = 20.0  # time for a command to end after SIGTERM
 _REST_S = 2.0  # time for its children to end afterwards
 
 
 class ProcessTree:
-    """A running command and all its descendants."""
+    """A command and all its descendants."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
-        # This is a file, since a full pipe blocks its writer, and a pipe held open by a stuck
-        # process never ends.
+        # A file rather than a pipe: a full pipe blocks its writer, and reading a pipe never ends
+        # while a stuck process holds it open.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._process = subprocess.Popen(
             words,
@@ -39,22 +39,25 @@ class ProcessTree:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; None while it runs."""
+        """Exit code of the first process; None while it runs."""
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
-        """Return the exit code; None if it is still running at `until_s` of time.monotonic()."""
+        """Wait for the exit code and return it; None if still running at time `until_s`.
+
+        `until_s` is a time of time.monotonic().
+        """
         while self.exit_code is None and time.monotonic() < until_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))
         return self.exit_code
 
     def pause(self) -> None:
-        """Suspend the command and all its processes, until `unpause`."""
+        """Suspend all processes until `unpause`."""
         self._send(signal.SIGSTOP)
 
     def unpause(self) -> None:
-        """Continue after `pause`."""
+        """Let all processes continue after `pause`."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
@@ -65,15 +68,14 @@ class ProcessTree:
             self._process.send_signal(number)
 
     def end(self) -> str:
-        """End the process, if it is still running, and its descendants; return the output, once.
+        """End all processes that are still running; return the output on the first call.
 
-        Processes are first asked to end and then killed, one by one: a launcher's workers have
-        their own sessions, so a signal to the process group would not reach them.
+        The command gets SIGTERM first. What remains is killed one by one, because a launcher's
+        workers have their own sessions, which a signal to the process group does not reach.
         """
         started: set[psutil.Process] = set()
         try:
-            # Find them before anything ends, since the children of an ended process cannot be
-            # found.
+            # The children of a process that has ended cannot be found any more.
             started = self._descendants()
             if self.exit_code is None:
                 self.unpause()  # a suspended process does not handle signals
@@ -99,7 +101,7 @@ class ProcessTree:
             return output.read().decode(errors="replace")
 
     def _descendants(self) -> set[psutil.Process]:
-        """Return all descendants; none once the command has ended, since its PID may be reused."""
+        """Return all descendants; none if the command has ended, since its PID may be reused."""
         if self.exit_code is None:
             with suppress(psutil.Error):
                 return set(psutil.Process(self.pid).children(recursive=True))

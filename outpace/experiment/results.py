@@ -1,4 +1,4 @@
-"""Results of runs by arm: medians, parts of a step, losses."""
+"""Results by arm: medians, times of the parts of a step, agreement of losses."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from outpace.experiment.arm_facts import Facts, in_words, other_numbers
+from outpace.experiment.arm_facts import Facts, describe_facts, numeric_differences
 from outpace.experiment.compare import verdicts
 from outpace.experiment.past_runs import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
@@ -20,9 +20,8 @@ from outpace.records.utilisation import device_utilisation
 from outpace.training.run_dir import METRICS_FILE
 
 _MILLION = 1e6
-# Allowed relative difference of two losses at the same step and samples: rounding differences of
-# reordered sums grow with the steps. A wrong gradient shows immediately, and `outpace verify` can
-# prove that there is none.
+# Allowed relative difference of two losses after the same samples. Rounding differences grow with
+# the steps, so this is coarse; `outpace verify` proves that gradients are right.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
 _RATES = ("step_time_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu")
@@ -32,7 +31,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run, by the number of samples trained on, and the run's record."""
+    """A run's losses by the number of samples trained so far, and its record."""
 
     record: RunRecord
     losses: Mapping[int, float]
@@ -41,7 +40,7 @@ class Curve:
 def results(
     experiment: Experiment, folder: Path, outcomes: Sequence[Outcome], facts: Facts
 ) -> list[ArmResult]:
-    """Return medians over each arm's runs, and its verdict against the first arm."""
+    """Return each arm's medians over its runs, and its verdict against the first arm."""
     found = verdicts(experiment, outcomes)
     rows = []
     for arm in experiment.arms:
@@ -55,7 +54,7 @@ def results(
             ArmResult(
                 arm=arm.name,
                 verdict=found.get(arm.name),
-                facts=in_words(facts.get(arm.name, {})),
+                facts=describe_facts(facts.get(arm.name, {})),
                 **measured,
             )
         )
@@ -63,10 +62,9 @@ def results(
 
 
 def _finished_result(run: Path) -> Measurement | None:
-    """Return a run's result; None if the folder holds no run, or one that has not finished.
+    """Return a run's result; None if the folder has no finished run.
 
-    Times and rates are those of `timed_steps_of`, even if only warm-up steps follow the last
-    resume.
+    Times and rates are based on `timed_steps_of`.
     """
     path = run / RUN_FILE
     if not path.is_file() or (result := result_of(run, record := RunRecord.load(path))) is None:
@@ -106,13 +104,13 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
 
 
 def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return medians by rank over runs; empty if the number of ranks differs."""
+    """Return each rank's median over runs; empty if runs have different numbers of ranks."""
     alike = len(set(map(len, runs))) == 1
     return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
 
 
 def _idle_share(run: Measurement) -> float | None:
-    """Return the ranks' mean share of idle time; on GPUs, of time without computation."""
+    """Return the fraction of time in which ranks were idle; on GPUs, in which no kernel ran."""
     busy = _on_devices(run)
     return run.idle_share if busy is None else 1 - busy
 
@@ -128,7 +126,7 @@ def _on_cores(run: Measurement) -> float | None:
 
 
 def _other_cores(run: Measurement) -> float | None:
-    """Return the number of cores, on all hosts, that other processes used; None if negligible."""
+    """Return the number of cores that other processes used on all hosts; None if negligible."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
@@ -140,7 +138,7 @@ def _median(values: Iterable[T | None]) -> float | None:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """Return the steps in a run's metrics, in order, ignoring an incomplete last line.
+    """Return the steps in a run's metrics.jsonl, without an incomplete last line.
 
     Raises BadInputError if a line is not a step.
     """
@@ -166,10 +164,10 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
-    """Return the steps on which a run's times and rates are based (`RunRecord.last_untimed_step`).
+    """Return the steps that count for a run's times and rates (`RunRecord.last_untimed_step`).
 
-    `warm_up`: include the first steps after the start and after each resume. Raises BadInputError
-    like `steps_of`.
+    With `warm_up`, the warm-up steps after the start and after each resume are included. Raises
+    BadInputError as `steps_of` does.
     """
     record = RunRecord.load(run / RUN_FILE)
     begin = record.last_untimed_step(result_of(run, record))
@@ -181,7 +179,7 @@ def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
 
 
 def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
-    """Return the duration in seconds of each step of `timed_steps_of`."""
+    """Return the duration in seconds of each step in `timed_steps_of`."""
     return [float(step["step_time_s"]) for step in timed_steps_of(run, warm_up)]
 
 
@@ -191,7 +189,7 @@ def _is_number(value: Any) -> bool:
 
 
 def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:
-    """Return the losses of each arm's first finished run."""
+    """Return the losses of each arm's first successful run."""
     found: dict[str, Curve] = {}
     for one in outcomes:
         if one.value is None or one.run is None or one.arm in found:
@@ -203,8 +201,8 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
     return {arm.name: found[arm.name] for arm in experiment.arms if arm.name in found}
 
 
-def losses_in_words(found: Mapping[str, Curve]) -> str | None:
-    """Describe whether losses agree with the first arm's as required, or differ as permitted."""
+def describe_losses(found: Mapping[str, Curve]) -> str | None:
+    """Return sentences on whether losses agree with the first arm's where they must, or None."""
     if len(found) < 2:
         return None
     first, *others = found
@@ -215,33 +213,33 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
         apart = _largest_gap(found[first].losses, found[name].losses)
         if apart is None:
             continue
-        changed = other_numbers(found[first].record, found[name].record)
+        changed = numeric_differences(found[first].record, found[name].record)
         (may if changed else must)[name] = apart
         why.update(changed)
     told = [_judge_equal_losses(first, must, found[first].record.plan.precision)] if must else []
     if may:
         worst = max(may, key=lambda name: may[name])
         told.append(
-            f"{', '.join(may)} and {first} compute different numbers ({', '.join(sorted(why))}), "
-            f"so losses may differ: by {may[worst]:.2%} at most at one sample ({worst})."
+            f"{', '.join(may)} and {first} train differently ({', '.join(sorted(why))}), so their "
+            f"losses may differ. The largest difference at a step is {may[worst]:.2%} ({worst})."
         )
     return " ".join(told) or None
 
 
 def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
-    """Judge the losses of arms that must compute the same numbers as the first one."""
+    """Return a sentence on arms whose losses must agree with the first arm's."""
     worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:
-        return f"Losses agree on all steps, as they must (within {apart[worst]:.2%})."
+        return f"Losses agree in all steps, as they must (within {apart[worst]:.2%})."
     return (
-        f"LOSSES DISAGREE where they must not: {worst} and {first} differ by {apart[worst]:.1%} "
-        f"at one step ({allowed:.0%} is allowed in {precision}). Find out which is wrong with "
-        "outpace verify."
+        f"LOSSES DISAGREE although they must not: {worst} and {first} differ by {apart[worst]:.1%} "
+        f"at one step ({allowed:.0%} is allowed in {precision}). Use outpace verify to find out "
+        "which is wrong."
     )
 
 
 def _largest_gap(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
-    """Return the largest relative difference after equal samples; None if there are none."""
+    """Return the largest relative difference of losses after the same samples; None if unknown."""
     gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

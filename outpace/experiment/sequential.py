@@ -1,12 +1,12 @@
-"""Verdicts on paired ratios that are valid at any time, however often they are checked.
+"""Anytime-valid verdicts on paired ratios: you may check them after every round.
 
 Two arms run once per round, in random order. If they are equally fast, each wins a round with
-probability 1/2, whatever the noise and its drift. Betting on the winner with a Beta(1/2, 1/2)
-mixture, the wealth after n rounds, k of them won by the same arm, is
+probability 1/2, whatever the noise and its drift. If one bets on the winner with a Beta(1/2, 1/2)
+mixture, the wealth after n rounds, of which one arm won k, is
 
     E(n, k) = 2^n · B(k + 1/2, n − k + 1/2) / B(1/2, 1/2)
 
-and by Ville's inequality E ever reaches 1/α with probability α at most (Robbins, "Statistical
+By Ville's inequality, the probability that E ever reaches 1/α is at most α (Robbins, "Statistical
 methods related to the law of the iterated logarithm", 1970; Howard and Ramdas, "Sequential
 estimation of quantiles", 2022). The medians that E does not reject form an interval of order
 statistics, which contains the true median at all times with probability 1 − α.
@@ -26,7 +26,7 @@ def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
     It is infinite if there are too few values.
     """
     ordered, count = sorted(values), len(values)
-    outside = 0  # number of rounds beyond either end, which excludes the median from there
+    outside = 0  # how many of the smallest and of the largest values the interval excludes
     while outside < count / 2 and log_evidence(count, outside) >= -math.log(alpha):
         outside += 1
     if outside == 0:
@@ -41,10 +41,10 @@ def verdict(
     level: float,
     in_turn: bool = True,
 ) -> Verdict:
-    """Judge how much slower `times` are than `against`, round by round.
+    """Return the verdict on how much slower `times` are than `against`, paired by round.
 
-    A difference is claimed if E reached 1/`alpha` at any time; the interval has error probability
-    `level`. Nothing is claimed if the runs did not take turns (`in_turn`).
+    A difference is claimed if E ever reached 1/`alpha`. The interval has coverage `level`. Nothing
+    is claimed if the runs were not interleaved (`in_turn`).
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
     slower = _claim(logs, alpha) if in_turn else None
@@ -66,7 +66,7 @@ def _claim(logs: Sequence[float], alpha: float) -> bool | None:
     """Return whether most rounds were slower when E first reached 1/`alpha`; None if never."""
     decided = slower = 0
     for log in logs:
-        if log == 0:  # ties count for neither arm
+        if log == 0:  # a tie counts for neither arm
             continue
         decided, slower = decided + 1, slower + (log > 0)
         if log_evidence(decided, slower) >= -math.log(alpha):

@@ -1,6 +1,6 @@
-"""Tolerances, by precision, for comparing a plan's numbers with a single process's.
+"""Tolerances, by precision, for differences between a plan and a single process.
 
-docs/concepts/parity.md gives the reasons.
+docs/concepts/parity.md derives them.
 """
 
 import math
@@ -13,8 +13,8 @@ from outpace.records.precisions import MASTERS, SHARD_DTYPES
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
-# Consecutive results in a block, each of which is rounded: norm, q·k·v, rotation, scores, softmax,
-# mix, output, sum; norm, up, activation, gating, down, sum.
+# Consecutive operations in a block, each of which rounds its result: norm, q·k·v, rotation, scores,
+# softmax, mix, output, sum; norm, up, activation, gating, down, sum.
 _ROUNDINGS_PER_BLOCK = 14
 _BACKWARD = 2  # two matmuls per matmul of the forward
 _COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
@@ -26,11 +26,11 @@ _FALSE_ALARM = 1e-6
 class Tolerance:
     """Tolerance of a tensor: `relative` times its scale, which is usually its largest value.
 
-    The scale is at least `floor` times the largest scale of its kind. A parameter's scale is its
-    largest change since the first step, or `held` times its largest value; for a parameter as used
-    by a forward, it is `used` times its largest value. A parameter that ranks gather in fewer bits
-    is rounded once more than the reference's. To allow for that, each value may differ by another
-    `gathered` times its size (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
+    The scale is at least `floor` times the largest scale of its kind. A parameter's scale is the
+    larger of its largest change since the first step and `held` times its largest value (`used`
+    times, for a parameter as a forward uses it). A parameter that ranks gather in fewer bits is
+    rounded once more than the reference's, so each of its values may differ by another `gathered`
+    times its size (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
     Algorithms", 2002, theorem 2.3).
     """
 
@@ -44,7 +44,7 @@ class Tolerance:
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
     """Return the tolerance for a global batch of `tokens` after `steps`.
 
-    For fp64 it is 1e-9: a million times the rounding error, and a millionth of the smallest wrong
+    For fp64, it is 1e-9: a million times the rounding error, and a millionth of the smallest wrong
     factor. For other precisions, rounding errors are assumed to be independent with mean 0 (Higham
     and Mary, "A new approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4:
     λ·√n·u instead of n·u for a sum of n terms, with λ depending on the probability).
@@ -61,8 +61,8 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
-    # Matmuls are summed in fp32 and rounded once. Parameters are fp32, or rounded from fp32 for
-    # use: two values on different sides of a rounding boundary differ in the last bit.
+    # Matmuls accumulate in fp32 and round once. Parameters are fp32, or rounded from fp32 before
+    # use: if rounding goes up in one computation and down in the other, the last bit differs.
     low = sigmas * spread * ROUNDOFF["bf16"]
     held = fp32 / low
     used = 2 * ROUNDOFF["bf16"] / low if precision in MASTERS else held

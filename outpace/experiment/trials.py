@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.experiment.arms import RunFailure, safe, train_once
+from outpace.experiment.arms import RunFailure, file_name, train_once
 from outpace.experiment.interleaved_runs import TurnResult, TurnTraining, train_in_turn
 from outpace.experiment.results import steps_of
 from outpace.experiment.tune import NextTrial
@@ -19,20 +19,20 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 
-_STEPS_S = 10.0  # predicted duration of a trial; disturbances last a few seconds
-_FEWEST, _MOST = 8, 60  # limits on the number of steps after warm-up
+_STEPS_S = 10.0  # predicted duration of a trial, longer than typical disturbances
+_FEWEST, _MOST = 8, 60  # minimum and maximum number of steps after warm-up
 _START_S = 300.0  # allowed time to start and end
-_PATIENCE = 20  # multiple of the predicted duration that is allowed
-TURN_S, _TURNS = 2.0, 6  # length of a turn when several plans take turns, and number of turns
-_OF_DEVICE = 0.8  # share of device memory for all plans that take turns, each with a context
+_PATIENCE = 20  # allowed multiple of the predicted duration
+TURN_S, _TURNS = 2.0, 6  # length and number of turns when several plans take turns
+_OF_DEVICE = 0.8  # fraction of device memory for the tensors of all plans that take turns
 _PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs trials: common settings, the tuning's folder, and the available memory.
+    """Runner of trials in `folder`, with the common settings `given`.
 
-    `host_bytes`: memory for all processes together (None: the host's).
+    `host_bytes`: the memory limit for all processes of a trial on the CPU; None on GPUs.
     """
 
     given: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Trials:
     host_bytes: int | None = None
 
     def run(self, number: int, chosen: NextTrial) -> PlanTrial:
-        """Train with a plan for a few steps, with time and memory limits."""
+        """Train with a plan for a few steps, within time and memory limits."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
         one, began_s = self._prepare(number, chosen), time.monotonic()
@@ -49,11 +49,11 @@ class Trials:
         took_s, found = time.monotonic() - began_s, {}
         if isinstance(ended, Measurement):
             steps_s = [float(step["step_time_s"]) for step in steps_of(one.run)[WARMUP_STEPS:]]
-            found = {"step_time_s": ended.step_time_s, "undisturbed_s": quarter(steps_s)}
+            found = {"step_time_s": ended.step_time_s, "undisturbed_s": first_quartile(steps_s)}
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
     def run_in_turn(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
-        """Train with several plans that take turns; all must fit in memory together."""
+        """Train with several plans that take turns. All must fit in memory together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
             entrant.steps(_TURNS) * chosen.proposal.step_time_s
@@ -70,7 +70,7 @@ class Trials:
         ]  # fmt: skip
 
     def _prepare(self, number: int, chosen: NextTrial) -> TurnTraining:
-        """Prepare a training run in the trial's folder, and write its plan there."""
+        """Write the plan to the trial's folder, and return the training run to start there."""
         where, plan = self.folder / _trial_folder(number, chosen), chosen.proposal.plan
         where.mkdir(parents=True, exist_ok=True)
         plan.save(where / _PLAN_FILE)
@@ -111,9 +111,9 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Return whether all these plans' ranks fit in memory together, by the peaks of their trials.
+    """Return whether all ranks of these plans fit in memory together, by their trials' peaks.
 
-    `host_bytes`: memory for ranks on the CPU; None if each rank has a GPU.
+    `host_bytes`: memory for all ranks on the CPU; None if each rank has a GPU.
     """
     peaks = {one.plan.model_dump_json(): one.peak_memory_bytes for one in trials}
     known = [(plan, peak) for plan in plans if (peak := peaks.get(plan.model_dump_json()))]
@@ -126,11 +126,11 @@ def fit_together(
 
 
 def _trial_folder(number: int, chosen: NextTrial) -> Path:
-    return Path("trials") / f"{number:02d}-{safe(chosen.proposal.title)}"
+    return Path("trials") / f"{number:02d}-{file_name(chosen.proposal.title)}"
 
 
 def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
-    """Return the times of a training run that took turns; all None if it failed."""
+    """Return the step times of a training run that took turns; empty if it failed."""
     if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
@@ -141,22 +141,23 @@ def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
 
 
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
-    """Return the seconds per step of runs that took turns, so that drift affects all equally.
+    """Return comparable seconds per step of runs that took turns; None for a run that lacks a turn.
 
-    For each run, this is the median over turns of the first quartile of its step times, relative to
-    the same figure of all runs in the turn. It is None if a turn is missing.
+    In each turn, the first quartile of a run's step times is divided by the geometric mean of all
+    runs' first quartiles, so drift between turns cancels. The result is the median of these ratios
+    times the median of the means.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]
     if not count or not whole:
         return [None] * len(several)
-    logs = np.log([[quarter(turn) for turn in one.turns] for one in whole])
+    logs = np.log([[first_quartile(turn) for turn in one.turns] for one in whole])
     common = logs.mean(axis=0)
     own = np.median(logs - common, axis=1) + np.median(common)
     seconds = dict(zip(map(id, whole), map(math.exp, own), strict=True))
     return [seconds.get(id(one)) for one in several]
 
 
-def quarter(took_s: Sequence[float]) -> float:
-    """Return the first quartile: at most a quarter of the values are below it."""
+def first_quartile(took_s: Sequence[float]) -> float:
+    """Return the first quartile of step times."""
     return sorted(took_s)[len(took_s) // 4]

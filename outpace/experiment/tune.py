@@ -1,4 +1,4 @@
-"""Tuning: the planner proposes plans, short runs time them, and each run improves predictions."""
+"""Tuning: the planner proposes plans, and each trial improves its predictions."""
 
 import math
 import time
@@ -13,10 +13,10 @@ from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
 
-_CLOSE = 0.1  # plans within this fraction of the fastest take turns at the end
-_RACE = 3  # maximum number of these plans, apart from the default
-_FEWEST_RACE = 2
-_OF_TRIALS = 0.4  # largest share of the time for these plans
+_CLOSE = 0.1  # plans within this fraction of the fastest are finalists, which run in turn
+_FINALISTS = 3  # maximum number of finalists, apart from the default
+_FEWEST_FINALISTS = 2
+_OF_TRIALS = 0.4  # largest fraction of the trials for finalists
 _SURE = 1.645  # standard deviations to either end of a 90 % interval
 _NORMAL = NormalDist()
 DEFAULT_WHY = "what outpace train does by default"
@@ -24,7 +24,10 @@ DEFAULT_WHY = "what outpace train does by default"
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum number of trials, seconds after which none starts, smallest gain worth a trial."""
+    """Limits of a tuning: the number of trials, seconds, and the smallest gain worth a trial.
+
+    No trial starts after `budget_s`.
+    """
 
     trials: int = 8
     budget_s: float = 600.0
@@ -32,7 +35,7 @@ class Limits:
 
 
 class StepPredictor(Protocol):
-    """Predicts step times, using the results of trials; see `jobs.planning.proposer.Proposer`."""
+    """Predictor of step times that learns from trials, such as `jobs.planning.proposer`'s."""
 
     @property
     def default(self) -> Plan: ...
@@ -49,15 +52,14 @@ class NextTrial:
     first_s: float
 
 
-Run = Callable[[int, NextTrial], PlanTrial]  # with the trial's number
-RunFinal = Callable[
-    [int, Sequence[NextTrial]], Sequence[PlanTrial]
-]  # several that take turns, with the first trial's number
+# Run trials, one or several that take turns, with the number of the first one.
+Run = Callable[[int, NextTrial], PlanTrial]
+RunFinal = Callable[[int, Sequence[NextTrial]], Sequence[PlanTrial]]
 
 
 @dataclass(frozen=True)
 class TuningEnd:
-    """All trials, and why the tuning ended."""
+    """All trials, and why tuning stopped."""
 
     trials: tuple[PlanTrial, ...]
     stopped: str
@@ -72,7 +74,11 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Run trials after those in `before`: the default, candidates, then the closest ones again."""
+    """Run trials until no plan can win or a limit is reached; return them after those in `before`.
+
+    The default plan comes first, then the most promising ones, and finally the fastest again in
+    turn. `told` is called with each trial.
+    """
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         left = limits.trials - len(trials)
@@ -86,7 +92,7 @@ def tune(
             return TuningEnd(
                 tuple(trials), f"no remaining plan can be faster by more than {limits.within:.0%}"
             )
-        if trials and trials[-1].raced and left <= _FEWEST_RACE:
+        if trials and trials[-1].raced and left <= _FEWEST_FINALISTS:
             return TuningEnd(
                 tuple(trials), "too few trials are left to try and compare another plan"
             )
@@ -97,7 +103,7 @@ def tune(
 
 
 def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
-    """Return the next trial; None if no trial is worthwhile."""
+    """Return the next trial; None if no other plan can be faster by `within`."""
     if not trials:
         return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
     one = _best_untried(planner, trials, within)
@@ -111,14 +117,14 @@ def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextT
 
 
 def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
-    """Return the plans to time in turn: the fastest, close ones, and the default if it fits.
+    """Return the plans to run in turn: the fastest, close ones, and the default if it succeeded.
 
-    Empty if they have just been timed, or if there is only one.
+    Empty if they have just run in turn, or if there are fewer than two.
     """
     if not trials or trials[-1].raced:
         return []
     times, default = step_times_s(trials), _key(planner.default)
-    nearest = sorted(times, key=lambda key: times[key])[:_RACE]
+    nearest = sorted(times, key=lambda key: times[key])[:_FINALISTS]
     whys = {key: "close to the fastest: timed again, in turn" for key in nearest
             if times[key] <= times[nearest[0]] * (1 + _CLOSE)}  # fmt: skip
     if default in times:
@@ -127,13 +133,13 @@ def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -
     found = [
         _choose(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
     ]
-    return found[:most] if len(found[:most]) >= _FEWEST_RACE else []
+    return found[:most] if len(found[:most]) >= _FEWEST_FINALISTS else []
 
 
 def _best_untried(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> TuningProposal | None:
-    """Return the untried plan with the largest expected gain, if any may gain enough."""
+    """Return the untried plan with the largest expected gain; None if none can gain `within`."""
     tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
@@ -145,15 +151,15 @@ def _best_untried(
 
 
 def _least_s(one: TuningProposal) -> float:
-    """Return the lower end of the 90 % interval."""
+    """Return the lower end of a plan's 90 % interval."""
     return one.step_time_s * math.exp(-_SURE * one.spread)
 
 
 def _expected_gain(one: TuningProposal, best_s: float) -> float:
-    """Return the expected gain of a plan over the best time so far; 0 if it cannot be faster.
+    """Return a plan's expected improvement over the best step time so far, in logarithms of time.
 
-    In logarithms of time, this is the "expected improvement" of Jones, Schonlau & Welch, "Efficient
-    Global Optimization of Expensive Black-Box Functions" (1998), equation 15.
+    Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box
+    Functions" (1998), equation 15.
     """
     if best_s == math.inf:  # anything that runs is a gain, so prefer the fastest
         return -math.log(one.step_time_s)
@@ -169,22 +175,22 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
-    """Return step times by plan (as JSON), from each plan's last successful trial."""
+    """Return step times by plan (as JSON) from each plan's last successful trial."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
 def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
-    """Return the successful final trials, which took turns; empty if there is only one."""
+    """Return the successful trials of the final, which ran in turn; empty if there is only one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
 
 
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
-    """Summarise trials in the fields of `Tuning`: the fastest, the default, the gain.
+    """Return fields of `Tuning` for these trials: the fastest, the default, the gain.
 
-    The fastest is chosen among the trials that took turns at the end, which ran under the same
-    machine load, or among all trials if none took turns.
+    The fastest is chosen among the finalists, which ran in turn under the same machine load, or
+    among all trials if there was no final.
     """
     finals = _finished_finals(trials)
     times = step_times_s(finals or trials)

@@ -30,10 +30,10 @@ from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with features that often fail: tied weights, grouped queries, uneven stages.
+    """Return a small spec with features that often break: tied weights, grouped queries.
 
-    It is as small as the plans allow: it has one layer more than there are stages, so that stages
-    are unequal, and enough key heads for tensor parallelism to split.
+    It has one more layer than the plans have stages, so that stages are uneven, and enough key
+    heads for tensor parallelism to split.
     """
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
@@ -49,7 +49,7 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 
 
 def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
-    """Return `spec` with the sizes of `tiny_spec`; everything else stays."""
+    """Return `spec` with the sizes of `tiny_spec`."""
     tiny = tiny_spec(plans)
     grouped = spec.kv_heads < spec.heads
     sizes = {
@@ -68,7 +68,7 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """Return a run's layout with the trial's micro-batches, without lossy options or randomness."""
+    """Return a run's plan for a trial, with small micro-batches and without lossy options."""
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -87,10 +87,10 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
-    """Yield all plans for a strategy's name on `world_size` ranks.
+    """Yield all plans of a strategy on `world_size` ranks.
 
-    For parameter servers, this includes plans with and without the optimizer, and workers with two
-    devices; for 3d, each choice of axes with two ranks per axis.
+    For ps, these include the optimizer on servers and workers with two devices; for 3d, each choice
+    of axes with two ranks per axis.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
@@ -111,16 +111,16 @@ def plan_for(
     precision: Precision = "fp64",
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
-    """Return a strategy's plan on all ranks, with two accumulation steps."""
-    # As many servers as workers, so that each has a share.
+    """Return a strategy's plan on `world_size` ranks, with two accumulation steps."""
+    # ps gets as many servers as workers.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     samples, left = divmod(Trial.global_batch, 2 * shares)
     if left or not samples:
         raise BadInputError(
-            f"{Trial.global_batch} samples cannot be divided among {shares} ranks in two "
-            f"micro-batches each; verify on {join_or((1, 2, 4, 8))} processes"
+            f"the trial's {Trial.global_batch} samples cannot be divided among {shares} ranks with "
+            f"two micro-batches each. Verify on {join_or((1, 2, 4, 8))} processes."
         )
     schedule = schedule_of(strategy, sizes["pp"], "1f1b")
     parts = default_microbatches(schedule, sizes["pp"], samples)
@@ -136,22 +136,22 @@ def verify(
     skipped: Mapping[str, str] = MappingProxyType({}),
     notes: Sequence[str] = (),
 ) -> Certificate:
-    """Prove each plan; every rank of the job calls this and gets the same certificate.
+    """Compare each plan with a single process; every rank must call this and gets the certificate.
 
-    `spoil` plants a fault in each layout, for tests. `skipped` gives reasons for strategies left
-    out; `notes` lists what the trial leaves out.
+    `skipped` has reasons for omitted strategies, `notes` what the trial does not cover. `spoil`
+    plants a fault in each layout, for tests.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
             raise BadInputError(
-                f"compress_gradients {plan.compress_gradients} drops part of the gradients, so "
-                "its steps differ from those of a single process. Verify the plan with "
+                f"compress_gradients {plan.compress_gradients} drops part of the gradients, so the "
+                "plan's steps differ from those of a single process. Verify it with "
                 "compress_gradients none."
             )
         if plan.optimizer not in EXACT:
             raise BadInputError(
-                f"optimizer {plan.optimizer} rounds its states or updates, and different plans "
-                f"round differently. Verify the plan with optimizer {join_or(EXACT)}; "
+                f"optimizer {plan.optimizer} rounds its states or updates, differently under each "
+                f"plan. Verify the plan with optimizer {join_or(EXACT)}; "
                 "docs/concepts/optimizers.md compares the losses of optimizers."
             )
     expected = {}
@@ -196,13 +196,13 @@ def verify(
 
 
 def _numeric_choices(plan: Plan) -> tuple[Any, ...]:
-    """Return the fields of a plan that change the numbers computed in a single process."""
+    """Return the values of a plan's fields that change the result of a single process."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
 def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-    """Adapt a trial to an optimizer in the backward: one micro-batch, no padding, no clipping."""
+    """Adapt plan and trial to `optimizer_in_backward`: one micro-batch, no padding, no clipping."""
     if not plan.optimizer_in_backward:
         return plan, trial
     whole = plan.micro_batch * plan.accumulation(trial.global_batch)
@@ -218,9 +218,9 @@ def _judge(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """Combine all ranks' findings into one verdict.
+    """Combine the findings of all ranks into one verdict.
 
-    `traffic`: bytes sent as counted, and by the formula.
+    `traffic`: communication as counted, and by the formula.
     """
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]

@@ -254,13 +254,13 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (outcome,) = (one for one in found.outcomes if one.arm == arm.arm)
         assert arm.sent_bytes == by_formula(tmp_path / "c" / outcome.run) > 10_000
     assert not found.differing
-    assert found.losses.startswith("Losses agree on all steps, as they must")
+    assert found.losses.startswith("Losses agree in all steps, as they must")
     run = tmp_path / "c" / found.outcomes[0].run
     assert (run / "metrics.jsonl").is_file() and not (run / "model").exists()
     runs = [str(tmp_path / "c" / one.run) for one in found.outcomes]
     assert main(["compare", "--runs", *runs, "--price=2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "were not interleaved" in shown and "Losses agree on all steps" in shown
+    assert "were not interleaved" in shown and "Losses agree in all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert "in these two runs (of too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment

@@ -3,8 +3,8 @@
 import pytest
 
 from outpace.catalog.models import preset
-from outpace.experiment.arm_facts import describe_differences, other_clocks, read_facts
-from outpace.experiment.results import Curve, losses_in_words, steps_of
+from outpace.experiment.arm_facts import describe_clocks, describe_differences, read_facts
+from outpace.experiment.results import Curve, describe_losses, steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -103,7 +103,7 @@ def test_clocks_are_kept_and_other_ones_said(tmp_path, clock_hz, lines):
     assert facts["b"]["clock of devices"] == [f"{clock_hz / 1e9:.2f} GHz"]
     assert facts["a"]["clock of cores"] == ["2.60 GHz"]
     assert describe_differences(experiment, facts) == []
-    told = other_clocks(tmp_path, outcomes)
+    told = describe_clocks(tmp_path, outcomes)
     assert len(told) == lines
     assert all("a: 1.98 GHz; b: 1.70 GHz" in line for line in told)
 
@@ -114,14 +114,15 @@ def curve(factor=1.0, every=8, **of):
 
 def test_losses_must_agree_where_the_same_numbers_are_trained():
     low, spelt = {"plan": {"precision": "bf16"}}, {"settings": {"precision": "fp32"}}
-    assert "agree on all steps" in losses_in_words({"a": curve(), "b": curve(1.005, **spelt)})
-    apart = losses_in_words({"a": curve(), "b": curve(1.03, **spelt)})
+    assert "agree in all steps" in describe_losses({"a": curve(), "b": curve(1.005, **spelt)})
+    apart = describe_losses({"a": curve(), "b": curve(1.03, **spelt)})
     assert "LOSSES DISAGREE" in apart and "b and a differ by 3.0%" in apart
     # Both in bf16, whoever said so.
-    assert "agree on all" in losses_in_words({"a": curve(**low), "b": curve(1.03, **low)})
-    other = losses_in_words({"a": curve(), "b": curve(1.03, **low), "c": curve(1.2)})
-    assert "LOSSES DISAGREE where they must not: c and a" in other
-    assert "b and a compute different numbers (precision), so losses may differ: by 3.00%" in other
+    assert "agree in all" in describe_losses({"a": curve(**low), "b": curve(1.03, **low)})
+    other = describe_losses({"a": curve(), "b": curve(1.03, **low), "c": curve(1.2)})
+    assert "LOSSES DISAGREE although they must not: c and a" in other
+    assert "b and a train differently (precision), so their losses may differ." in other
+    assert "The largest difference at a step is 3.00%" in other
 
 
 def test_dropout_draws_others_where_samples_are_shared_out_otherwise():
@@ -129,15 +130,15 @@ def test_dropout_draws_others_where_samples_are_shared_out_otherwise():
     ddp, pipeline = {"dp_replicate": 2, "strategy": "ddp"}, {"pp": 2, "strategy": "gpipe"}
     far = {"a": curve(model=model, plan=ddp), "b": curve(1.03, model=model, plan=pipeline)}
     assert (
-        "b and a compute different numbers (draws of dropout), so losses may differ"
-        in losses_in_words(far)
+        "b and a train differently (draws of dropout), so their losses may differ"
+        in describe_losses(far)
     )
     sharded = {"dp_shard": 2, "strategy": "zero3"}
-    assert "LOSSES DISAGREE" in losses_in_words(
+    assert "LOSSES DISAGREE" in describe_losses(
         {**far, "b": curve(1.03, model=model, plan=sharded)}
     )
     still = model.model_copy(update={"dropout": 0.0})
-    assert "LOSSES DISAGREE" in losses_in_words(
+    assert "LOSSES DISAGREE" in describe_losses(
         {"a": curve(model=still, plan=ddp), "b": curve(1.03, model=still, plan=pipeline)}
     )
 
@@ -145,8 +146,8 @@ def test_dropout_draws_others_where_samples_are_shared_out_otherwise():
 def test_losses_are_compared_after_the_same_samples():
     half = curve(every=16, settings={"global_batch": 8})
     whole = Curve(record(), {8: 9.0, 16: 4.0, 32: 4.0, 48: 4.0})
-    assert "by 0.00% at most" in losses_in_words({"a": half, "b": whole})
-    assert losses_in_words({"a": curve(every=7), "b": Curve(record(), {1: 2.0})}) is None
+    assert "at a step is 0.00%" in describe_losses({"a": half, "b": whole})
+    assert describe_losses({"a": curve(every=7), "b": Curve(record(), {1: 2.0})}) is None
 
 
 @pytest.mark.parametrize("line", ['{"step": 1}', "[1]", '{"step_time_s": "x"}'])

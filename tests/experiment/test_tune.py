@@ -304,7 +304,7 @@ def test_a_trial_whose_cores_others_used_says_so(proposer, tmp_path, monkeypatch
     )  # fmt: skip
     monkeypatch.setattr("outpace.experiment.trials.train_once", lambda *_, **__: ended)
     monkeypatch.setattr("outpace.experiment.trials.steps_of", lambda _: [])
-    monkeypatch.setattr("outpace.experiment.trials.quarter", lambda _: 0.2)
+    monkeypatch.setattr("outpace.experiment.trials.first_quartile", lambda _: 0.2)
     trial = Trials({}, tmp_path).run(1, NextTrial("", proposer.proposals(())[0], 0.1))
     assert trial.other_cores == (others and pytest.approx(others))
     assert ("other processes kept 1.5 cores busy" in disturbance_words(trial)) is bool(others)
