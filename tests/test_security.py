@@ -116,7 +116,7 @@ def test_a_checkpoints_metadata_run_nothing(words, run, hacked, refused):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(hacked)))
     signed(folder)
     said = refused(*further(words, run))
-    assert ".metadata cannot be read (no code in it was run): it names posix.mkdir" in said
+    assert ".metadata cannot be read (no code in it was run): it refers to posix.mkdir" in said
     assert not hacked.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoints_files_are_its_own(words, run, refused):
         info.relative_path = "../../elsewhere"
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     signed(folder)
-    assert "names files outside its folder" in refused(*further(words, run))
+    assert "refers to files outside its folder" in refused(*further(words, run))
 
 
 @pytest.fixture

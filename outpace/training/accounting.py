@@ -1,4 +1,4 @@
-"""Accounting of steps: raw results become the numbers that users read."""
+"""Conversion of raw step results into the records and averages that users see."""
 
 import statistics
 from collections import deque
@@ -18,23 +18,23 @@ from outpace.training.step import Figures, RankReports, RawStep
 from outpace.training.timing import durations
 
 _KEPT_STEPS = 5000
-OPENING_STEPS = 100  # steps to compare with the expected step time
+OPENING_STEPS = 100  # number of steps that are compared with the expected step time
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a step, over all ranks. Values are None if they are unknown."""
+    """Samples, tokens and FLOPs of a step over all ranks; None if unknown."""
 
     samples: int
     tokens: int | None
     model_flops: float | None
     hardware_flops: float | None
-    peak_flops_per_s: float | None  # total of all devices, dense, in the plan's dtype
+    peak_flops_per_s: float | None  # dense, in the plan's dtype, over all devices
 
 
 @dataclass
 class Ledger:
-    """Conversion of raw steps into records, and the running sums of a run."""
+    """A run's totals, and the conversion of raw steps into records."""
 
     costs: Costs
     tokens: int | None
@@ -42,30 +42,30 @@ class Ledger:
     skipped_steps: int = 0
     loss_sum: float = 0.0
     first_loss: float | None = None
-    gathered: RankReports | None = None  # reports on the last step
-    costs_of: Callable[[int], Costs] | None = None  # by step, if costs differ between steps
-    # The latest steady steps: medians need no more, and memory use stays constant.
+    gathered: RankReports | None = None  # the ranks' reports on the last step
+    costs_of: Callable[[int], Costs] | None = None  # costs by step, if they differ
+    # The latest steps after warm-up, for medians; a limited number, so memory stays bounded.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    # Durations in seconds of the first steps after warm-up.
+    # Step times of the first steps after warm-up.
     opening_s: list[float] = field(default_factory=list)
     _seen: int = 0
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Return peak memory so far, in bytes; empty if unknown."""
+        """Peak memory in bytes of each rank so far; empty if unknown."""
         return () if self.gathered is None else self.gathered.peak_memory_by_rank
 
     def record(self, raw: RawStep) -> StepRecord:
-        """Account for a step, after waiting until the device has finished it.
+        """Wait until the device has finished a step, add it to the totals, and return its record.
 
-        Raises DivergedError if the loss is NaN or infinite.
+        Raises DivergedError if the loss or the gradient's norm is NaN or infinite.
         """
         figures = raw.figures()
         loss = figures.loss_sum / max(figures.count, 1.0)
         if not abs(loss) < float("inf"):
             raise DivergedError(f"the loss became {loss} at step {raw.step}")
         norm = figures.grad_norm
-        if not figures.skipped and not norm < float("inf"):  # weights are NaN or infinite
+        if not figures.skipped and not norm < float("inf"):  # the update has spoilt the weights
             raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
         costs = self.costs if self.costs_of is None else self.costs_of(raw.step)
         self.samples += costs.samples
@@ -111,15 +111,14 @@ class Ledger:
         )
 
     def median_parts(self) -> TimeParts:
-        """Return the parts of a median-length step among the latest steps after warm-up."""
+        """Return the typical times of a step's parts over the latest steps after warm-up."""
         names = TimeParts.model_fields
         return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
     def rate(self, name: str) -> float | None:
-        """Return a cost per second, by its name in Costs, over the latest steady steps.
+        """Return the field `name` of Costs per second over the latest steps after warm-up.
 
-        This uses the median step time; if costs differ between steps, it is the sum of the costs
-        divided by the sum of the times.
+        It is based on the median step time, or on total costs and times if costs differ by step.
         """
         if self.costs_of is None:
             return _rate(getattr(self.costs, name), self.median_step_time_s())
@@ -131,12 +130,12 @@ class Ledger:
         return _rate(amount, sum(times_s))
 
     def median_cache_freed_bytes(self) -> int | None:
-        """Return the median of bytes freed per step after warm-up; None if no cache is freed."""
+        """Return the median of cached bytes freed per step; None if caches are not freed."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 
     def check_step_time(self, expected_s: float | None) -> StepTimeCheck | None:
-        """Compare the first steps after warm-up with the expected time, or return None."""
+        """Compare the first steps after warm-up with the expected step time; None if unknown."""
         if expected_s is None or not self.opening_s:
             return None
         took_s = statistics.median(self.opening_s)
@@ -149,7 +148,7 @@ class Ledger:
         )
 
     def median_step_time_s(self) -> float | None:
-        """Return the median over the latest steps after warm-up."""
+        """Return the median step time of the latest steps after warm-up; None if there are none."""
         return statistics.median(r.step_time_s for r in self.steady) if self.steady else None
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that follow a run, for the user's logging and for outpace's own."""
+"""Callbacks on events of a run, for users and for outpace's own output."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,40 +12,40 @@ TRAINING = "training"  # the phase in which steps run
 
 
 class Callback:
-    """Base class of callbacks, called on rank 0 during the run. Override what you need."""
+    """Base class of callbacks, which are called on rank 0. Override the methods you need."""
 
     def on_stage(self, message: str) -> None:
         """Handle the start of a phase, such as "preparing data"."""
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Handle progress within a phase; `total` is None if unknown."""
+        """Handle progress: `done` of `total` units of `what`; `total` is None if unknown."""
 
     def on_start(self, info: RunInfo) -> None:
         """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Handle a memory report: traced before the first step, measured at the end."""
+        """Handle a memory report (`--memory`): traced before step 1, measured at the end."""
 
     def on_hint(self, sentence: str) -> None:
-        """Handle a hint about something that the user may want to know or change."""
+        """Handle a hint for the user, such as a setting that may be slow."""
 
     def on_step(self, record: StepRecord) -> None:
         """Handle a finished step."""
 
     def on_load(self, load: Load, step: int) -> None:
-        """Handle rank 0's recent host and device load, at most once per second."""
+        """Handle the recent load of rank 0's host and devices, at most once per second."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """Handle an evaluation on held-out data."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Handle a checkpoint that is complete on disk."""
+        """Handle a new checkpoint once it is complete on disk."""
 
     def on_end(self, measurement: Measurement) -> None:
-        """Handle the end of the last step."""
+        """Handle the result of a run that has reached its last step."""
 
     def close(self) -> None:
-        """Handle the end of the run, whether it succeeded or failed."""
+        """Release resources. Called at the end of every run, even if it failed."""
 
 
 def notify(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:

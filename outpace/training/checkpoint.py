@@ -1,9 +1,10 @@
-"""Checkpoints: written in the background by DCP, verified before use.
+"""Checkpoints, written in the background by torch's distributed checkpoint (DCP), verified on load.
 
-A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
-`complete.json`, the marker, with the size and checksum of every file. Only folders with the marker
-are used. While a save runs, the folder also has a file `unfinished`. It distinguishes an
-interrupted save, which is removed, from a checkpoint that has lost its marker, which is kept.
+A checkpoint is a folder `step-N` with DCP's files, `progress.json` and `complete.json`. The latter
+is the marker: it is written last and has the size and checksum of every other file. Folders without
+it are not used. While a save is in progress, the folder also has a file `unfinished`. It
+distinguishes an interrupted save, which is removed, from a checkpoint that has lost its marker,
+which is kept.
 """
 
 import json
@@ -48,7 +49,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """A run's state other than tensors. `step` is also the position in the data."""
+    """A run's state except tensors. `step` also gives the position in the data."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -82,17 +83,17 @@ def _mark_complete(folder: Path, past_cache: bool) -> None:
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
     (folder / UNFINISHED).unlink(missing_ok=True)
-    # A new name is on disk only once its folder is; older checkpoints are removed after this.
+    # Sync the parent, too, which has the folder's name, before older checkpoints are removed.
     sync_paths(folder, folder.parent)
 
 
 def _file_names(folder: Path) -> set[str]:
-    """Return the names of all files that a marker lists."""
+    """Return the names of all files that the marker has to list."""
     return {path.name for path in folder.iterdir() if path.is_file()} - {MARKER, UNFINISHED}
 
 
 def _require_files(folder: Path, metadata: "Metadata") -> None:
-    """Raise OSError unless the files of all ranks are visible from here."""
+    """Wait until the files of all ranks are visible on this host, or raise OSError."""
     wanted = {info.relative_path for info in (metadata.storage_data or {}).values()}
     for _ in range(_LOOKS):
         missing = sorted(name for name in wanted if not (folder / name).is_file())
@@ -100,15 +101,15 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
             return
         time.sleep(_LOOK_AGAIN_S)  # network file systems may show new files with a delay
     raise OSError(
-        f"{missing[0]} and {len(missing) - 1} more files from other hosts are missing. --out must "
-        "be a directory that all hosts share"
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. Use an --out "
+        "that all hosts share"
     )
 
 
 def damage(folder: Path) -> str | None:
-    """Describe how a checkpoint is damaged; None if its files are intact.
+    """Return how a checkpoint is damaged; None if it is intact.
 
-    An interrupted save counts as damaged, too.
+    An interrupted save counts as damaged.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -116,7 +117,7 @@ def damage(folder: Path) -> str | None:
         return "it is not a folder"
     if not (folder / MARKER).is_file():
         unfinished = is_unfinished(folder)
-        return "it was not finished" if unfinished else f"it has no file {MARKER}"
+        return "its save was interrupted" if unfinished else f"it has no file {MARKER}"
     try:
         return _file_damage(folder) or _content_damage(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -124,7 +125,7 @@ def damage(folder: Path) -> str | None:
 
 
 def _file_damage(folder: Path) -> str | None:
-    """Compare a checkpoint's files with its marker."""
+    """Return how a checkpoint's files differ from its marker; None if they do not."""
     refuse_pipe(folder / MARKER)
     entries = json.loads((folder / MARKER).read_text())
     for name, entry in entries.items():
@@ -136,16 +137,16 @@ def _file_damage(folder: Path) -> str | None:
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
         if _checksum(path, past_cache=False) != entry["xxh3_128"]:
-            return f"{name} does not have the checksum it was written with"
+            return f"the checksum of {name} has changed since it was written"
     unlisted = {*_file_names(folder), PROGRESS_FILE, METADATA_FILE} - set(entries)
     return f"{MARKER} does not list {min(unlisted)}" if unlisted else None
 
 
 def _content_damage(folder: Path) -> str | None:
-    """Describe impossible contents of a checkpoint's `progress.json` or metadata; None if valid.
+    """Return what is wrong in a checkpoint's `progress.json` or metadata; None if valid.
 
-    Raises BadInputError if metadata marked as complete have other contents, which cannot happen by
-    accident.
+    Raises BadInputError if the metadata cannot be read although its checksum is right, which cannot
+    happen by accident.
     """
     from outpace.training.safe_checkpoint import read_metadata
 
@@ -161,14 +162,14 @@ def _content_damage(folder: Path) -> str | None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether this is an interrupted save, which was never a complete checkpoint."""
+    """Return whether a folder is an interrupted save, which never was a complete checkpoint."""
     if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
         return False
     return (folder / UNFINISHED).exists() or not any(folder.iterdir())
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
+    """Return the step of a checkpoint folder, from its name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -177,13 +178,13 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return checkpoint folders with a marker, newest first; contents are not verified."""
+    """Return the checkpoints that have a marker, newest first, without verifying their files."""
     found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest intact checkpoint; None if none was ever complete.
+    """Return the newest intact checkpoint; None if there has never been a complete one.
 
     Damaged checkpoints are skipped and reported through `say`. Raises BadInputError if all are
     damaged.
@@ -207,7 +208,7 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
 
 
 class Checkpointer:
-    """Saves and loads one rank's share of a run's state."""
+    """Saving and loading of a run's state on one rank."""
 
     def __init__(
         self,
@@ -243,12 +244,10 @@ class Checkpointer:
     def save(
         self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, progress: Progress
     ) -> None:
-        """Start a save, after waiting for an earlier one.
+        """Start a save in the background, after waiting for an earlier one.
 
-        Returns as soon as the state may change, except for tensors that are saved in place
-        (`before_change`).
-
-        `model` or `optimizer` is None if other ranks have all of its relevant state.
+        Call `before_change` before the state changes, since tensors may be saved in place. `model`
+        or `optimizer` is None if other ranks save its state.
         """
         self.wait()
         folder = self.directory / f"step-{progress.step}"
@@ -265,7 +264,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background, or in the foreground if the copy for that does not fit."""
+        """Write in the background, or in the foreground if the run makes no copies (`copies`)."""
         from outpace.training import states
 
         if self._copies:
@@ -277,7 +276,7 @@ class Checkpointer:
                     raise
                 self._on_trouble(
                     "the copy of a checkpoint could not be pinned in host memory, so training "
-                    f"waits while it is made: {first_reason(error)}"
+                    f"waits while the copy is made: {first_reason(error)}"
                 )
             self._lent, self._pins = None, False
             return states.begin_write(state, folder, self._group)
@@ -289,7 +288,7 @@ class Checkpointer:
         return done
 
     def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
-        """Return a stager that makes no copy in this call; None if the state must be copied."""
+        """Return a stager that copies later; None if the state has to be copied at once."""
         from outpace.training import states
 
         if states.can_lend(state):
@@ -299,13 +298,13 @@ class Checkpointer:
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the current save has not read yet; call this before the state changes."""
+        """Copy what the current save has not read yet. Call this before the state changes."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
 
     def _prepare(self, folder: Path, progress: Progress) -> bool:
-        """Create the folder on rank 0, and share with all ranks whether that worked."""
+        """Create the folder on rank 0; return on all ranks whether that worked."""
         worked = torch.ones(1)
         if self._rank == 0:
             try:
@@ -320,26 +319,26 @@ class Checkpointer:
         return bool(worked)
 
     def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
-        """Mark the checkpoint as complete on rank 0, in the background, after all files."""
+        """Mark the checkpoint as complete once all files are written; runs in the background."""
         metadata = written.result()
         if self._rank == 0:
             _require_files(folder, metadata)
             _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
-        """Load the modules that saving needs, in the background, before the first save.
+        """Import the modules that `save` needs in the background.
 
-        A failure is not reported here; `save` fails in the same way.
+        A failure is not reported here, since `save` fails in the same way.
         """
         self._finisher.submit(import_module, "outpace.training.states")
 
     def poll(self) -> None:
-        """Finish a save whose files are all written; never wait."""
+        """Finish a save if all its files are written, without waiting."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the current save; return False if it failed (reported through `on_trouble`)."""
+        """Wait for the current save. Return False if it failed, which `on_trouble` reports."""
         if self._pending is None:
             return True
         from outpace.training import states
@@ -358,20 +357,20 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait on every rank as `wait` does: a rank that left early would end the others."""
+        """Wait until every rank has waited, so that no rank exits during another's save."""
         saved = self.wait()
         dist.barrier(self._group)
         return saved
 
     def _fail(self, folder: Path, error: BaseException) -> None:
-        """Remove all incomplete files; earlier checkpoints are kept."""
+        """Remove the files of a failed save, and report the reason."""
         if self._rank == 0:
             _remove(folder)
             why = self._disk_full() or first_reason(error)
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
     def _disk_full(self) -> str | None:
-        """Return the error for a full disk, which writers report in different ways; else None."""
+        """Return a message if the disk is full, which writers report in different ways."""
         try:
             free = shutil.disk_usage(self.directory.parent).free
         except OSError:
@@ -383,7 +382,7 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Finish the current save: complete it or remove it."""
+        """Wait for the current save, and end the background thread."""
         self.wait()
         self._finisher.shutdown()
 
@@ -395,15 +394,15 @@ class Checkpointer:
                 self._stuck.add(old)
                 self._on_trouble(
                     f"{old} could not be removed, so more checkpoints are kept than requested. "
-                    "Remove it when no other program uses it"
+                    "Remove it once no other program uses it"
                 )
 
     def load(
         self, folder: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> Progress:
-        """Fill model and optimizer from a checkpoint written by any number of ranks.
+        """Load model and optimizer from a checkpoint, which any number of ranks may have written.
 
-        Raises BadInputError if it belongs to another model, or loading it would run code.
+        Raises BadInputError if it is from another model, or if loading it would run code.
         """
         from outpace.training import states
 
@@ -414,9 +413,10 @@ class Checkpointer:
 
 
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
-    """Move damaged checkpoints after `step`, from which training resumes, out of `directory`.
+    """Move checkpoints later than `step`, from which the run resumes, out of `directory`.
 
-    They are kept next to it and reported. Saves that never completed are removed.
+    They are damaged, and are kept in a folder next to it and reported. Interrupted saves are
+    removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):
@@ -426,21 +426,21 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
             _remove(folder)
             continue
         aside = put_aside(folder, folder=damaged)
-        say(f"{folder} is kept as {aside}. Remove it if you do not need it")
+        say(f"the damaged checkpoint {folder} is kept as {aside}. Remove it if you do not need it")
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, its marker first, so that a marked folder is never incomplete.
+    """Remove a checkpoint, its marker first, so that a folder with a marker is always complete.
 
-    `unfinished` is there until all other files are gone, so that what a kill leaves is removed
-    later. If the folder is a link, only the link is removed: its target was not written by this
-    run.
+    The file `unfinished` goes last, so that if this process is killed, the remaining files are
+    removed later. If the folder is a link, only the link is removed, because this run did not write
+    its target.
     """
     with suppress(OSError):
         if folder.is_symlink():
             folder.unlink()
             return
-        with suppress(OSError):  # it exists already, or the disk is full
+        with suppress(OSError):  # the file exists already, or the disk is full
             (folder / UNFINISHED).touch(exist_ok=False)
         (folder / MARKER).unlink(missing_ok=True)
         for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""Metadata of torch's distributed checkpoints, and messages of their errors."""
+"""Errors of torch's distributed checkpoint (DCP), and the name of its metadata file."""
 
 import pickle
 import traceback
@@ -7,21 +7,21 @@ METADATA_FILE = ".metadata"
 
 
 def first_reason(error: BaseException) -> str:
-    """Return the error of the first failed rank as one line."""
+    """Return the message of the first rank's error as one line."""
     failures = getattr(error, "failures", None)  # of DCP's CheckpointException
     if failures:
         rank, (inner, _) = min(failures.items())
         return f"{first_reason(inner)} (rank {rank})"
     if isinstance(error, pickle.UnpicklingError):
-        return "it does not contain a readable tensor"  # torch's message advises loading it anyway
+        return "it does not contain a readable tensor"  # torch's message advises unsafe loading
     return " ".join(str(error).split())[:300]
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Release objects held by an error's stack frames: tensors, and views of buffers.
+    """Release the tensors and buffer views that the stack frames of an error hold.
 
-    A view of an io.BytesIO left to the garbage collector crashes CPython 3.12.1 (segmentation fault
-    in bytesiobuf_releasebuffer).
+    CPython 3.12.1 crashes if the garbage collector frees a view of an io.BytesIO (segmentation
+    fault in bytesiobuf_releasebuffer).
     """
     known: set[int] = set()
     left = [error]

@@ -1,4 +1,4 @@
-"""A counter of this process's collectives and their bytes, as they are called."""
+"""Dispatch mode that counts this process's collectives and their bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,21 +22,21 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
     "send": "send",
 }  # fmt: skip
-# The last one covers outpace's own collectives (parallel.peer_memory).
+# "outpace" is for collectives through peer memory (parallel.peer_memory).
 _NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this thread's collectives in the context, into a `planner.communication.volume.Tally`.
+    """Counter of this thread's collectives in the context.
 
-    The number of bytes follows from each collective's size by that module's rules: what this rank
-    sends under the algorithm that sends least.
+    `tally` has their number and bytes: what this rank sends under the algorithm that sends least
+    (`planner.communication.volume`).
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing compiled runs in this mode; skipping would load the compiler."""
+        """Return False, since True would import the compiler, and no compiled code runs here."""
         return False
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
-            # this is called again with the DTensor's own operators, including communication
+            # DTensor then calls the operators on local tensors, including communication
             return NotImplemented
         if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
@@ -67,20 +67,20 @@ class CollectiveCounter(TorchDispatchMode):
         group = _group(args)
         # The first number is the root, if any.
         root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
-        # Written tensors come first, then read ones, or one list holds both. A scatter's parts are
-        # equal, so the received part gives their size.
+        # Output tensors come first, then inputs, unless one list is both. A scatter's chunks are
+        # equal, so the output gives their size.
         given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
         self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
 
 
 def _kind(operator: str) -> str | None:
-    """Return the kind of a collective; None for operators that send nothing (a receive, a wait)."""
+    """Return the kind of a collective; None if the operator sends nothing (a receive, a wait)."""
     fitting = [name for name in _KINDS if operator.startswith(name)]
     return _KINDS[max(fitting, key=len)] if fitting else None
 
 
 def _group(args: Any) -> dist.ProcessGroup:
-    """Return a collective's group: an argument; functional collectives pass its name last."""
+    """Return a collective's group: a boxed argument, or by name in functional collectives."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
         return _resolve_process_group(args[-1])

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator, which must be set before it starts."""
+"""Configuration of torch's CUDA allocator, which it reads once at its start."""
 
 import sys
 from collections.abc import MutableMapping
@@ -8,12 +8,11 @@ _OWN = (SETTINGS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> bool:
-    """Enable expandable segments of CUDA memory; return whether this call did.
+    """Enable expandable segments of CUDA memory, unless `environ` configures the allocator.
 
-    Call this before any tensor is on a device, because the allocator reads its settings once. With
-    expandable segments, sizes that change from step to step leave no unusable fragments
-    (pytorch.org, "Optimizing memory usage with PYTORCH_ALLOC_CONF"). A configuration of the
-    allocator in `environ` is left unchanged.
+    Return whether this call enabled them. Call it before any tensor is on a device. With expandable
+    segments, sizes that change from step to step cause less fragmentation (pytorch.org, "Optimizing
+    memory usage with PYTORCH_ALLOC_CONF").
     """
     if not sys.platform.startswith("linux") or any(name in environ for name in _OWN):
         return False

@@ -1,8 +1,8 @@
-"""A device's work queue: marks in it, and figures copied from the device without waiting.
+"""Work queue of a device, with marks for timing and copies to the host without waiting.
 
-A GPU lags behind the host that queues its work. Reading a tensor makes the host wait for all work
-queued so far. Therefore, figures are copied to the host right after the work that computes them,
-and read once the copy has arrived.
+A GPU runs behind the host that queues its work, and reading a tensor makes the host wait for all
+queued work. So figures are copied to the host right after the work that computes them, and read
+once the copy has arrived.
 """
 
 import time
@@ -28,37 +28,37 @@ class Mark(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """Interface of a device for timers and figures. `steps_behind`: see `Loop`."""
+    """Interface to a device's queue. `steps_behind`: how many steps the host may run ahead."""
 
     steps_behind: int
 
     def mark(self) -> Mark:
-        """Return a mark at the end of all work queued so far."""
+        """Return a mark after all work queued so far."""
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Start copying a tensor; the copy is complete once the device reaches the next mark."""
+        """Start copying a tensor; the copy is complete once the device reaches a later mark."""
 
 
 @dataclass(frozen=True)
 class HostMark:
-    """A point in a host's work, which is reached as soon as it is marked."""
+    """A mark in a host's work, which is always reached."""
 
     time_s: float
 
     def query(self) -> bool:
-        """Return True: the host has already reached this point."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
         """Return immediately."""
 
     def elapsed_time(self, end: "HostMark") -> float:
-        """Return the milliseconds between two marks by the host's clock."""
+        """Return the milliseconds from this mark to `end`, by the host's clock."""
         return (end.time_s - self.time_s) * 1000
 
 
 class HostQueue:
-    """Queue of a CPU, which runs its work immediately."""
+    """Queue of a CPU, which runs work immediately."""
 
     steps_behind = 0
 
@@ -67,7 +67,7 @@ class HostQueue:
         return HostMark(time.perf_counter())
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor, since it may change before it is read."""
+        """Return a copy, since the tensor may change before it is read."""
         return tensor.detach().clone()
 
 
@@ -83,23 +83,23 @@ class CudaQueue:
         return event
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into pinned memory, without waiting."""
+        """Start copying a tensor to pinned host memory."""
         tensor = tensor.detach()
         return tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Return the queue of a device. On Metal, as on a CPU, reading waits."""
+    """Return the queue of a device; Metal is treated like a CPU, so reading figures waits."""
     return CudaQueue() if device.type == "cuda" else HostQueue()
 
 
 class DeviceFigures:
-    """Small tensors on their way to the host. Mark the queue after constructing it."""
+    """Small tensors that are being copied to the host. Mark the queue after construction."""
 
     def __init__(self, queue: DeviceQueue, tensors: Mapping[str, Tensor]) -> None:
         self._copies = {name: queue.copy_to_host(tensor) for name, tensor in tensors.items()}
 
     def read(self, end: Mark) -> dict[str, list[float]]:
-        """Return the numbers of each tensor, after waiting for `end`, a mark after the copies."""
+        """Wait for `end`, a mark after the copies, and return the numbers of each tensor."""
         end.synchronize()
         return {name: copy.reshape(-1).tolist() for name, copy in self._copies.items()}

@@ -1,6 +1,6 @@
-"""Files written and read without the page cache, where the file system allows it (O_DIRECT).
+"""Reading and writing of files without the page cache (O_DIRECT), if the file system supports it.
 
-The page cache would take as much memory from the computation as data pass through it, and a virtual
+The page cache would take memory from the computation, as much as is read or written, and a virtual
 machine may be slow to provide that memory (docs/development/log.md).
 """
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# Errors of file systems that refuse O_DIRECT when a file is opened or used.
+# Errors with which file systems refuse O_DIRECT, when a file is opened or used.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _block() -> mmap.mmap:
-    """Return a page-aligned block, as O_DIRECT requires; it is shared in case threads fork."""
+    """Return a page-aligned buffer, as O_DIRECT requires."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
 
 class DirectWriter:
-    """Writes a new file block by block; it is complete and on disk once closed."""
+    """Writer of a new file in blocks. Once closed, the file is complete and on disk."""
 
     def __init__(self, path: Path) -> None:
         self._block = _block()
@@ -49,7 +49,7 @@ class DirectWriter:
         return self._written + self._used
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all bytes of `data`; return their number."""
+        """Write all bytes of `data`, and return their number."""
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
@@ -61,10 +61,10 @@ class DirectWriter:
         return count
 
     def flush(self) -> None:
-        """Do nothing: blocks are written when they are full, and the last one on close."""
+        """Do nothing: a block is written once it is full, and the last one by `close`."""
 
     def close(self) -> None:
-        """Write the rest (whole pages directly, the remainder through the page cache), and sync."""
+        """Write the rest, of which an incomplete page goes through the page cache, and sync."""
         if self._file is None:
             return
         try:
@@ -81,7 +81,7 @@ class DirectWriter:
             self._file = None
 
     def _write_block(self, count: int) -> None:
-        """Write the first bytes of the block, and move the rest to its start."""
+        """Write the first `count` bytes of the block, and move the rest to its start."""
         assert self._file is not None
         done = 0
         with memoryview(self._block) as block:
@@ -93,7 +93,7 @@ class DirectWriter:
 
 
 def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
-    """Yield a file's contents in blocks; each is valid until the next."""
+    """Yield a file's contents in blocks, each of which is valid until the next one."""
     file = _open(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
     try:
         left = os.fstat(file).st_size
@@ -110,7 +110,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
 
 
 def through_cache(file: int) -> bool:
-    """Switch a file to the page cache; return whether it bypassed the cache until now."""
+    """Disable O_DIRECT for a file, and return whether it was enabled."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)
@@ -126,7 +126,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _direct_or_not(file: int, act: Callable[[], int]) -> int:
-    """Return the bytes that `act` transferred; disable O_DIRECT if the file system refuses it."""
+    """Call `act` and return its result; if the file system refuses O_DIRECT, retry without it."""
     try:
         return act()
     except OSError as error:

@@ -15,12 +15,12 @@ from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation
 from outpace.training.step import Batch
 
-# Batches between checks for other ranks' signals: rare enough not to cost time.
+# Steps between checks for stop requests on other ranks, so that the checks cost little time.
 _ASK_EVERY = 8
 
 
-class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
-    """Evaluation stopped on every rank, without a result, because one was asked to stop."""
+class EvaluationStopped(Exception):  # noqa: N818  # not an error
+    """The evaluation stopped on every rank without a result, because one was asked to stop."""
 
 
 def evaluate(
@@ -33,11 +33,11 @@ def evaluate(
     group: dist.ProcessGroup | None,
     stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """Return the mean loss per target of all ranks over `steps` (lists of micro-batches).
+    """Return the mean loss per target over all ranks, and the objective's metrics, if any.
 
-    The result includes the objective's metrics, if any. Dropout is off. Each rank passes its own
-    share of the data, and all ranks pass the same number of steps. Raises EvaluationStopped on all
-    ranks if `stop` returns True on any of them.
+    `steps` are lists of micro-batches: this rank's part of the data, with the same number of steps
+    on all ranks. Dropout is off. Raises EvaluationStopped on all ranks if `stop` returns True on
+    any of them.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)
@@ -52,8 +52,8 @@ def evaluate(
                 layout.free_gathered()
                 raise EvaluationStopped
     layout.free_gathered()
-    for part in found:  # at the end, since reading them waits for the device
-        totals[: len(part)] += part.cpu()  # ranks without the output have two zeros
+    for part in found:  # at the end, because this waits for the device
+        totals[: len(part)] += part.cpu()  # pipeline ranks without the output have two zeros
     if group is not None:
         dist.all_reduce(totals, group=group)
     took_s = time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""Guards of a run: signal handling, stateless random numbers, deterministic kernels."""
+"""Signal handling, garbage collection, random numbers and deterministic kernels of a run."""
 
 import gc
 import os
@@ -17,10 +17,10 @@ from outpace.data.seeding import seed_all_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.signals import ENDING, may_handle
 
-# The kernel, a terminal and a launcher may each deliver a signal for a single key press.
+# A single key press may deliver a signal several times, through the terminal and a launcher.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
-# Seconds after which a user who asked to end is told what the run is waiting for.
+# Seconds after a signal until the user is told what the run is waiting for.
 _SAID_AFTER_S = 1.0
 NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
 _COMPLETE = "interrupted after the result was written; the run is complete"
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class _EndSignal(BaseException):
-    """Interruption by a signal; a BaseException, so compilers do not mistake it for a failure."""
+    """Interruption by a signal. A BaseException, so that compilers do not catch it as a failure."""
 
 
 _WAITED_FOR = (
@@ -39,10 +39,10 @@ _WAITED_FOR = (
 
 
 class _Arrivals:
-    """Signals that have reached the process, even those that Python has not handled yet.
+    """Record of signals that have reached the process, even if Python has not handled them yet.
 
-    The kernel's handler writes their numbers to a pipe. Nothing is recorded outside the main
-    thread, or if the program already uses such a pipe (as asyncio does).
+    Python's C handler writes their numbers to a pipe. Nothing is recorded outside of the main
+    thread, or if the program already uses such a pipe, as asyncio does.
     """
 
     def __init__(self) -> None:
@@ -70,18 +70,19 @@ class _Arrivals:
                 self._pipe = None
 
     def pop(self) -> bool:
-        """Return whether a signal to end has arrived since the last call."""
+        """Return whether a signal that ends a run has arrived since the last call."""
         with self._lock, suppress(BlockingIOError):
             return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
         return False
 
 
 class StopSignal:
-    """Handler of signals that ask a run to end (`ENDING`); the second one ends it immediately.
+    """Handler of signals that ask a run to end (`ENDING`); a second signal ends it immediately.
 
-    Before the first step is done, there is nothing to save, so a signal raises InterruptedRunError.
-    Later, `say` reports what the run is waiting for, if that takes a while. Use this as a context
-    manager in the main thread; in other threads, signals are not handled.
+    Before the first step has ended, there is nothing to save, so a signal raises
+    InterruptedRunError. Later, it sets `requested`, and `say` reports what the run is waiting for
+    if that takes a while. Use this as a context manager in the main thread; in other threads,
+    signals are not handled.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -103,11 +104,11 @@ class StopSignal:
         self._thread = threading.get_ident()
         try:
             for number in ENDING:
-                # A background job of a shell ignores SIGINT, but still handles other signals.
+                # SIGINT is handled even if it is ignored, as in background jobs of a shell.
                 if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
                     self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
-            pass  # the owner of the main thread handles signals
+            pass  # not the main thread, which handles signals
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,11 +118,12 @@ class StopSignal:
         self._previous = {}
 
     def unless_ended(self, work: Callable[[], Result]) -> Result:
-        """Run code that a signal may end at any point. Raises InterruptedRunError with `message`.
+        """Run code that a signal may interrupt at any point, and return its result.
 
-        Use this for the first step and for everything after the last. An error after the signal
-        counts as an interruption too, because other ranks leave. If a signal has ended another
-        rank, this raises immediately.
+        Raises InterruptedRunError with `message` if interrupted, or immediately if a signal has
+        already ended this or another rank. An error after a signal counts as an interruption, since
+        it may only mean that other ranks have left. Use this for the first step, and for everything
+        after the last.
         """
         try:
             with self._arrivals:
@@ -141,14 +143,14 @@ class StopSignal:
         return found
 
     def disarm(self) -> None:
-        """Ignore the first signal from now on: the remaining work takes only a moment.
+        """Ignore a first signal from now on, because the remaining work takes only a moment.
 
         A second signal still ends the process.
         """
         self._raising, self._disarmed, self.message = False, True, _COMPLETE
 
     def ends_at_once(self) -> bool:
-        """Return whether a signal ends this process immediately: before step 1 ends, or at the end.
+        """Return whether a signal has ended this process, or will once Python can handle it.
 
         Any thread may call this, even while the main thread waits in a library and handles no
         signals.
@@ -156,11 +158,11 @@ class StopSignal:
         return self._ended or (self._raising and self._arrivals.pop())
 
     def interrupt(self) -> bool:
-        """End the main thread as a signal would, before its first step is done or after its last.
+        """Interrupt the main thread because a signal has ended another rank.
 
-        This is for a thread that learns that a signal has ended another rank. During steps,
-        `unless_ended` raises later. Returns False if signals are not handled here, or would end
-        nothing.
+        Any thread may call this. Before the first step has ended and after the last one, it acts
+        like a signal; during steps, the next `unless_ended` raises. Returns False if signals are
+        not handled here, or are ignored.
         """
         if not self._previous or self._disarmed:
             return False
@@ -193,9 +195,9 @@ class StopSignal:
 def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step, which collects garbage every `steps` steps.
 
-    By default, Python would search all long-lived objects in the middle of a step, which takes a
-    second with torch while the device waits, and ranks would do so one after another. Objects that
-    already exist are excluded from collection. None leaves collection to Python.
+    Python's own collections occur in the middle of a step. With torch loaded, a full one takes a
+    second, during which the device waits, and it occurs on each rank at another time. Objects that
+    exist already are excluded from collection. None leaves collection to Python.
     """
     if steps is None or not gc.isenabled():
         yield lambda: None
@@ -218,9 +220,9 @@ def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make all random numbers of a step a function of (seed, step, rank).
+    """Seed all generators from (seed, step, rank).
 
-    Dropout then needs no saved generator state: a resumed run draws the same numbers.
+    A resumed run then draws the same numbers without saved generator states.
     """
     seed_all_generators(device, seed, step, rank)
 
@@ -229,7 +231,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 def deterministic_kernels(
     wanted: bool, device: torch.device, environ: MutableMapping[str, str]
 ) -> Iterator[None]:
-    """Restrict a GPU to deterministic kernels if `wanted`.
+    """Use only deterministic kernels on a GPU in the context, if `wanted`.
 
     This sets CUBLAS_WORKSPACE_CONFIG in `environ`, because cuBLAS is deterministic only with a
     workspace of fixed size (NVIDIA, cuBLAS, "Results Reproducibility"). Raises BadInputError if an
@@ -243,7 +245,7 @@ def deterministic_kernels(
     memory = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # Uninitialised memory need not be filled, because nothing is read before it is written.
+    # torch would fill uninitialised memory, which nothing reads here.
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

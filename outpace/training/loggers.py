@@ -1,6 +1,6 @@
-"""TensorBoard, Weights & Biases and MLflow, each an optional extra.
+"""Loggers for TensorBoard, Weights & Biases and MLflow, each an optional extra.
 
-They log copies of metrics.jsonl, so their failures do not end a run.
+They log what metrics.jsonl has anyway, so their failures do not end a run.
 """
 
 import os
@@ -27,7 +27,7 @@ _CURVES = (
 )  # fmt: skip
 
 
-# MLflow's defaults are 7 and 120 s, during which training would wait (see MLflow, "Environment
+# MLflow's defaults are 7 retries and 120 s, during which training would wait (MLflow, "Environment
 # Variables").
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _FIRST_PAUSE_S = 60.0
@@ -37,10 +37,10 @@ _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 @dataclass(frozen=True)
 class LoggerContext:
-    """Information that loggers need to start.
+    """Arguments that loggers need to start.
 
-    `start_step`: the last step that a resumed run keeps, or None. `say` reports a message to the
-    user.
+    `start_step`: the step from which a run resumes, None for a new run. `say` shows a message to
+    the user.
     """
 
     run_dir: RunDir
@@ -50,10 +50,10 @@ class LoggerContext:
 
 
 class _Scalars(Callback):
-    """Base class that passes values of steps and evaluations to `_write(values, step)`.
+    """Base class of loggers; subclasses implement `_write(values, step)`.
 
-    A failure (unreachable server, full disk) is reported once, and logging is retried after a pause
-    that doubles each time.
+    A failure (unreachable server, full disk) is reported once. Logging pauses after each failure,
+    for twice as long each time.
     """
 
     _name = ""
@@ -76,9 +76,9 @@ class _Scalars(Callback):
             self._note(error, f"at step {step}")
 
     def _note(self, error: Exception, when: str) -> None:
-        """Report once that logging failed, and pause it."""
-        # These are not a logger's failures: a signal, or the end of a data worker, which torch
-        # raises anywhere.
+        """Pause logging after a failure, and report the first one."""
+        # Not a logger's failures: signals, and the death of a data worker, which torch may raise
+        # anywhere.
         if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
             raise error
         self._quiet_until_s = time.monotonic() + self._pause_s
@@ -86,8 +86,8 @@ class _Scalars(Callback):
         if not self._failed:
             self._failed = True
             self._say(
-                f"--log {self._name} failed {when}: {_words(error)}. Training continues without "
-                "it; metrics.jsonl has all values"
+                f"--log {self._name} failed {when}: {_words(error)}. Training continues, and "
+                "metrics.jsonl has all values"
             )
 
     def _finish(self, action: Callable[[], object]) -> None:
@@ -111,7 +111,7 @@ class _Scalars(Callback):
         self._send(known, step)
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Log the held-out loss and the task's metrics."""
+        """Log the evaluation's loss and the task's metrics."""
         figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
         known = {**figures, **evaluation.metrics}
         named = {f"eval/{name}": value for name, value in known.items() if value is not None}
@@ -119,9 +119,9 @@ class _Scalars(Callback):
 
 
 class TensorBoard(_Scalars):
-    """Event files in the run's directory, read by `tensorboard --logdir DIR`.
+    """Logger of event files in the run's directory, which `tensorboard --logdir DIR` reads.
 
-    Steps repeated after resuming replace those logged before.
+    Steps that a resumed run repeats replace those logged before.
     """
 
     _name = "tensorboard"
@@ -129,7 +129,7 @@ class TensorBoard(_Scalars):
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
         module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
-        # Keep the evaluation after the last kept step; a run from step 0 repeats all evaluations.
+        # Keep the evaluation at the step from which a run resumes; step 0 is evaluated again.
         again = logged.start_step + 1 if logged.start_step else logged.start_step
         folder = str(logged.run_dir.path / "tensorboard")
         self._writer = module.SummaryWriter(folder, purge_step=again)
@@ -145,7 +145,7 @@ class TensorBoard(_Scalars):
 
 
 class Wandb(_Scalars):
-    """A Weights & Biases run, which a resumed run continues.
+    """Logger to a Weights & Biases run, which a resumed run continues.
 
     WANDB_MODE=offline keeps it on this machine.
     """
@@ -179,9 +179,9 @@ class Wandb(_Scalars):
 
 
 def _newest_id(folder: Path) -> str | None:
-    """Return the W&B ID of the run to resume, from the newest folder that wandb created for it.
+    """Return the W&B ID in the name of the newest folder that wandb created for a run.
 
-    Returns None if there is no folder, or if WANDB_RUN_ID is set.
+    Return None if there is no folder, or if WANDB_RUN_ID is set.
     """
     if os.environ.get("WANDB_RUN_ID"):
         return None
@@ -190,7 +190,7 @@ def _newest_id(folder: Path) -> str | None:
 
 
 class MLflow(_Scalars):
-    """An MLflow run, at MLFLOW_TRACKING_URI or in a SQLite file next to the metrics."""
+    """Logger to an MLflow run, at MLFLOW_TRACKING_URI or in a SQLite file in the run's folder."""
 
     _name = "mlflow"
 
@@ -200,7 +200,7 @@ class MLflow(_Scalars):
             os.environ.setdefault(variable, value)
         self._mlflow = _import("mlflow", "mlflow")
         folder = logged.run_dir.path
-        # MLflow keeps the address for this process and its children; restrict it to this run.
+        # MLflow keeps the address for this process and its children, so `close` resets it.
         self._sets_place = not self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
         if self._sets_place:
             self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
@@ -226,7 +226,7 @@ _LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
 
 
 def make_loggers(logged: LoggerContext) -> list[Callback]:
-    """Create the requested loggers. Raises BadInputError if one cannot start (without a login)."""
+    """Return the requested loggers. Raises BadInputError if one cannot start (not logged in)."""
     return [_begin(name, logged) for name in logged.record.settings.log]
 
 
@@ -244,7 +244,7 @@ def _words(error: Exception) -> str:
 
 
 def require_loggers(names: tuple[str, ...]) -> None:
-    """Raise BadInputError for loggers that are not installed, before anything is written."""
+    """Raise BadInputError if the package of a logger is not installed."""
     modules = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
     for name in names:
         _import(modules[name], name)

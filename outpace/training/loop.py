@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and the ways in which a run ends."""
+"""The training loop: steps, evaluations and checkpoints, until the run ends or is interrupted."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from outpace.training.step import Batch, RawStep, Stepper
 
 @dataclass
 class Loop:
-    """The live objects of a run on one rank; `run` trains from `start_step` to the end."""
+    """Training loop of one rank, from the step after `start_step` to the last."""
 
     settings: TrainSettings
     stepper: Stepper
@@ -41,29 +41,27 @@ class Loop:
     total_steps: int
     start_step: int
     device: torch.device
-    begin_activity: Callable[..., None] = lambda what, limited=False: None  # reports a new activity
-    # a profiler, called after each step
+    begin_activity: Callable[..., None] = lambda what, limited=False: None  # for the hang watchdog
+    # a profiler's context, whose value is called after each step
     watch: AbstractContextManager[Callable[[], None]] | None = None
-    # Called with the first batch before its step; may return the totals of passes that it ran.
+    # Called with the first batch before its step; returns the step's totals if it ran its passes.
     check_first_batch: Callable[[list[Batch], bool], Tensor | None] | None = None
-    step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
-        None  # called each step
-    )
-    run_started: str | None = None  # taken from run.json, so that checkpoints identify their run
+    step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None
+    run_started: str | None = None  # `started` in run.json, by which checkpoints name their run
     # Steps between garbage collections; None leaves them to Python.
     collect_every: int | None = None
 
     def run(self) -> None:
         """Train to the last step.
 
-        Raises InterruptedRunError if a signal ended the run early (after saving a checkpoint), and
-        DivergedError if the loss is not finite.
+        Raises InterruptedRunError, after saving a checkpoint, if a signal ended the run, and
+        DivergedError if the loss or the gradient's norm is not finite.
         """
         for _ in self.iterate():
             pass
 
     def iterate(self) -> Iterator[int]:
-        """Train like `run`, but yield each step's number to a caller that drives the loop."""
+        """Train as `run` does, and yield the number of each step after it."""
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
         with (
@@ -75,7 +73,7 @@ class Loop:
                     first = step == self.start_step + 1
                     raw = self._first_step() if first else self._step(step)
                     waiting.append(raw)
-                    # A GPU lags behind: account for earlier steps while it works.
+                    # A GPU runs behind the host, so record earlier steps while it computes.
                     self._record_steps(waiting, self.stepper.queue.steps_behind)
                     after_step()
                     collect()
@@ -86,7 +84,7 @@ class Loop:
         self.checkpointer.wait_for_ranks()
 
     def _first_step(self) -> RawStep:
-        """Run the first step, including compilation, so that a signal interrupts it immediately."""
+        """Run the first step, which compiles. A signal interrupts it immediately."""
         return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
 
     def _step(self, step: int) -> RawStep:
@@ -97,7 +95,7 @@ class Loop:
         seed_step(settings.seed, step, self.random_rank, self.device)
         if self.check_first_batch is not None and step == self.start_step + 1:
             self.begin_activity("the check of the first batch", limited=True)
-            # Keep the check out of what a step's context measures.
+            # With a step context, which measures memory, the step has to run its passes itself.
             self.stepper.totals = self.check_first_batch(batches, self.step_context is None)
             if self.stepper.totals is None:
                 self.stepper.begin()
@@ -107,10 +105,10 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
-        """Account for finished steps until at most `left` steps still wait for the device.
+        """Record steps, oldest first, until at most `left` wait for the device.
 
-        A single rank also accounts for any other steps that are done. Several ranks go only by the
-        count, so that all of them find a NaN loss at the same step and end together.
+        A single rank also records further steps that are done. Several ranks go by the number
+        alone, so that they all see a NaN loss at the same step and end together.
         """
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):
@@ -126,7 +124,7 @@ class Loop:
         due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
         due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
         if due_eval or due_save:
-            self._record_steps(waiting, 0)  # never save a state after a NaN loss
+            self._record_steps(waiting, 0)  # raises for a NaN loss, so it is never saved
             self.stepper.pause()
         if due_eval and not stopping:
             self.begin_activity(f"the evaluation after step {step}")
@@ -152,7 +150,7 @@ class Loop:
     def _raise_interrupted(self, step: int) -> None:
         saved = self.checkpointer.wait_for_ranks()
         if self.settings.measure_only:
-            raise InterruptedRunError("interrupted; with --measure-only nothing was saved")
+            raise InterruptedRunError("interrupted. With --measure-only, nothing was saved")
         where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
         again = resume_command(self.checkpointer.directory.parent)
         raise InterruptedRunError(f"interrupted, {where}. Resume with: {again}")
@@ -162,11 +160,12 @@ class Loop:
         good = whole_checkpoints(self.checkpointer.directory)
         last = f"The last good checkpoint is {good[0]}." if good else "There is no checkpoint yet."
         return DivergedError(
-            f"{error}. {last} Try a lower --lr, a longer --warmup, --clip 1, or bf16 for fp16."
+            f"{error}. {last} Try a lower --lr, a longer --warmup, --clip 1, or bf16 instead of "
+            "fp16."
         )
 
     def progress(self, step: int) -> Progress:
-        """Return the run's state at `step`, except tensors."""
+        """Return the run's state at `step` without tensors."""
         ledger, scaler = self.ledger, self.stepper.mixed.scaler
         return Progress(
             step=step,

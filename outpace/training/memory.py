@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and what allocators cache."""
+"""Peak memory of this process, and release of memory that allocators cache."""
 
 import ctypes
 import resource
@@ -14,7 +14,7 @@ from outpace.training.heap import c_library
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return peak memory so far: of tensors on CUDA, of the resident process on a CPU."""
+    """Return peak memory so far: allocated by tensors on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
         # `max_memory_allocated` builds and sorts a dictionary of all statistics at each call.
         known = torch.cuda.memory_stats_as_nested_dict(device)
@@ -27,7 +27,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset `peak_memory_bytes` if the system can, and release unused memory.
+    """Reset the peak of `peak_memory_bytes`, and release cached memory.
 
     On a CPU, the peak can only be reset on Linux.
     """
@@ -42,10 +42,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class CacheFreer:
-    """Frees memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
+    """Freer of the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
 
-    Later allocations have to request it from the system again. Raises BadInputError on other
-    devices.
+    Later allocations request it from the system again. Raises BadInputError on other devices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,23 +63,23 @@ class CacheFreer:
         self._freed_bytes += max(0, before - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Return the bytes that CUDA's allocator reserves, or that a CPU process occupies."""
+        """Return reserved memory on CUDA, or resident memory on a CPU."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
         return int(psutil.Process().memory_info().rss)
 
     def pop_freed_bytes(self) -> int:
-        """Return the bytes released since the last call."""
+        """Return the bytes freed since the last call."""
         freed, self._freed_bytes = self._freed_bytes, 0
         return freed
 
 
 def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
-    """Return glibc's `malloc_trim`, which also releases free pages in the middle of the heap."""
+    """Return glibc's `malloc_trim`, which releases free pages, even in the middle of the heap."""
     library = c_library() if device.type == "cpu" else None
     if not hasattr(library, "malloc_trim"):
         raise BadInputError(
-            "--empty-cache: no cache can be freed here. The option works on CUDA devices, and on "
-            "a CPU with glibc. Leave out --empty-cache."
+            f"--empty-cache cannot free a cache on device {device.type}. It works on CUDA devices, "
+            "and on a CPU with glibc. Leave out --empty-cache."
         )
     return library.malloc_trim  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Memory of a rank that outlives a step: weights, gradients, optimizer state."""
+"""Tensors of a rank that outlive a step: weights, gradients, optimizer state."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,10 @@ Holder = tuple[str, str, int]  # kind, name, bytes
 
 
 def holders(layout: Layout, optimizer: torch.optim.Optimizer | None) -> list[Holder]:
-    """Return kind, name and bytes of each tensor that this rank keeps on the layout's device.
+    """Return kind, name and bytes of each weight, gradient and optimizer state on this rank.
 
-    Threads other than the training thread may call this.
+    Tensors that share memory count once, and states on another device do not count. Any thread may
+    call this.
     """
     seen: set[int] = set()
     found: list[Holder] = []

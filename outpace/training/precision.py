@@ -1,4 +1,4 @@
-"""Default precisions by device, and hints on sizes that suit a precision."""
+"""The default precision of a device, and hints on slow combinations of sizes and precision."""
 
 import torch
 
@@ -7,9 +7,9 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.precisions import WIDE, Precision
 
-# CPU features with which bf16 matmuls are faster than fp32, each with the vendor for which this is
-# true. With avx512_bf16, bf16 takes 0.2 of fp32's time on AMD CPUs, but 1.3 to 1.7 times as long on
-# an Intel Xeon without AMX (docs/development/log.md).
+# CPU features with which bf16 matmuls are faster than fp32, and on which vendor's CPUs. With
+# avx512_bf16, bf16 takes 0.2 times as long as fp32 on AMD CPUs, but 1.3 to 1.7 times as long on an
+# Intel Xeon without AMX (docs/development/log.md).
 _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 
 
@@ -18,9 +18,9 @@ def default_precision(
 ) -> Precision:
     """Return bf16 if the device computes faster in it than in fp32, otherwise fp32.
 
-    With `keeps_masters` (the run supports fp32 master weights), a GPU gets bf16-master: bf16
-    weights and residual stream. The loss is equally good (benchmarks/bf16_master.py), with half the
-    activations and no casts of weights.
+    On a GPU, return bf16-master if the run supports fp32 master weights (`keeps_masters`). It has
+    bf16 weights and a bf16 residual stream: half the activations and no casts of weights, with an
+    equally good loss (benchmarks/bf16_master.py).
     """
     if device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -34,7 +34,7 @@ def default_precision(
 
 
 def float8_hints(plan: Plan) -> list[str]:
-    """Return a hint if float8 would be slow because nothing fuses its scaling passes.
+    """Return a hint if float8 is not compiled, since its scaling passes are then not fused.
 
     On one H200, a float8 step took 5.5 times as long as a bf16 step (Llama-3.2-1B, 2026-11-27), and
     0.92 times as long when compiled block by block.
@@ -42,13 +42,13 @@ def float8_hints(plan: Plan) -> list[str]:
     if plan.precision != "fp8" or plan.compile:
         return []
     return [
-        "float8 without compilation takes several times as long as bf16: use --compile, or "
+        "fp8 without compilation takes several times as long as bf16. Use --compile, or "
         "--precision bf16"
     ]
 
 
 def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
-    """Return hints on sizes that are not multiples of 8 in mixed precision, with the next multiple.
+    """Return hints on sizes that are not multiples of 8, unless the precision computes in fp32.
 
     Tensor cores need multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
@@ -59,7 +59,7 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
         sizes |= {"vocabulary": spec.vocab, "hidden": spec.hidden, "ffn": spec.ffn}
         sizes["head_dim"] = spec.head_dim
     return [
-        f"{name} {size} is not a multiple of 8, which makes it slower in {plan.precision}: "
+        f"{name} {size} is not a multiple of 8, so its matmuls are slower in {plan.precision}: "
         f"{-(-size // 8) * 8} would be better"
         for name, size in sizes.items()
         if size % 8

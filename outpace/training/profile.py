@@ -1,4 +1,4 @@
-"""Profiles: a Chrome trace of a few steps, and torch's memory snapshot."""
+"""Profiles of a run: a Chrome trace of a few steps, and torch's memory snapshot."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# Two steps let caches and compilers settle, and one more captures a CUDA graph; then three are
-# traced.
+# The trace skips the first steps, in which code is compiled (and on CUDA, graphs are captured), and
+# the profiler warms up for another one. Then three steps are traced.
 _SKIPPED, _SKIPPED_CUDA, _WARM, _SHOWN = 1, 2, 1, 3
 _SNAPSHOT_EVENTS = 200_000
 
@@ -19,8 +19,8 @@ def profiler(
 ) -> Iterator[Callable[[], None]]:
     """Write `trace-rank<r>.json`, which chrome://tracing and Perfetto open.
 
-    Call the yielded function after each of the run's `steps`. A run that is too short to skip its
-    first steps is traced completely.
+    Call the yielded function after each step. `steps` is the run's number of steps; a run that is
+    too short to skip its first steps is traced completely.
     """
     skipped = _SKIPPED_CUDA if device.type == "cuda" else _SKIPPED
     short = steps < skipped + _WARM + _SHOWN
@@ -38,14 +38,14 @@ def profiler(
         schedule=schedule(wait=wait, warmup=warm, active=shown, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
-        acc_events=True,  # the trace has one cycle; torch 2.11 warns that others are lost
+        acc_events=True,  # otherwise, torch 2.11 warns that events of other cycles are lost
     ) as running:
         yield running.step
 
 
 @contextmanager
 def memory_history(wanted: bool, directory: Path, rank: int) -> Iterator[None]:
-    """Write `memory-rank<r>.pickle` for pytorch.org/memory_viz, even if the run fails."""
+    """If `wanted`, write `memory-rank<r>.pickle` for pytorch.org/memory_viz, even on failure."""
     if not wanted:
         yield
         return

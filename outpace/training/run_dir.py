@@ -1,4 +1,4 @@
-"""The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/ and more."""
+"""The directory of a run, with run.json, metrics.jsonl, result.json, checkpoints/ and model/."""
 
 import os
 import shutil
@@ -23,39 +23,40 @@ METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
-# Files of an exported model; which of them exists depends on its kind.
+# An exported model has one of these files, depending on its type.
 MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 _EXPORTED_FOLDERS = {"additional_chat_templates"}  # of an exported tokenizer
 STANDSTILL_FILE = "standstill.json"
 STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
-# wandb's folder of links to its logs, which outpace leaves alone.
+# wandb's folder, which has links to its logs; outpace does not touch it.
 WANDB_FOLDER = "wandb"
-# Temporary file that shows whether hosts share a folder.
+# Prefix of temporary files that show whether hosts share a folder.
 TOKEN_PREFIX = TEMPORARY_PREFIX
 # With less free space than this, a run could not write metrics, a checkpoint or the model.
 _LEAST_FREE_BYTES = 16 << 20
 
 
 class RunDir:
-    """Paths of a run, and the rules for creating and resuming its directory."""
+    """Directory of a run: its paths, and how it is created and resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.base = path / "base"  # random weights that adapters were trained on
+        self.base = path / "base"  # the base model, if adapters are trained on random weights
 
     @property
     def exists(self) -> bool:
-        """Return whether a run was started here."""
+        """Whether the directory has a run."""
         return (self.path / RUN_FILE).is_file()
 
     def require_free(self) -> None:
-        """Raise BadInputError if the directory already holds another run, or anything else."""
+        """Raise BadInputError unless the directory is empty or missing."""
         if self.exists:
             raise BadInputError(
-                f"{self.path} already holds a run. Use --resume to continue it, or another --out."
+                f"{self.path} already holds a run. Use --resume to continue that run, or another "
+                "--out."
             )
         if self.path.is_symlink() and not self.path.exists():
             raise BadInputError(
@@ -73,17 +74,20 @@ class RunDir:
         )
 
     def require_run(self) -> RunRecord:
-        """Return the record of the run to resume. Raises BadInputError if there is none."""
+        """Return the record of the run to resume.
+
+        Raises BadInputError if there is none, or if it has links that lead out of the run.
+        """
         if not self.exists:
             raise BadInputError(
                 f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start "
-                "one."
+                "a new one."
             )
         self._refuse_links()
         return RunRecord.load(self.path / RUN_FILE)
 
     def _refuse_links(self) -> None:
-        """Raise BadInputError for links out of the run, since its files are replaced by name."""
+        """Raise BadInputError for links that lead out of the run, since resuming replaces files."""
         root = self.path.resolve()
         for folder, below, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*below, *files)):
@@ -98,9 +102,9 @@ class RunDir:
                 below.remove(WANDB_FOLDER)
 
     def begin(self, record: RunRecord) -> None:
-        """Write run.json, the first file of a run; leave nothing behind if that fails.
+        """Write run.json, the first file of a run, and leave nothing behind if that fails.
 
-        For a resumed run, the record of why it ended is removed.
+        For a resumed run, also remove the records of why it ended.
         """
         created = not self.path.exists()
         try:
@@ -116,7 +120,7 @@ class RunDir:
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             if created:
-                with suppress(OSError):  # leave another run's files
+                with suppress(OSError):  # not empty if another run has started there
                     self.path.rmdir()
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -132,23 +136,23 @@ class RunDir:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether the run has completed a step."""
+        """Whether the run has completed a step."""
         metrics = self.path / METRICS_FILE
         return metrics.is_file() and metrics.stat().st_size > 0
 
     def discard_unbegun(self) -> None:
-        """Remove the directory of a run that has not completed a step."""
+        """Remove the directory if the run has not completed a step."""
         if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def end_early(self, reason: str, checkpoint_step: int | None = None) -> None:
-        """Record why the run ends before its last step, and the step of its newest checkpoint."""
+        """Write failure.json: why the run ended early, and the step of its newest checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
         failure.save(self.path / FAILURE_FILE)
 
     def history(self) -> "History":
-        """Read the results of a run so far. Raises BadInputError if they cannot be read."""
+        """Return the results of the run so far. Raises BadInputError if they cannot be read."""
         measurement, damage = _load(self.path / RESULT_FILE, Measurement)
         failure, failure_damage = _load(self.path / FAILURE_FILE, Failure)
         return History(
@@ -162,10 +166,10 @@ class RunDir:
         )
 
     def put_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models to be written again; rename those that would be a loss.
+        """Rename existing models that writing the model again would destroy.
 
-        These are damaged ones, which may be repaired, and those that the user has changed: with
-        more files, or without the checksums, as advised after a change on purpose.
+        These are damaged models, which may be repaired, and models that the user has changed: they
+        have additional files, or no checksums, which the user removes after a deliberate change.
         """
         for folder in (self.model, self.base):
             reason, kind = model_damage(folder), "damaged"
@@ -179,14 +183,14 @@ class RunDir:
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
     ) -> None:
-        """Keep only the part of `history` up to `step`, after which a run resumes.
+        """Cut the logs after `step`, from which the run resumes.
 
-        Later steps are repeated, and so are evaluations after `step`. Unreadable files are renamed
-        to keep them, which is reported.
+        Later steps and evaluations are repeated. Unreadable files are kept under another name and
+        reported through `say`.
         """
         self._remove_leftovers()
-        self.require_room()  # before dropping steps
-        again = step if step in (0, total_steps) else None  # these steps are evaluated again
+        self.require_room()  # before anything is cut
+        again = step if step in (0, total_steps) else None  # evaluated again on resume
         done = history.steps.last_step
         if step == 0 and history.steps.lines:
             for log in (history.steps, history.evaluations):
@@ -207,7 +211,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove incomplete files of a killed process; keep complete models to be replaced."""
+        """Remove incomplete files that a killed process left; restore a model being replaced."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)
@@ -218,18 +222,17 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """Return the evaluation logged at `step`, or None."""
+        """Return the evaluation logged at `step`; None if there is none."""
         lines = read_log(self.path / EVALS_FILE, Evaluation).lines
         return next((line.record for line in lines if line.record.step == step), None)
 
 
 @dataclass(frozen=True)
 class History:
-    """Results of a run: steps, evaluations, its measurement, and whether it has a model.
+    """Results of a run so far, as read from its files.
 
-    `measurement` is None if there is no result, or if it cannot be read (`result_damage`).
-    `failure`: why the run ended before its last step; None if it did not, or if that cannot be
-    read.
+    `measurement` (result.json) and `failure` (failure.json, why the run ended early) are None if
+    the file is missing or cannot be read; `result_damage` and `failure_damage` then say why.
     """
 
     failure: Failure | None
@@ -242,19 +245,19 @@ class History:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether there is evidence that the run finished once."""
+        """Whether the run has reached its last step at some time."""
         return self.measurement is not None or self.result_damage is not None or self.has_model
 
 
 def model_damage(folder: Path) -> str | None:
-    """Describe how an exported model is damaged; None if it is intact."""
+    """Return how an exported model is damaged; None if it is intact."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
         return f"{folder} holds no complete model"
     return folder_damage(folder)
 
 
 def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
-    """Return a record and None, or None and the file's damage; (None, None) if it is missing."""
+    """Return a file's record and its damage, either of which is None; both if it is missing."""
     if not os.path.lexists(path):
         return None, None
     try:
@@ -264,7 +267,7 @@ def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
 
 
 def _target(link: Path) -> Path:
-    """Return a link's target; for a circular link, the target as written."""
+    """Return the path that a link resolves to; for a circular link, its direct target."""
     try:
         return link.resolve()
     except (OSError, RuntimeError):
@@ -272,7 +275,7 @@ def _target(link: Path) -> Path:
 
 
 class MetricsWriter(Callback):
-    """Writes a line of JSON per step to metrics.jsonl, and one per evaluation to evals.jsonl."""
+    """Writer of metrics.jsonl, a line per step, and evals.jsonl, a line per evaluation."""
 
     def __init__(self, run_dir: RunDir) -> None:
         with ExitStack() as opened:
@@ -293,7 +296,7 @@ class MetricsWriter(Callback):
 
 
 class _LineWriter(AbstractContextManager["_LineWriter"]):
-    """Appends whole, unbuffered lines to a file."""
+    """Unbuffered writer that appends whole lines to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""A lock on a run's directory, which only one training process may hold at a time."""
+"""Lock on a run's directory, which only one training job may hold at a time."""
 
 import errno
 import fcntl
@@ -20,19 +20,19 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 def lock_run(
     folder: Path, patience_s: float, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[None]:
-    """Lock `folder` against other training runs until this context or process ends.
+    """Lock `folder` against other training jobs until the context or the process ends.
 
-    If another process has the lock, report that and wait for up to `patience_s`: when a job is
-    requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if the
-    lock is held for longer. On a file system without locks, nothing is locked.
+    If another process holds the lock, report this and wait for up to `patience_s`, because earlier
+    ranks of a requeued or restarted job may still be shutting down. Raises BadInputError if the
+    lock is held for longer. Does nothing on a file system without locks.
     """
     until_s, said = time.monotonic() + patience_s, False
     while (lock := _try_lock(folder / _LOCK)) is None:
         if time.monotonic() >= until_s:
             raise BadInputError(
-                f"another process is training in {folder}{_holder(folder / _LOCK)}, and the two "
-                "would overwrite each other's files. Wait until it ends, stop it, or use another "
-                "--out."
+                f"another process is training in {folder}{_holder(folder / _LOCK)}, and both runs "
+                "would overwrite each other's files. Wait until that process ends, stop it, or use "
+                "another --out."
             )
         if not said:
             say(
@@ -50,13 +50,13 @@ def lock_run(
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return the open file, now locked; None if another process has the lock."""
+    """Lock a file and return its descriptor; None if another process has the lock."""
     try:
         own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise BadInputError(
-            f"cannot write to {path.parent}: {error.strerror}. Make sure that the "
-            "folder can be written to, or use another --out."
+            f"cannot write to {path.parent}: {error.strerror}. Make the folder writable, or use "
+            "another --out."
         ) from None
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,7 +81,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Return a description of the lock's holder in brackets; empty if it cannot be read."""
+    """Return the lock's holder in brackets, from the lock file; empty if unknown."""
     with suppress(OSError):
         if said := path.read_text(errors="replace")[:200]:
             return f" ({said})"

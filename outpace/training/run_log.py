@@ -1,4 +1,4 @@
-"""metrics.jsonl and evals.jsonl: one record per line, read back and truncated on resume."""
+"""Reading of metrics.jsonl and evals.jsonl, and truncating them when a run resumes."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Line(Generic[Entry]):
-    """A readable line: its number in the file, from 1, its bytes and its record."""
+    """A valid line of a log: its number in the file from 1, its bytes and its record."""
 
     number: int
     content: bytes
@@ -29,7 +29,7 @@ class Line(Generic[Entry]):
 
 @dataclass(frozen=True)
 class RunLog(Generic[Entry]):
-    """A file of records: its readable lines in order, and its damage."""
+    """A log file: its valid lines in order, and how it is damaged, if it is."""
 
     path: Path
     lines: tuple[Line[Entry], ...] = ()
@@ -37,13 +37,13 @@ class RunLog(Generic[Entry]):
 
     @property
     def last_step(self) -> int:
-        """Return the last step; 0 if there is none."""
+        """Step of the last line; 0 if there is none."""
         return self.lines[-1].record.step if self.lines else 0
 
     def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
-        """Drop the lines whose records `keeps` rejects.
+        """Remove the lines whose records `keeps` rejects from the file.
 
-        If parts of the file cannot be read, the file is renamed to keep it, which is reported.
+        A damaged file is kept under another name, which is reported through `say`.
         """
         kept = [line.content for line in self.lines if keeps(line.record)]
         if self.damage is not None:
@@ -59,10 +59,10 @@ class RunLog(Generic[Entry]):
 
 
 def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
-    """Read a file of `kind`; a missing file counts as empty.
+    """Read a log whose lines are records of `kind`; a missing file counts as empty.
 
-    An incomplete last line, left by a killed process, is ignored. Raises BadInputError if the file
-    system refuses to read the file.
+    An incomplete last line, which a killed process may leave, is ignored. Raises BadInputError if
+    the file cannot be read.
     """
     if path.is_fifo():  # reading would wait for a writer
         return RunLog(path, damage="it is a named pipe")
@@ -91,7 +91,11 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Return lines with increasing steps; of two out of order, keep the better-fitting one."""
+    """Return lines with increasing steps.
+
+    If a line's step is not below the next one's, it is dropped, provided that the next one follows
+    the previous line.
+    """
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
         before = kept[-1].record.step if kept else -1
@@ -103,7 +107,7 @@ def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
 
 
 def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
-    """Describe damaged lines; say so if all of them were edited rather than truncated."""
+    """Return a description of damaged lines: edited, if all checksums differ, else invalid."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
@@ -116,7 +120,7 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
 
 
 def _truncate(path: Path, kept: Sequence[bytes]) -> None:
-    """Truncate the file to its first lines, and restore a missing newline after the last one."""
+    """Truncate a file after the lines `kept`, adding a newline that the last one may lack."""
     length = sum(map(len, kept))
     if path.stat().st_size < length:
         with path.open("ab") as file:

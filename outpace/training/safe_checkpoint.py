@@ -1,7 +1,7 @@
-"""A reader of checkpoints that never runs code from them, since they may come from anyone.
+"""Reader of checkpoints that never runs code from them, since they may come from anyone.
 
-torch's reader unpickles `.metadata`, and values other than tensors, with whatever code they name.
-Here, pickles may name only plain values and the classes of DCP's metadata.
+torch's reader unpickles `.metadata`, and values other than tensors, without restrictions. This one
+allows only plain values and the classes of DCP's metadata.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint_metadata import METADATA_FILE
 
-# Classes that torch writes in metadata.
+# What the metadata that torch writes refers to, by module.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -35,14 +35,14 @@ _NAMES = {
 
 
 class RestrictedReader(FileSystemReader):
-    """DCP's reader of a folder. Raises BadInputError for invalid metadata."""
+    """DCP's reader of a folder, with restricted unpickling. Raises BadInputError if refused."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata read at construction."""
+        """Return the metadata, which were read at construction."""
         about = self._metadata.storage_meta or StorageMeta()
         about.load_id = self.load_id
         self._metadata.storage_meta = about
@@ -50,16 +50,16 @@ class RestrictedReader(FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, which accepts only tensors and plain values."""
+    """DCP's load planner, restricted to tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store a value in the state. Raises BadInputError for a value that is not plain."""
+        """Load a value into the state. Raises BadInputError if loading it could run code."""
         name = read_item.dest_index.fqn
         try:
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:
             raise BadInputError(
-                f"{name} is not a plain value. It is not loaded, since that could run code"
+                f"{name} is not a plain value. outpace does not load it, since that could run code"
             ) from None
         set_element(self.original_state_dict, self.mappings[name], found)
 
@@ -68,7 +68,7 @@ _IN_PYTHON: Any = pickle._Unpickler
 
 
 def _build(unpickler: Any) -> None:
-    """Set an unpickled object's state, but never that of a class or another live object."""
+    """Set the state of an unpickled dataclass; refuse to modify anything else, such as a class."""
     made = unpickler.stack[-2]
     if isinstance(made, type) or not is_dataclass(made):
         raise pickle.UnpicklingError(f"it would modify {made!r}")
@@ -76,7 +76,7 @@ def _build(unpickler: Any) -> None:
 
 
 class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
-    """Pure-Python unpickler, whose instructions can be refused one by one."""
+    """Unpickler in pure Python, so that single instructions can be refused."""
 
     dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
 
@@ -84,13 +84,14 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints do not need")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Return a checkpoint's metadata.
 
-    Raises BadInputError if it cannot be read, would run code, or names files outside the folder.
+    Raises BadInputError if they cannot be read, would run code, or refer to files outside the
+    folder.
     """
     path = folder / METADATA_FILE
     try:
@@ -99,9 +100,9 @@ def read_metadata(folder: Path) -> Metadata:
         files = {info.relative_path for info in (found.storage_data or {}).values()}
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # broken pickles raise many types of errors
+    except Exception as error:  # damaged pickles raise many types of errors
         raise BadInputError(f"{path} cannot be read (no code in it was run): {error}") from None
     outside = [name for name in files if Path(str(name)).name != name]
     if not isinstance(found, Metadata) or outside:
-        raise BadInputError(f"{path} names files outside its folder: {sorted(outside)[:3]}")
+        raise BadInputError(f"{path} refers to files outside its folder: {sorted(outside)[:3]}")
     return found

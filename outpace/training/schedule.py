@@ -6,16 +6,16 @@ from outpace.records.settings import TrainSettings
 
 
 def warmup_steps(settings: TrainSettings, total_steps: int) -> int:
-    """Return the number of linear warm-up steps: as requested, or 5 % of the run."""
+    """Return the number of linear warm-up steps: `--warmup`, or 5 % of the run."""
     return total_steps // 20 if settings.warmup is None else settings.warmup
 
 
 def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float:
-    """Return the learning rate of the step numbered `step` from 0.
+    """Return the learning rate of a step; `step` counts from 0.
 
-    Linear warm-up ends at `lr`. Then the schedule is cosine (Loshchilov and Hutter 2017, eq. 5),
-    linear, constant, or WSD (constant, then linear over the last fifth: Hu et al. 2024, MiniCPM,
-    §4).
+    It rises linearly to `lr` during warm-up. The schedule after that is cosine (Loshchilov and
+    Hutter 2017, eq. 5), linear, constant, or WSD (constant, then linear over the last fifth: Hu et
+    al. 2024, MiniCPM, §4).
     """
     assert settings.lr is not None  # resolved before the first step
     warmup = warmup_steps(settings, total_steps)

@@ -1,7 +1,7 @@
-"""A run's tensors in the form that torch's distributed checkpoint (DCP) writes and reads.
+"""Collecting, writing and reading a run's tensors with torch's distributed checkpoint (DCP).
 
-`checkpoint` decides when and where to save. This module is separate because loading DCP takes half
-a second, which delays only runs that save.
+`checkpoint` decides when and where to save. This module is separate because importing DCP takes
+half a second, which runs that do not save should not spend.
 """
 
 import io
@@ -46,17 +46,17 @@ from outpace.training.checkpoint_metadata import first_reason
 from outpace.training.direct_io import DirectWriter
 from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
-# Errors in saving and loading: DCP wraps ranks' errors in a BaseException.
+# Errors of saving and loading. CheckpointException is DCP's, and a BaseException.
 ERRORS = (Exception, CheckpointException)
 SMALL_BYTES = 8  # torch's stager pins no memory for storages below 5 bytes
 _OTHER_BLOCKS = re.compile(r"Size mismatch .* for optimizer\.state\.\S+_scale\b")
-_STATE_OF_MASTER = "state.{}.master"  # name in the optimizer's flat state
+_STATE_OF_MASTER = "state.{}.master"  # key in the optimizer's flattened state
 
 
 def _options(trained_only: bool) -> StateDictOptions:
-    """Return options that store each parameter's optimizer state under its name, for any layout.
+    """Return options that store optimizer states by parameter name, independent of the layout.
 
-    With `trained_only`, the checkpoint has no frozen parameters, and loading accepts that.
+    With `trained_only`, the checkpoint has no frozen parameters, and loading does not expect them.
     """
     if not trained_only:
         return StateDictOptions(flatten_optimizer_state_dict=True)
@@ -66,15 +66,15 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class InPlaceStager(AsyncStager):
-    """Saves a state without a copy until it is about to change, and from a copy afterwards.
+    """Stager that saves tensors in place, and copies those not saved before the state changes.
 
-    A copy of the whole state needs the same amount of memory again, which a virtual machine may be
-    slow to provide (docs/development/log.md). Forward and backward change no state, and are long
-    enough to write most of it. Each tensor is copied only when its turn comes, so a change waits at
-    most for memory, never for a disk. For plain CPU tensors only.
+    A copy of the whole state needs as much memory again, which a virtual machine may be slow to
+    provide (docs/development/log.md). Forward and backward do not change the state, and usually
+    take long enough to write most of it. The writer reads each tensor into a buffer, so `give_back`
+    waits for memory at most, never for a disk. For plain CPU tensors only.
     """
 
-    _synchronize_after_execute = False  # `give_back` is called before the state changes
+    _synchronize_after_execute = False  # `give_back` waits instead
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -82,19 +82,19 @@ class InPlaceStager(AsyncStager):
         self._room: mmap.mmap | None = None  # memory for a copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Stage the same memory in tensors whose memory can be swapped."""
+        """Return the state with new tensors on the same memory, which `give_back` can replace."""
         lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
         self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
         return lent
 
     def synchronize_staging(self) -> None:
-        """Do nothing, since nothing is being copied."""
+        """Do nothing: staging makes no copies."""
 
     def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
+        """Do nothing."""
 
     def drop_except(self, wanted: Iterable[Any]) -> None:
-        """Drop all staged tensors that will not be read."""
+        """Forget all staged tensors except `wanted`, which this rank will read."""
         places = {id(one) for one in wanted}
         with self._turn:
             self._unread = {k: v for k, v in self._unread.items() if k in places}
@@ -102,12 +102,12 @@ class InPlaceStager(AsyncStager):
             self._room = mmap.mmap(-1, largest) if largest else None
 
     def read(self, found: Any) -> Any:
-        """Return a copy of a tensor, valid until the next call; return anything else unchanged."""
+        """Return a copy of a staged tensor, valid until the next call; other values unchanged."""
         with self._turn:
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into reused memory in this thread; torch would use several threads."""
+        """Copy a tensor to a reused buffer, by NumPy, since torch would use several threads."""
         if self._room is None or not tensor.is_contiguous() or not tensor.numel():
             return tensor.clone()
         copied = torch.frombuffer(self._room, dtype=tensor.dtype, count=tensor.numel())
@@ -115,7 +115,7 @@ class InPlaceStager(AsyncStager):
         return copied.view(tensor.shape)
 
     def give_back(self) -> None:
-        """Copy everything not yet read, before the state changes."""
+        """Copy all tensors that have not been read. Call this before the state changes."""
         with self._turn:
             for tensor in self._unread.values():
                 tensor.data = tensor.clone()
@@ -123,7 +123,7 @@ class InPlaceStager(AsyncStager):
 
 
 class CopyStream:
-    """A GPU stream for copies that overlap with computation."""
+    """CUDA stream for copies that overlap with computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,19 +132,19 @@ class CopyStream:
 
     @contextmanager
     def copy_after_computing(self) -> Iterator[None]:
-        """Start the copies once the GPU has finished the work queued so far."""
+        """Run copies in the context on this stream, after the work queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
             self._copied = self._stream.record_event()
 
     def hold_computing(self) -> None:
-        """Make later GPU work wait for the copies; the host continues."""
+        """Make later work on the current stream wait for the copies; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait until the copies are finished."""
+        """Make the host wait for the copies."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -156,10 +156,11 @@ def is_small_on_gpu(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
-    """Return the state with its small tensors joined per device and dtype, as views of one tensor.
+    """Return the state with small GPU tensors as views of one tensor per device and dtype.
 
-    A copy to unpinned memory makes the host wait for all previous copies, and fused optimizers have
-    a small tensor, "step", for each parameter. `memory` is reused between calls.
+    torch's stager does not pin the copies of small tensors, so each would make the host wait for
+    all earlier copies, and fused optimizers have a small tensor "step" for each parameter. `memory`
+    has the joined tensors, which are reused between calls.
     """
     leaves, structure = tree_flatten(state)
     alike: dict[Any, list[int]] = {}
@@ -171,7 +172,7 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
         sizes = [part.numel() for part in parts]
         total = sum(sizes)
         if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
-            # large enough not to count as small itself
+            # large enough not to be small itself
             memory[kind] = parts[0].new_empty(total + SMALL_BYTES)
         joined = memory[kind][:total]
         torch.cat([part.reshape(-1) for part in parts], out=joined)
@@ -182,13 +183,13 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
 
 
 class PinnedCopies(AsyncStager):
-    """Copies of a GPU's state in pinned host memory, made while the GPU computes.
+    """Stager that copies a GPU's state to pinned host memory while the GPU computes.
 
-    The memory is kept for the next save, because pinning takes longer than copying. Only the device
-    waits for the copy, and only before the optimizer changes the copied state.
+    The memory is kept for the next save, because pinning takes longer than copying. Only the GPU
+    waits for the copies, and only before the optimizer changes the state.
     """
 
-    _synchronize_after_execute = False  # `give_back` is called before the state changes
+    _synchronize_after_execute = False  # `give_back` waits instead
 
     def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
         self._stager, self._stream = stager, stream
@@ -196,7 +197,7 @@ class PinnedCopies(AsyncStager):
         self._joined: dict[Any, Tensor] = {}  # joined small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state in host memory; its values are valid after `read`."""
+        """Start the copies, and return the state in host memory, valid once `read` has waited."""
         self._state = state_dict
         with self._stream.copy_after_computing():
             joined = join_small(state_dict, self._joined)
@@ -204,27 +205,27 @@ class PinnedCopies(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Do nothing, because `read` waits."""
+        """Do nothing: `read` waits for the copies."""
 
     def close(self) -> None:
-        """Do nothing, because the memory is kept."""
+        """Do nothing: the memory is kept for the next save."""
 
     def drop_except(self, wanted: Iterable[Any]) -> None:
-        """Do nothing, because everything is copied or about to be."""
+        """Do nothing: everything is copied."""
 
     def read(self, found: Any) -> Any:
-        """Return the staged value, after waiting for the copies."""
+        """Wait for the copies and return the staged value."""
         self._stream.wait()
         self._state = None
         return found
 
     def give_back(self) -> None:
-        """Make the device finish the copies before the state changes."""
+        """Make the GPU finish the copies before later work, which changes the state."""
         self._stream.hold_computing()
 
 
 class _Planner(DefaultSavePlanner):
-    """A save planner that reads tensors in place, and only this rank's part of replicated data."""
+    """Save planner that reads tensors through a stager, and only those that this rank writes."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
@@ -240,10 +241,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class _QuietWriter(io.BufferedWriter):
-    """A file that may be flushed after it is closed.
+    """File that may be flushed after it is closed.
 
-    torch's streams flush on deletion. On a full disk, that happens after closing, and Python 3.13
-    reports an ignored exception each time.
+    torch's streams flush on deletion, which is after closing if the disk is full. Python 3.13 would
+    report an ignored exception each time.
     """
 
     def flush(self) -> None:
@@ -252,7 +253,7 @@ class _QuietWriter(io.BufferedWriter):
 
 
 class _ThroughCache(FileSystem):
-    """A file system like torch's, without warnings when a closed file is flushed."""
+    """torch's file system, without warnings when a closed file is flushed."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -261,7 +262,7 @@ class _ThroughCache(FileSystem):
 
 
 class _PastCache(FileSystem):
-    """A file system that bypasses the page cache, which would take memory from the computation."""
+    """File system that bypasses the page cache, which would take memory from the computation."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -270,24 +271,24 @@ class _PastCache(FileSystem):
 
 
 class _Writer(_FileSystemWriter):
-    """A DCP writer without torch's checksum per tensor, since each file has a stronger one.
+    """DCP's writer without its checksum per tensor, since each file has a stronger one.
 
-    It derives from `FileSystemWriter`'s base class, so that a stager makes the copies.
-    `past_cache`: bypass the page cache when writing during a step. Such files sync themselves to
-    disk.
+    It derives from the base class of `FileSystemWriter`, which is not a stager itself. With
+    `past_cache`, it bypasses the page cache, for saves during a step; such files are synced when
+    they are closed.
     """
 
     def __init__(self, folder: Path, past_cache: bool = False) -> None:
         super().__init__(folder, sync_files=not past_cache)
         self.fs = _PastCache() if past_cache else _ThroughCache()
         if past_cache:
-            # CPU tensors are not copied ahead of time, even if there are other devices.
+            # Do not copy CPU tensors ahead, which the writer does if there is an accelerator.
             self.per_thread_copy_ahead = 0
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        before = get_crc32_options()  # the option is per thread, and this thread writes
+        before = get_crc32_options()  # per thread, and this is the thread that writes
         set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
@@ -296,13 +297,13 @@ class _Writer(_FileSystemWriter):
 
 
 def can_lend(state: dict[str, Any]) -> bool:
-    """Return whether all tensors are plain CPU tensors, which can be saved in place."""
+    """Return whether a state can be saved in place: all its tensors are plain CPU tensors."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
 
 
 def pinned_copies(state: dict[str, Any]) -> PinnedCopies | None:
-    """Return a stager for a state with tensors on a GPU; None for others."""
+    """Return a stager for a state with tensors on a GPU; None if it has none."""
     leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
     device = next((leaf.device for leaf in leaves if leaf.device.type == "cuda"), None)
     if device is None:
@@ -316,7 +317,10 @@ def begin_write(
     group: dist.ProcessGroup,
     lent: InPlaceStager | PinnedCopies | None = None,
 ) -> Future[Any]:
-    """Write in the background: from `lent` tensors, or from a copy made before this returns."""
+    """Start writing a state in the background.
+
+    The stager `lent` may copy it later; without one, it is copied before this returns.
+    """
     planner = None if lent is None else _Planner(lent)
     written = async_save(
         state,
@@ -330,14 +334,14 @@ def begin_write(
 
 
 def write_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
-    """Write in the foreground, with DCP's metadata on rank 0. Raises `ERRORS`."""
+    """Write a state in the foreground and return DCP's metadata. Raises `ERRORS`."""
     return save(state, storage_writer=_Writer(folder), process_group=group)
 
 
 def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill the tensors of `state` from a checkpoint written by any number of ranks.
+    """Read the tensors of `state` from a checkpoint, which any number of ranks may have written.
 
-    Raises BadInputError if it belongs to another model, or loading it would run code.
+    Raises BadInputError if it is from another model, or if loading it would run code.
     """
     reader = RestrictedReader(folder)
     try:
@@ -346,9 +350,9 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
         reason = first_reason(error)
         if _OTHER_BLOCKS.search(reason):
             raise BadInputError(
-                f"checkpoint {folder} has 8-bit or 4-bit optimizer states, whose blocks depend on "
-                "tensor parallelism: with another --tp, they cannot be read. Resume with the "
-                "--tp that saved it."
+                f"checkpoint {folder} has 8-bit or 4-bit optimizer states, which depend on the "
+                "degree of tensor parallelism and cannot be read with another --tp. Resume with "
+                "the --tp that saved it."
             ) from None
         raise BadInputError(
             f"checkpoint {folder} does not fit this model and optimizer: {reason}"
@@ -358,10 +362,10 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
 def collect_tensors(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None, trained_only: bool
 ) -> dict[str, Any]:
-    """Return the tensors to save or to fill, under the names that a single process would use.
+    """Return the tensors to save or load, by the names that they have in a single process.
 
-    An optimizer's fp32 copies replace the weights. The checkpoint then looks like that of an fp32
-    run, and both kinds of run can resume from it.
+    An optimizer's fp32 master weights replace the weights. The checkpoint is then like that of an
+    fp32 run, and runs of either precision can resume from it.
     """
     if model is None:
         return {}
@@ -377,10 +381,7 @@ def collect_tensors(
 
 
 def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
-    """Leave trained 16-bit weights out of a checkpoint.
-
-    They are rounded from fp32 copies, which other ranks save.
-    """
+    """Remove trained 16-bit weights from a state, since other ranks save their fp32 masters."""
     for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
         kept = state["model"].get(saved_name(name))
         if kept is not None and parameter.requires_grad and kept.itemsize == 2:
@@ -393,7 +394,7 @@ def load_tensors(
     state: dict[str, Any],
     trained_only: bool,
 ) -> None:
-    """Apply the values read into `state` to model and optimizer."""
+    """Load the values of `state` into model and optimizer."""
     if model is None:
         return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -413,14 +414,14 @@ def load_tensors(
             optim_state_dict=states,
             options=_options(trained_only),
         )
-    # The settings decide this, not the saved values.
+    # Weight decay is a setting of this run, so keep its value.
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = decay
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the fp32 copies of weights that an optimizer keeps, by the weights' names."""
+    """Return the fp32 master weights of an optimizer, by the names of the weights."""
     kept = master_weights(optimizer)
     named = model.named_parameters(remove_duplicate=False)
     return {saved_name(name): kept[parameter] for name, parameter in named if parameter in kept}
@@ -428,7 +429,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Drop empty parameter groups, which torch refuses; a rank's share of a group may be empty."""
+    """Hide parameter groups that are empty on this rank, which torch refuses to load."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:

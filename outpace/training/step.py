@@ -23,9 +23,10 @@ Batch = Any
 
 
 class RankReports:
-    """Reports of all ranks on a step; the first access waits for them.
+    """Reports of all ranks on a step; reading them waits until they have arrived.
 
-    Each rank reports whether to stop, its peak memory in bytes, and its busy time in seconds.
+    Each rank reports whether it was asked to stop, its peak memory in bytes, and its busy time in
+    seconds; −1 stands for unknown.
     """
 
     def __init__(self, values: Tensor | list[list[float]], work: Any = None) -> None:
@@ -33,7 +34,7 @@ class RankReports:
         self._work = work
 
     def wait(self) -> list[list[float]]:
-        """Return the reports (world, 3) once all ranks have sent theirs."""
+        """Wait for the reports and return them (world size × 3)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -43,31 +44,31 @@ class RankReports:
 
     @property
     def stop(self) -> bool:
-        """Return whether any rank was asked to stop."""
+        """Whether any rank was asked to stop."""
         return any(stop for stop, _, _ in self.wait())
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Peak memory of each rank in bytes; empty if a rank's is unknown."""
+        """Peak memory of each rank in bytes; empty if unknown for any rank."""
         peaks = [int(peak) for _, peak, _ in self.wait()]
         return tuple(peaks) if min(peaks) >= 0 else ()
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds each rank spent without waiting for others; empty if a rank's are unknown."""
+        """Seconds in which each rank did not wait for others; empty if unknown for any rank."""
         own = tuple(own_s for _, _, own_s in self.wait())
         return own if min(own) >= 0 else ()
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Peak memory of the rank that uses the most, in bytes."""
+        """Peak memory in bytes of the rank that used the most; None if unknown."""
         peak = max(int(peak) for _, peak, _ in self.wait())
         return peak if peak >= 0 else None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures for a step. `loss_scale` is this step's scale for fp16."""
+    """Figures of a finished step; `loss_scale` is None except in fp16."""
 
     loss_sum: float
     count: float  # targets in the global batch
@@ -78,7 +79,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RawStep:
-    """A step whose device work may be unfinished: its figures are being copied to the host."""
+    """A step that the device may not have finished; its figures are being copied to the host."""
 
     step: int
     lr: float
@@ -91,11 +92,11 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Return whether the device has finished the step, so that its figures are available."""
+        """Whether the device has finished the step, so that `figures` does not wait."""
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
-        """Return the figures, after waiting until the device has finished this step."""
+        """Wait until the device has finished the step, and return its figures."""
         read = self.copied.read(self.marks[-1][1])
         loss_sum, count = read.pop("totals")
         (grad_norm,) = read.pop("grad_norm")
@@ -105,11 +106,11 @@ class RawStep:
 
 
 class Stepper:
-    """The live objects that a step needs.
+    """Runner of training steps on one rank.
 
-    `expected_targets` is the number of targets in a global batch: exact if `targets_known`, else an
-    estimate that is corrected before the optimizer's step. `on_gradients` is called once a step's
-    gradients are complete, before clipping. `queue` defaults to the device's.
+    `expected_targets` is the number of targets in a global batch: exact if `targets_known`,
+    otherwise an estimate that is corrected before the optimizer's step. `on_gradients` is called
+    when a step's gradients are complete, before clipping. `queue` defaults to the device's.
     """
 
     def __init__(
@@ -134,44 +135,43 @@ class Stepper:
         self._device = device
         self._control = control
         self._world_size = plan.world_size
-        self._parts = plan.pp_microbatches  # number of parts of each batch, for a pipeline
+        self._parts = plan.pp_microbatches  # into which a pipeline splits each batch
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
-        # Keep casts across micro-batches if weights do not change in between and the backward needs
-        # the casts anyway, since peak memory is then the same.
+        # Keep the casts of weights across micro-batches if weights do not change in between, and if
+        # the backward needs the casts anyway, so that this takes no more memory.
         whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
         whole = whole and layout.shares_casts
         self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
-        # called at the end of each part of a step
+        # called with the name of each part of a step when it ends
         self.on_mark: Callable[[str], None] = lambda part: None
-        # The loss is a sum over local targets, and averaging gradients divides it by the number of
-        # ranks (× W / N: see docs/design).
+        # The loss is a sum over local targets, and averaging divides gradients by `averages`.
         self._scale = layout.averages / expected_targets
         self.queue = queue_of(device) if queue is None else queue
         self._timer = StepTimer(self.queue)
         self._own_time = BusyTime(self.queue)
-        self.heard: RankReports | None = None  # reports on the latest completed step
-        self._speaking: RankReports | None = None  # reports that may still be incomplete
+        self.heard: RankReports | None = None  # the latest complete reports
+        self._speaking: RankReports | None = None  # reports on their way
         self._freer = CacheFreer(device) if plan.empty_cache else None
-        # totals of the next step, if the check of the first batch has already run its passes
+        # totals of the next step if the check of the first batch has already run its passes
         self.totals: Tensor | None = None
 
     def begin(self) -> None:
-        """Start the next step: from now on, time counts as waiting for data."""
+        """Start the next step. The time until `run` counts as waiting for data."""
         self._timer.begin()
 
     def pause(self) -> None:
-        """Exclude the time until the next `begin`, such as an evaluation, from all steps."""
+        """Exclude the time until the next `begin` from all steps, for example an evaluation."""
         self._timer.pause()
 
     def run(
         self, step: int, lr: float, batches: Iterable[Batch], stop: Callable[[], bool]
     ) -> RawStep:
-        """Run step number `step` (from 1) with learning rate `lr`, after calling `begin`.
+        """Run step number `step` (from 1) with learning rate `lr`; call `begin` before.
 
-        `stop` is asked late in the step, so that all ranks learn of a signal within this step, or
-        within the next one if the device lags behind the host.
+        `stop` is called after the passes, so that all ranks learn of a signal in this step, or in
+        the next one if the device runs behind the host.
         """
         timer = self._timer
         timer.mark("data")
@@ -197,18 +197,18 @@ class Stepper:
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.pop_marks()
-        if self._world_size > 1:  # a single rank has nothing to report, and would keep all marks
+        if self._world_size > 1:  # a single rank does not report, so marks would pile up
             self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.pop_freed_bytes()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     @property
     def step_pass(self) -> StepHooks:
-        """Return the casts, loss scale and marks for a step's passes."""
+        """Hooks of a step's passes: casts, loss scale and marks."""
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run all passes of a step."""
+        """Run all forwards and backwards of a step, and return loss sum and target count."""
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
@@ -218,14 +218,14 @@ class Stepper:
             return self._layout.gradients(batches, replace(hooks, cast=cast))
 
     def _mark(self, part: str) -> None:
-        """Mark the end of a part of the step, including the time to free its cache."""
+        """Mark the end of a part of the step, after freeing cached memory."""
         if part in ("forward", "backward", "optimizer"):
             self.free_cache()
         self._timer.mark(part)
         self.on_mark(part)
 
     def free_cache(self) -> None:
-        """Free the allocators' cached memory, if the plan requests it."""
+        """Free the allocator's cached memory if the plan asks for it (`empty_cache`)."""
         if self._freer is not None:
             self._freer.free()
 
@@ -234,7 +234,7 @@ class Stepper:
         return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
     def _share_totals(self, totals: Tensor, stop: bool) -> tuple[RankReports, Any]:
-        """Start summing the totals over ranks and gathering each rank's report."""
+        """Start summing the totals over ranks and gathering the ranks' reports."""
         peak = peak_memory_bytes(self._device)
         known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
@@ -247,9 +247,9 @@ class Stepper:
         return RankReports(heard, work), summed
 
     def _wait_for_status(self, gathered: RankReports) -> None:
-        """Wait for the ranks' reports on this step, or on the previous one if the device lags.
+        """Wait for the ranks' reports on this step, or on the previous one on a GPU.
 
-        All ranks use the same step, since they must stop together.
+        All ranks must use reports on the same step, so that they stop together.
         """
         if self.queue.steps_behind and self._world_size > 1:
             before, self._speaking = self._speaking, gathered
@@ -260,10 +260,10 @@ class Stepper:
         self.heard = gathered
 
     def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clip the gradients, step the optimizer, and zero the gradients.
+        """Clip the gradients, step the optimizer, and free the gradients.
 
-        Returns the norm before clipping. With fp16, also returns the loss scale and, per device,
-        whether an overflow made it skip the step.
+        Return the norm before clipping, and for fp16 the loss scale and, for each device, whether
+        the step was skipped because of an overflow.
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:
@@ -289,6 +289,6 @@ class Stepper:
 
 
 def _wait(work: Any) -> None:
-    """Wait for a collective; on a GPU, only the stream waits, not the host."""
+    """Wait for a collective, if there is one. For NCCL, the stream waits, not the host."""
     if work is not None:
         work.wait()

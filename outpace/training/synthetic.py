@@ -1,4 +1,4 @@
-"""Steps of a plan on random tokens, to measure a strategy's cost without data."""
+"""Training steps on random tokens, to measure a plan without data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _LR = 1e-3
 
 @dataclass(frozen=True)
 class SyntheticTraining:
-    """Synthetic training: a model, and one random global batch for every step."""
+    """Training of a model on one random global batch, which every step repeats."""
 
     spec: ModelSpec
     global_batch: int
@@ -37,7 +37,7 @@ class SyntheticTraining:
     seed: int = 0
 
     def batch(self, device: torch.device | None = None) -> Batch:
-        """Return a global batch."""
+        """Return the global batch."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         tokens = torch.randint(0, self.spec.vocab, shape, generator=drawn).to(device)
@@ -45,12 +45,15 @@ class SyntheticTraining:
 
     @property
     def targets(self) -> int:
-        """Return the number of targets in a global batch."""
+        """Number of targets in the global batch."""
         return self.global_batch * self.seq_len
 
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
-    """Return a rank's micro-batches of a global batch, in the loader's order."""
+    """Return a rank's micro-batches of a global batch, as the loader splits it.
+
+    They are None on ranks that read no data.
+    """
     size, degree = plan.samples_read, plan.readers
     first = plan.data_rank(rank)
     samples = len(batch["tokens"])
@@ -61,10 +64,10 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
 
 
 class SyntheticSteps:
-    """A plan, ready to run steps of synthetic training. Ranks that it does not use do nothing.
+    """Runner of synthetic training steps under a plan.
 
-    Every rank of the job constructs and calls this in the same way. `control` is the process group
-    for host messages.
+    Every rank of the job must construct and call it; ranks beyond the plan's world size do nothing.
+    `control` is a process group for tensors on the host.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class SyntheticSteps:
         )
 
     def step(self) -> None:
-        """Run a whole step, including the optimizer."""
+        """Run a step, including the optimizer."""
         if self._stepper is None:
             return
         self._step += 1

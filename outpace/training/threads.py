@@ -1,4 +1,4 @@
-"""CPU threads: as requested, from OMP_NUM_THREADS, or a process's share of the cores."""
+"""Number of CPU threads: the setting, OMP_NUM_THREADS, or a process's share of the cores."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,7 +8,7 @@ import torch
 from outpace.records.inventory import omp_threads
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
-OUTPACE = "outpace-"  # prefix of thread names that outpace's launcher sets
+OUTPACE = "outpace-"  # prefix of the run IDs that outpace's launcher sets
 
 
 def set_threads(
@@ -17,17 +17,17 @@ def set_threads(
     local_world_size: int,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Set and return the number of threads that this process uses for computation."""
+    """Set torch's number of threads in this process, and return it."""
     threads = asked or _from_environment(environ) or max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads
 
 
 def _from_environment(environ: Mapping[str, str]) -> int | None:
-    """Return the number of threads set by the user; None if unset.
+    """Return the number of threads that the user set in OMP_NUM_THREADS; None if unset.
 
-    A 1 from torchrun is ignored: it is torchrun's default, which leaves all but one of a rank's
-    cores idle.
+    A 1 under torchrun counts as unset, because it is torchrun's default. It would leave all but one
+    of a rank's cores idle.
     """
     threads = omp_threads(environ.get(OMP_NUM_THREADS, ""))
     run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)

@@ -1,4 +1,4 @@
-"""Timing of a step's parts, without waiting for the device in between."""
+"""Timing of the parts of a step without waiting for the device."""
 
 import time
 from collections import deque
@@ -10,15 +10,15 @@ from outpace.training.device_queue import DeviceQueue, Mark
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
-# A mark, with the part of the step that ends there.
+# Parts of a step, each with the mark at its end.
 Marks = Sequence[tuple[str, Mark]]
 
 
 class StepTimer:
-    """Marks the ends of a step's parts in a device's queue.
+    """Timer that marks the ends of a step's parts in a device's queue.
 
-    Parts marked several times (forward and backward of each micro-batch) are summed. A step starts
-    where the previous one ended, so step times leave no gaps.
+    Parts that occur several times (forward and backward of each micro-batch) add up. A step starts
+    where the previous one ended, so no time is lost between steps.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -27,7 +27,7 @@ class StepTimer:
         self._marks: list[tuple[str, Mark]] = []
 
     def begin(self) -> None:
-        """Start the step; work since the previous one counts as "other"."""
+        """Start a step. Work since the end of the previous one counts as "other"."""
         now = self._queue.mark()
         self._marks = [("", now)] if self._end is None else [("", self._end), ("other", now)]
 
@@ -36,7 +36,7 @@ class StepTimer:
         self._marks.append((part, self._queue.mark()))
 
     def pop_marks(self) -> Marks:
-        """Return the step's marks; pass them to `durations` once the device is done."""
+        """End the step and return its marks, for `durations` once the device has reached them."""
         self._end = self._marks[-1][1]
         return self._marks
 
@@ -46,7 +46,7 @@ class StepTimer:
 
 
 def durations(marks: Marks) -> dict[str, float]:
-    """Return seconds by part, from marks that the device has reached."""
+    """Return the seconds of each part from marks that the device has reached."""
     seconds: dict[str, float] = {}
     for (_, begin), (part, end) in pairwise(marks):
         seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
@@ -54,10 +54,10 @@ def durations(marks: Marks) -> dict[str, float]:
 
 
 class BusyTime:
-    """Time that this rank spends on a step without waiting for others.
+    """Time of a step in which this rank does not wait for others.
 
-    On a CPU, this is the time in which the rank's thread is busy. On a GPU, it is the time spent
-    waiting for data and in forwards, during which replicas do not communicate.
+    On a CPU, it is the time in which the rank's main thread is busy. On a GPU, it is the time of
+    waiting for data and of forwards, in which replicas do not communicate.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -67,15 +67,14 @@ class BusyTime:
         self._latest_s = -1.0
 
     def add(self, marks: Marks) -> None:
-        """Record that a step has been queued."""
+        """Add the marks of a step, which the device may not have finished."""
         if not self._on_host:
             self._running.append(marks)
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call; on a GPU, the seconds of the latest finished
-        step.
+        """Return the busy seconds since the last call; on a GPU, of the latest finished step.
 
-        Returns −1 if unknown. Never waits.
+        Return −1 if unknown. Never waits.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()
@@ -87,11 +86,10 @@ class BusyTime:
 
 
 def thread_busy_s() -> float:
-    """Return how long this thread has run, or could have run on a free core.
+    """Return the seconds for which this thread has run or waited for a core.
 
-    Time spent waiting for a core that another process uses counts as busy if the kernel reports it
-    (Linux), because it is not spent waiting for other ranks. Threads that share cores are therefore
-    busy for longer.
+    Waiting for a core is not waiting for other ranks, so it counts as busy if the kernel reports it
+    (Linux).
     """
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()

@@ -90,7 +90,7 @@ def test_a_logger_that_fails_ends_no_training(name, tmp_path, monkeypatch):
     logger.on_step(step(3, 3.5))
     assert len(tried) == 2
     assert said == [
-        f"--log {name} failed at step 1: the server is away. Training continues without it; "
+        f"--log {name} failed at step 1: the server is away. Training continues, and "
         "metrics.jsonl has all values"
     ]
     monkeypatch.setattr(logger, "_write", raising(InterruptedRunError("stopped")))
