@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from outpace.records.settings import TrainSettings
     from outpace.training.callbacks import Callback
 
-# Public names by the module that defines them. A module is loaded when one of its names is first
-# used, so that importing outpace does not import torch and `outpace --help` is fast.
+# Public names by the module that defines them. A module is imported when one of its names is first
+# used, so that `import outpace` does not import torch and `outpace --help` is fast.
 _MODULES = {
     "outpace.api": "compare doctor estimate evaluate generate memory merge network plan probe "
     "report runs topology train tune",

@@ -1,4 +1,4 @@
-"""`python -m outpace` is `outpace`."""
+"""Entry point of `python -m outpace`, which is the same as the command `outpace`."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def ignore_working_directory() -> None:
-    """Drop the working directory, which `-m` puts first, from the import path.
+    """Remove the working directory, which `-m` adds, from the import path.
 
-    Otherwise, one of its files, such as a user's tokenizers.py, could replace a library. It is kept
-    if it is a checkout of outpace.
+    Otherwise, a file there, such as a user's tokenizers.py, could shadow a library. A checkout of
+    outpace stays on the path.
     """
     first = Path(sys.path[0] or os.curdir)
     if sys.flags.safe_path or not first.is_dir() or not first.samefile(os.curdir):

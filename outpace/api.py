@@ -1,8 +1,8 @@
 """outpace's Python API: one function per command, which returns what the command prints.
 
-Each keyword is an option of the command, with _ for -. All functions raise BadInputError for an
-impossible request, and print a command's hints to standard error. The examples run as tests, in
-this order, in a folder with a corpus.txt.
+Keywords are the command's options, with underscores instead of hyphens. All functions raise
+BadInputError for an invalid request, and print hints to standard error. The examples run as tests,
+in this order, in a folder with a file corpus.txt.
 """
 
 import multiprocessing
@@ -48,16 +48,17 @@ def train(
     progress: bool = True,
     **settings: Any,
 ) -> "Measurement":
-    """Train a model and return what was measured; `.run` is the directory of the run.
+    """Train a model and return the measurement; `.run` is the run's directory.
 
-    Without arguments it trains a small GPT on the source of Python's standard library. `model` is a
-    value of `--model`, a live module, or a function that builds one. `data` is one or several
-    values of `--data`. Every flag of `outpace train` is a keyword: `steps=200`, `global_batch=32`,
-    `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0; `progress=False`
-    silences the lines on standard error. Under torchrun each process calls this and is one rank.
+    By default, train a small GPT on the source code of Python's standard library. `model` is a
+    value of `--model`, a module, or a function that builds one. `data` is one or several values of
+    `--data`. Other keywords are the options of `outpace train`: `steps=200`, `global_batch=32`,
+    `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0. With
+    `progress=False`, no progress is printed. Under torchrun, every process has to call this, and is
+    one rank.
 
-    Raises BadInputError for an impossible request, DivergedError if the loss becomes NaN or
-    infinite, and InterruptedRunError if a signal ended the run after a save.
+    Raises BadInputError for an invalid request, DivergedError if the loss becomes NaN or infinite,
+    and InterruptedRunError if a signal ended the run, which is saved first.
 
     >>> first = outpace.train("outpace-tiny", "corpus.txt", steps=3, seq_len=32, out="first")
     >>> first.steps, first.run
@@ -71,8 +72,8 @@ def train(
 
     _check_callbacks(callbacks)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A spawned loader worker runs the script again, and must not start training. The training
-        # process reports that worker's end.
+        # A spawned data worker imports the caller's script again, and must not train. The training
+        # process reports that the worker has ended.
         sys.exit(1)
     live = None if model is None or isinstance(model, (str, Path)) else model
     reference = model if live is None else _name_of(live)
@@ -107,12 +108,10 @@ def generate(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Continue `prompt` with the model of a run, and return the text.
+    """Continue `prompt` with the model of a run, and return the text including the prompt.
 
-    Raises BadInputError if the run's model cannot generate text.
-
-    With `chat`, `prompt` is a user's message, and the answer is returned. A `system` message comes
-    before the user's, and implies `chat`.
+    With `chat`, `prompt` is a user's message, and only the answer is returned. A `system` message
+    implies `chat`. Raises BadInputError if the run's model cannot generate text.
 
     >>> outpace.generate("first", "the quick", max_new_tokens=2).startswith("the quick")
     True
@@ -144,12 +143,13 @@ def evaluate(
     seq_len: int | None = None,
     device: str = "auto",
 ) -> "Evaluation":
-    """Measure the loss of a run's model on `data`, or on the run's held-out data.
+    """Measure the loss of a run's model on `data`, by default on the run's held-out data.
 
-    `run` may also be a Hugging Face directory or an adapter. Reads `batches` batches of
-    `batch_size` samples of `seq_len` tokens; by default all data, in the run's batches and length.
-    `task` is "pretrain", "chat" or "classify"; by default the run's, or chat if the data are
-    conversations. Raises BadInputError if the model or the data cannot be read.
+    `run` may also be a Hugging Face directory or an adapter. `batches` limits the number of batches
+    of `batch_size` samples with `seq_len` tokens each; by default, all data is read, with the run's
+    batch size and sequence length. `task` is "pretrain", "chat" or "classify"; the default is the
+    run's, or "chat" if the data are conversations. Raises BadInputError if the model or the data
+    cannot be read.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -177,11 +177,12 @@ def merge(
     base: Base | None = None,
     dtype: str = "fp32",
 ) -> "MergedModel":
-    """Merge an adapter, or that of a run, into its base model, and write it to the folder `out`.
+    """Merge an adapter (a folder, or a run that trained one) into its base model, and write it.
 
-    `model` has the weights to merge into, by default those that the adapter names; `base` is their
-    format ("fp32" or "nf4"), by default the one used in training; `dtype` is that of the written
-    weights. Raises BadInputError if the adapter does not fit the model, or `out` is not empty.
+    `out` is the folder for the merged model. `model` is the base model, by default the one that the
+    adapter names. `base` is the format of its weights, "fp32" or "nf4", by default the one used in
+    training. `dtype` is the dtype of the merged weights. Raises BadInputError if the adapter does
+    not fit the model, or if `out` is not empty.
 
     >>> adapter = outpace.train("first", "corpus.txt", steps=1, seq_len=32, lora_rank=2).run
     >>> outpace.merge(adapter, "merged").model
@@ -219,15 +220,16 @@ def plan(
     price: float | None = None,
     count: int = 5,
 ) -> "Plans":
-    """Predict the fastest ways to train a model on given machines.
+    """Predict the fastest plans for training a model on given machines.
 
-    `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None is this
-    machine. `host_memory`: bytes of a node's host ("2TiB"), which plans may offload to. `keep` are
-    settings that every plan must have, `vary` are further settings to search over. With a
-    `lora_rank` the weights are frozen, in the format `base`, and adapters of `lora_targets` are
-    trained. `price` is per device and hour, and needs `tokens`. Each of the answer's `plans` has a
-    `title`, the `plan` itself, `why` it is listed, and its `estimate` (`step_time_s`,
-    `tokens_per_s`, `peak_memory_bytes`, …). Times are in seconds, memory in bytes.
+    `machine` is a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file that `probe` wrote;
+    None stands for this machine. `host_memory` is the memory of a node's host, in bytes or as
+    "2TiB"; plans may offload to it. `keep` are settings that every plan must have, and `vary`
+    settings that are searched in addition. With `lora_rank`, plans train adapters of `lora_targets`
+    on frozen weights in the format `base`. `price` is per device and hour, and needs `tokens`.
+
+    The result's `plans` each have a `title`, the `plan`, `why` it is listed, and its `estimate`
+    (`step_time_s`, `tokens_per_s`, `peak_memory_bytes`, …). Times are in seconds, memory in bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
     >>> found.plans[0].estimate.fits
@@ -263,10 +265,11 @@ def estimate(
     global_batch: int | None = None,
     depth: Literal["estimate", "trace"] = "estimate",
 ) -> "RankedPlan":
-    """Estimate the time and memory of a plan, given as a Plan or as a file, and whether it fits.
+    """Estimate the step time and memory of a plan (a Plan or a file), and whether it fits.
 
-    Unlike a file, a Plan has no sequence length or batch, so pass those that it was created for.
-    With depth "trace", the model runs under fake tensors, which gives its exact peak memory.
+    A file of `plan` also has the sequence length and the global batch. For a Plan, pass the ones
+    for which it was made. With depth "trace", the model is run with fake tensors, which gives the
+    exact peak memory of its tensors.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
     >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)
@@ -277,7 +280,7 @@ def estimate(
     from outpace.records.plan import PlanFile
 
     if not isinstance(plan, (Plan, str, Path)):
-        raise BadInputError(f"plan is {plan!r}. Give an outpace.Plan, or a file that contains one.")
+        raise BadInputError(f"plan is {plan!r}. Pass an outpace.Plan, or a file that contains one.")
     if isinstance(plan, Plan):
         name, file = "the plan", PlanFile.from_plan(plan, seq_len, global_batch)
     else:
@@ -298,10 +301,10 @@ def memory(
     rank: int | None = None,
     **settings: Any,
 ) -> "MemoryAccount":
-    """Trace what uses memory in a training step of the fullest rank, or of `rank`, in bytes.
+    """Trace which tensors use memory in a training step, on the fullest rank or on `rank`.
 
     `model` may be "file.py:build". `machine` is a name in the catalog; None stands for `nproc`
-    processes on CPUs. Other keywords are as for `train`.
+    processes on CPUs. Other keywords are as for `train`. All figures are in bytes.
 
     >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
     True
@@ -319,10 +322,10 @@ def network(
     network: str | Sequence[str] = (),
     **asked: Any,
 ) -> "NetworkReport":
-    """Estimate the network bandwidth that a training run needs, and the cost of other networks.
+    """Estimate the network bandwidth that a training run needs, and what other networks cost.
 
-    `network`: one or several networks of a node; the last is the machine's own. Other keywords are
-    the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
+    `network`: one or several networks to compare, of which the last replaces the machine's own.
+    Other keywords are the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
 
     >>> outpace.network("gpt2", "hgx-h100", nodes=2).needs[0].title
     'DDP'
@@ -337,9 +340,10 @@ def network(
 def topology(
     file: str | Path | None = None, *, nvlink: str | None = None, timeout_s: float = 20.0
 ) -> "HostTopology":
-    """Read how this host's devices are connected, and which GPUs belong together.
+    """Return how this host's devices are connected, and which GPUs to group.
 
-    `file`: output of `nvidia-smi topo -m` from another host. `nvlink`: its generation, 2 to 5.
+    `file` has the output of `nvidia-smi topo -m` on another host, `nvlink` is the generation of its
+    NVLinks, 2 to 5.
 
     >>> outpace.topology().cpu.cpu_count > 0
     True
@@ -350,7 +354,7 @@ def topology(
 
 
 def doctor(run: str | Path | None = None, *, timeout_s: float = 20.0) -> "Examination":
-    """Find what slows this host down, or what limited a run, the most costly first.
+    """Return what slows this host down, or what limited the speed of a run, worst first.
 
     >>> isinstance(outpace.doctor().findings, tuple)
     True
@@ -373,12 +377,12 @@ def probe(
     out: str | Path | None = None,
     **settings: Any,
 ) -> "Machine":
-    """Measure this machine: its matmuls, memory, links, disks and data loading.
+    """Measure this machine: matmuls, memory, links, disks, data loading and training steps.
 
-    `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps"; the
-    default is all. `quick` takes less than a minute, and with `budget_s` it takes about that many
-    seconds. `out` is the file for the record, which `plan` takes as `machine`. Settings are options
-    of `outpace probe`: `device`, `nproc`, ….
+    `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps", by
+    default all. `quick` takes less than a minute; `budget_s` sets the number of seconds. `out` is a
+    file for the result, which `plan` accepts as `machine`. Other keywords are the options of
+    `outpace probe`: `device`, `nproc`, ….
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True
@@ -389,10 +393,11 @@ def probe(
 
 
 def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Comparison":
-    """Compare arms in turn until a verdict is clear, or finished runs as they are.
+    """Compare arms, run in turn until the verdict is clear or a limit is reached.
 
-    An arm is a strategy, settings ("precision=bf16"), a run's directory, or an experiment.toml.
-    Keywords are the options of `outpace compare` and of `outpace train`.
+    An arm is a strategy ("zero3"), settings ("precision=bf16") or a run's directory; an
+    experiment.toml describes all arms. Finished runs are compared without running anything.
+    Keywords are the options of `outpace compare` and `outpace train`.
 
     >>> two = [outpace.train("outpace-tiny", "corpus.txt", steps=12, seed=seed, seq_len=32).run
     ...        for seed in (0, 1)]
@@ -406,10 +411,10 @@ def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Compa
 
 
 def tune(**settings: Any) -> "Tuning":
-    """Find the fastest plan for a training run on this machine by short trials.
+    """Find the fastest plan for a training run on this machine with short trials.
 
-    Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and of `outpace
-    train`; `out` is the directory for plan.json.
+    Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and `outpace train`.
+    `out` is the directory for plan.json.
 
     >>> found = outpace.tune(model="outpace-tiny", data="corpus.txt", trials=1, seq_len=32,
     ...                      device="cpu", nproc=1)
@@ -424,7 +429,9 @@ def tune(**settings: Any) -> "Tuning":
 def runs(
     *folders: str | Path, where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
 ) -> "list[PastRun]":
-    """List the past runs that meet all conditions in `where`, newest first or sorted by a field.
+    """List past runs in `folders`, newest first, or sorted by the field `sort`.
+
+    `where` has conditions, such as "steps=12", all of which must hold.
 
     >>> [run.steps for run in outpace.runs(where=["steps=12"])]
     [12, 12]
@@ -442,7 +449,7 @@ def report(
     format: Literal["html", "md", "csv", "png"] | None = None,
     browser: str | None = None,
 ) -> Path:
-    """Write runs, comparisons, tunings, plans or probes as a page, and return its file.
+    """Write a report of runs, comparisons, tunings, plans or probes, and return its path.
 
     >>> outpace.report(outpace.runs()[0].path, out="run.html").stat().st_size > 10_000
     True
@@ -450,17 +457,17 @@ def report(
     from outpace.cli.report import write_report
 
     if not paths:
-        raise BadInputError("outpace.report: name a run, or another record to report on.")
+        raise BadInputError("outpace.report: pass a run, or another record to report on.")
     return write_report([Path(path) for path in paths], _path(out), format, browser)
 
 
 def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
-    """Refuse callbacks that are not a sequence of Callback objects."""
+    """Raise BadInputError unless `callbacks` is a sequence of Callback objects."""
     from outpace.training.callbacks import Callback
 
     wanted = "callbacks must be a list of outpace.Callback objects, such as callbacks=[Mine()]"
     if isinstance(callbacks, Callback):
-        raise BadInputError(f"{wanted}; a single one was given")
+        raise BadInputError(f"{wanted}, not a single one")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise BadInputError(f"{wanted}; {callback!r} is not one")
@@ -474,7 +481,7 @@ def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
         if name not in fields:
             raise BadInputError(
                 f"outpace.train has no keyword {name!r}.{suggest(name, fields)} "
-                "The keywords are the flags of outpace train, with _ for -."
+                "The keywords are the options of outpace train, with underscores for hyphens."
             )
     values = {
         name: options.convert(name, _plain(value), f"outpace.train: {name}")
@@ -489,7 +496,7 @@ def _path(place: str | Path | None) -> Path | None:
 
 
 def _pairs(given: str | Mapping[str, Any] | None) -> str | None:
-    """Return settings as an option's value: precision=bf16,tp=2."""
+    """Return settings in the form "precision=bf16,tp=2"."""
     if given is None or isinstance(given, str):
         return given
     return ",".join(f"{name}={value}" for name, value in given.items())
@@ -500,7 +507,7 @@ def _join(given: str | Sequence[str] | None) -> str | None:
 
 
 def _options(asked: Mapping[str, Any]) -> list[str]:
-    """Return keywords as options; a switch that is on gets no value."""
+    """Return keywords as command-line options; True gives a flag, False and None nothing."""
     given = {name: value for name, value in asked.items() if value is not None}
     return [
         options.flag(name) if value is True else f"{options.flag(name)}={value}"
@@ -510,7 +517,7 @@ def _options(asked: Mapping[str, Any]) -> list[str]:
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return keywords as options of a command line."""
+    """Return settings as command-line options."""
     return options.as_flags({name: _plain(value) for name, value in settings.items()})
 
 
@@ -525,7 +532,7 @@ def _words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
 
 
 def _name_of(live: object) -> str:
-    """Return the name under which run.json records a model from the caller's program."""
+    """Return the name that run.json has for a module or function that the caller passed."""
     from torch import nn
 
     kind = live if callable(live) and not isinstance(live, nn.Module) else type(live)
@@ -533,16 +540,16 @@ def _name_of(live: object) -> str:
 
 
 def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
-    """Refuse models and callbacks that cannot be sent to other processes."""
+    """Raise BadInputError for a live model or callbacks, which new processes cannot get."""
     if live is not None:
         raise BadInputError(
-            f"nproc={nproc} starts new processes, to which a live model cannot be sent. Name "
-            "the model instead (model='file.py:build'), or start your program with torchrun."
+            f"nproc={nproc} starts new processes, which cannot use a module of this one. Pass its "
+            "source instead (model='file.py:build'), or start your program with torchrun."
         )
     if callbacks:
         raise BadInputError(
-            f"nproc={nproc} starts new processes, and callbacks stay in this one. Start your "
-            "program with torchrun --nproc-per-node instead, or read metrics.jsonl."
+            f"nproc={nproc} starts new processes, which cannot call callbacks of this one. Start "
+            "your program with torchrun --nproc-per-node instead, or read metrics.jsonl."
         )
 
 

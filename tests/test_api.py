@@ -95,8 +95,8 @@ def test_a_live_module_is_trained(corpus: Path, token_cache: Path, tmp_path: Pat
         ({"steps": 3, "epochs": 2}, "give one of steps, tokens, epochs"),
         ({"steps": -1}, "python: steps -1"),
         ({"resume": True}, "Give its directory"),
-        ({"nproc": 2, "model": nn.Linear(1, 1)}, "a live model cannot be sent"),
-        ({"nproc": 2, "callbacks": [Steps()]}, "callbacks stay in this one"),
+        ({"nproc": 2, "model": nn.Linear(1, 1)}, "cannot use a module of this one"),
+        ({"nproc": 2, "callbacks": [Steps()]}, "cannot call callbacks of this one"),
     ],
 )
 def test_mistakes_are_sentences(keywords: dict[str, object], said: str) -> None:

@@ -1,7 +1,7 @@
 """Exit of a process whose main thread is stuck in a library, waiting for a lost rank.
 
-gloo cannot interrupt a thread that waits in a collective, and a background save waits as long as
-its process group allows.
+gloo cannot interrupt a thread that waits in a collective, and a background save waits until the
+timeout of its process group.
 """
 
 import os
@@ -25,9 +25,9 @@ def end_process(message: str, exit_code: int) -> NoReturn:
 
 
 class ExitDeadline:
-    """A context that the process must leave in time once `start` has been called.
+    """Context that ends the process if it is not left in time after `start`.
 
-    `end` ends the process with a message and an exit code; `tidy` gets the message first.
+    `tidy` is called with the message first, then `end` with the message and the exit code.
     """
 
     def __init__(self, end: End | None, tidy: Tidy = lambda message: None) -> None:
@@ -43,11 +43,11 @@ class ExitDeadline:
         self.leave()
 
     def leave(self) -> None:
-        """Cancel the deadline: the process continues, or exits normally."""
+        """Cancel the deadline, because the process continues or exits normally."""
         self._left.set()
 
     def start(self, message: str, exit_code: int, grace_s: float) -> None:
-        """End the process after `grace_s` seconds, unless it leaves this context before that."""
+        """End the process after `grace_s` seconds, unless it has left the context by then."""
 
         def wait() -> None:
             if not self._left.wait(grace_s):
@@ -56,7 +56,7 @@ class ExitDeadline:
         threading.Thread(target=wait, name="exit deadline", daemon=True).start()
 
     def end_now(self, message: str, exit_code: int) -> None:
-        """Tidy up and end the process, unless it has left this context."""
+        """Tidy up and end the process, unless it has left the context."""
         with self._lock:
             if self._left.is_set():
                 return

@@ -1,7 +1,7 @@
-"""A function on a group of forked processes, with a time limit.
+"""Running a function on a group of forked processes, with a time limit.
 
-This is for functions that may hang or crash: the caller learns how each rank ended, and no process
-is left behind.
+The function may hang or crash: the caller learns how each rank ended, and no process is left
+behind.
 """
 
 import gc
@@ -36,10 +36,10 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank. `said` is its error's message, `at` its last activity.
+    """End of a rank. `said` is its error message, `at` its last phase.
 
-    `refused`: the error was an OutpaceError, meant for the user. `exit_code` is negative for a
-    signal, and None if the rank exceeded the time limit.
+    `refused`: the error was an OutpaceError, whose message is for the user. `exit_code` is negative
+    for a signal, and None if the rank exceeded the time limit.
     """
 
     exit_code: int | None
@@ -54,28 +54,28 @@ class RankEnd:
 
 
 class ForkedRank:
-    """A forked rank's position among the ranks, and its means of reporting progress."""
+    """A forked rank: its position among the ranks, and a way to report its phase."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Report the next phase; the result names it if the rank does not complete it."""
+        """Report the start of a phase, which the result names if it is the last one."""
         self._at.write_text(what, encoding="utf-8")
 
 
 def run_forked(
     size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> list[RankEnd]:
-    """Run `action` on `size` ranks with a gloo group, on this host's CPU.
+    """Run `action` on `size` ranks of this host with a gloo group, and return how each ended.
 
-    `folder` gets each rank's output, replacing an earlier job's. The calling process must be safe
-    to fork: it has no process group and has not used an accelerator.
+    The ranks' output goes to `folder`, where it replaces that of an earlier job. The calling
+    process must be safe to fork: without a process group, and without use of an accelerator.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
-        # files of an earlier job, which this job's ranks would mistake for their own
+        # files of an earlier job, which would be read as this job's
         left.unlink(missing_ok=True)
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
@@ -101,9 +101,9 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """Poll as `Fork.poll` does; once the rank has ended, kill everything that it started.
+    """Poll as `Fork.poll` does; if the rank has ended, kill all processes that it started.
 
-    Kill its process group before reaping the rank, since the ID may be reused afterwards.
+    They are killed before the rank is reaped, because the ID of its group may be reused afterwards.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -113,7 +113,7 @@ def _poll(fork: Fork) -> int | None:
 
 
 def _end(fork: Fork) -> None:
-    """Kill a rank and everything it started."""
+    """Kill a rank and all processes that it started."""
     if _poll(fork) is None:
         _kill_group(fork)
         with suppress(OSError):
@@ -138,7 +138,7 @@ def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:
 def _run_rank(
     rank: int, size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> NoReturn:
-    """Run a rank in the fork."""
+    """Run the action on one rank, in the forked process, and exit."""
     code = _UNFINISHED
     try:
         name_rank(rank)
@@ -176,8 +176,9 @@ def _run_rank(
 def _require_gradients() -> None:
     """Raise BadInputError if torch refuses to compute gradients in this fork.
 
-    It does so where the forking process has started threads for gradients on accelerators. A torch
-    that is built for accelerators also starts them without one, after a trace such as compiling's.
+    It refuses if the parent process has started backward threads for accelerators. A torch that is
+    built for accelerators starts them even on a host without one, in the first backward pass after
+    a trace, such as the compiler's.
     """
     try:
         torch.zeros((), requires_grad=True).backward()
@@ -193,13 +194,13 @@ def _require_gradients() -> None:
 
 
 def _find_cause(error: BaseException) -> BaseException:
-    """Return an error, or the one that torch's pipeline stage wraps in it."""
+    """Return the error's cause if torch's pipeline stage has wrapped it, otherwise the error."""
     wrapped = error.__cause__ if "] failed to run" in str(error) else None
     return wrapped or error
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and first line, with the lines that follow if it ends in a colon."""
+    """Return an error's type and the first line of its message, and more after a final colon."""
     said: list[str] = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())

@@ -1,8 +1,8 @@
 """Ranks forked from the launcher, which has already imported what they need.
 
-Ranks started as commands each import torch, which takes about a second per core of a host. Forked
-ranks start with it loaded, and share its memory. This works only on Linux and without accelerators,
-whose libraries do not survive a fork.
+A rank that is started as a command imports torch, which takes about a second of processor time.
+Forked ranks start with torch loaded and share its memory. This works only on Linux and without
+accelerators, whose libraries do not survive a fork.
 """
 
 import atexit
@@ -32,10 +32,7 @@ Begin = Callable[[], NoReturn]
 
 
 def can_fork(device: str) -> bool:
-    """Return whether ranks that compute on `device` may be forked.
-
-    "auto" stands for the device that torch finds.
-    """
+    """Return whether ranks that compute on `device` ("cpu", "auto", …) may be forked."""
     import torch
 
     built_for = torch.accelerator.current_accelerator()  # does not query the driver
@@ -43,16 +40,16 @@ def can_fork(device: str) -> bool:
 
 
 def name_rank(rank: int) -> None:
-    """Name this process after its rank, for `top` and `outpace watch`."""
+    """Set this process's name to that of its rank, which `top` and `outpace watch` show."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
 
 
 @contextmanager
 def fork_ranks(begin: Begin) -> Iterator[None]:
-    """Make torch's launcher fork each rank, which runs `begin`, instead of starting a command.
+    """Make torch's launcher fork each rank to run `begin`, instead of starting a command.
 
-    This also applies to restarted ranks. torch has no public API for this.
+    This also applies to restarted ranks. torch has no public API for it.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -73,16 +70,16 @@ def fork_ranks(begin: Begin) -> Iterator[None]:
 
 
 class Fork:
-    """A forked process with the interface of subprocess.Popen that torch's launcher uses."""
+    """Forked process with those methods of subprocess.Popen that torch's launcher uses."""
 
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # a collection would write to shared pages
+        gc.freeze()  # a collection in the fork would write to pages, which copies them
         self.returncode: int | None = None
-        # Until this point, a signal would run the launcher's handlers.
+        # Until the fork has reset them, a signal would run the launcher's handlers in it.
         with defer_signals() as held:
-            # torch's store has a waiting thread, about which Python warns
+            # Python warns about forking while the thread of torch's store runs.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.pid = os.fork()
@@ -98,7 +95,7 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the process and return its exit code. Raises TimeoutExpired."""
+        """Wait for the process and return its exit code. Raises TimeoutExpired if too late."""
         end_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end_s:
@@ -110,7 +107,7 @@ class Fork:
 def _run_fork(
     begin: Begin, environ: Mapping[str, str], held: set[int | signal.Signals]
 ) -> NoReturn:
-    """Run `begin` in the fork, after releasing the launcher's resources."""
+    """Run `begin` in the fork, without the launcher's session, signal handlers and sockets."""
     try:
         os.setsid()
         _forget_handlers()
@@ -127,7 +124,7 @@ def _run_fork(
 
 
 def _forget_handlers() -> None:
-    """Restore a new process's default signal handlers."""
+    """Restore Python's default signal handlers."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -135,7 +132,7 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """Close the launcher's sockets, so that peers that wait for this do not wait for the fork."""
+    """Close the launcher's sockets, which would stay open for their peers until the fork ends."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

@@ -1,4 +1,4 @@
-"""SLURM host lists, as in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
+"""Expansion of SLURM's host lists, such as gpu[03-06,9],rack[0-1]node[1-4]."""
 
 import re
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from outpace.records.errors import BadInputError
 # Parts of a name: text, and numbers in brackets.
 _PART = re.compile(r"([^,\[\]\s]+)|\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-# On machines whose hosts form a grid, this is a range from one corner of a box to the opposite one.
+# On machines whose hosts form a grid: a range from one corner of a box to the opposite one.
 _BOX = re.compile(r"([0-9A-Z]+)x([0-9A-Z]+)")
 _MOST_HOSTS = 1 << 20
 
 
 def expand(text: str) -> Iterator[str]:
-    """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
+    """Yield the hosts of a list in the order of `scontrol show hostnames`.
 
-    The result is the same as from `scontrol show hostnames`, except that some lists that SLURM
-    allows are refused (text after the last brackets, and some boxes). The last brackets vary
-    fastest, and numbers have as many digits as the first number of their range.
+    The last brackets vary fastest, and numbers are padded to the digits of the first number in
+    their range. Raises BadInputError for malformed lists, and for some that SLURM allows (text
+    after the last brackets, some boxes).
     """
     for name in _split(text):
         parts = list(_PART.finditer(name))
@@ -31,7 +31,7 @@ def expand(text: str) -> Iterator[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split at commas and spaces outside brackets."""
+    """Yield the parts of a list between commas and spaces outside of brackets."""
     begin = depth = 0
     text = text.strip()
     for at, letter in enumerate(text):
@@ -59,7 +59,7 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
 
 
 def _box(first: str, last: str, text: str) -> Iterator[str]:
-    """Yield all hosts in a box of coordinates; each letter is one coordinate, in base 36."""
+    """Return all coordinates in a box; each character is one coordinate in base 36."""
     if len(first) != len(last):
         raise _format_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"

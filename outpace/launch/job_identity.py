@@ -1,22 +1,23 @@
-"""Identification of a job from the environment: equal in all its processes, unique to it."""
+"""Identity of a job, from environment variables that are the same in all its processes."""
 
 from collections.abc import Mapping
 
-# torchrun's default run ID, shared by all runs without an ID.
+# torchrun's run ID if the user gives none, which says nothing about the job.
 _NO_RUN_ID = ("", "none")
-# Variables of launchers that number processes: Open MPI 5 (PMIx) and 4, and horovodrun's server.
+# Variables of launchers: Open MPI 5 (PMIx) and 4, and horovodrun's server.
 _OF_LAUNCHERS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-# Variables of batch systems: an allocation, in which one launcher may start on each host.
+# Variables of batch systems, for an allocation, on each host of which a launcher may be started.
 _OF_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 # Parts of a heterogeneous job have separate allocations (sbatch(1), "HETEROGENEOUS JOBS").
 _HETEROGENEOUS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 
 def job_identity(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that distinguish this process's job from others; empty if none do.
+    """Return the variables that distinguish this process's job from others.
 
-    A run ID suffices, since the ranks of one elastic run may come from several allocations. No
-    variables exist for torchrun without an ID, Hydra's mpiexec, and ranks started by hand.
+    torchrun's run ID is used alone, since ranks of an elastic run may come from several
+    allocations. Empty if nothing identifies the job: under torchrun without an ID and Hydra's
+    mpiexec outside of a batch system, and for ranks started by hand.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id not in _NO_RUN_ID:

@@ -1,8 +1,8 @@
-"""Jobs for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
+"""Manifests for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
 
-TrainJob: trainer.kubeflow.org/v1alpha1 of Kubeflow Trainer 2. Indexed Job: batch/v1, whose pods get
-names from a headless Service, for torchrun's rendezvous (kubernetes.io, "Job with Pod-to-Pod
-Communication").
+A TrainJob is of trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2), an Indexed Job of batch/v1. The
+pods of the latter get host names from a headless Service, for torchrun's rendezvous (kubernetes.io,
+"Job with Pod-to-Pod Communication").
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from outpace.records.cluster_job import ClusterJob
 
 _PORT = 29500
 _SHM = "shm"
-_NODE = "node"  # name of the training job and its container in Kubeflow's runtimes
+_NODE = "node"  # name of the replicated job and its container in Kubeflow's runtimes
 _MANAGER = "outpace/launch"
 _BACKOFF = 6  # restarts of all pods before the job fails
 _SAVE_S = 120  # seconds from SIGTERM to SIGKILL
-_APART_S = 900  # time for one node to pull images when another node already has them
+_APART_S = 900  # time between the starts of two nodes, one of which may have to pull the image
 _STARTED = (f"--shutdown-timeout={_SAVE_S}", "-m", "outpace")
 _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options specific to Kubernetes. `claim`: a volume, mounted in all pods at the job folder."""
+    """Options for Kubernetes. `claim`: the volume to mount at the job's folder in all pods."""
 
     image: str
     runtime: str = "torch-distributed"
@@ -36,7 +36,7 @@ def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any
     """Return a TrainJob; its runtime's torch plugin sets torchrun's variables on every node."""
     trainer: dict[str, Any] = {
         "image": options.image,
-        # A TrainJob has no working directory, so the command changes to it.
+        # A TrainJob cannot set a working directory, so the command changes to it.
         "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_literal((str(job.folder),))],
         "args": [*_STARTED, *_literal(job.command)],
         "numNodes": job.nodes,
@@ -84,8 +84,8 @@ def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, A
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": _BACKOFF * job.nodes,  # one lost pod ends the others, too
-        # Evictions do not count, but failures of pods that lost a peer do.
+        "backoffLimit": _BACKOFF * job.nodes,  # counts pods, and a lost pod ends all others
+        # Evicted pods do not count, but pods that fail because they lost a peer do.
         "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [_DISTURBED]}]},
         "template": {"spec": pod},
     }
@@ -116,8 +116,8 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
 def _disks(
     job: ClusterJob, options: KubernetesOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return volumes, and where they are mounted."""
-    # By default, containers have 64 MiB of shared memory; data workers and NCCL need more.
+    """Return the pod's volumes and the container's volume mounts."""
+    # Containers have 64 MiB of shared memory by default, and data workers and NCCL need more.
     volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]
     if options.claim is not None:

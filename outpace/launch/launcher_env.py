@@ -14,16 +14,16 @@ _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks set by torchrun or a similar launcher, MPI, horovodrun or srun.
+    """Return this process's rank as torchrun, horovodrun, MPI or srun set it; None without one.
 
-    Return None outside a launcher. Raises BadInputError if the variables contradict each other, are
-    not numbers, or leave open which processes share a host or where the rendezvous is.
+    Raises BadInputError if the variables contradict each other, are not numbers, or do not say
+    which processes share a host or where the rendezvous is.
     """
     for launcher in LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
             return _read(launcher, environ)
     of_pmi = environ.get("PMI_SIZE", "1") != "1"
-    if of_pmi and environ.get(HYDRA.local_world_size):  # srun may have started Hydra, host by host
+    if of_pmi and environ.get(HYDRA.local_world_size):  # even under srun, which may start Hydra
         return _read(HYDRA, environ)
     if environ.get("SLURM_STEP_NUM_TASKS"):  # srun sets PMI's variables, too
         of_srun = slurm_env.variables(environ)
@@ -35,7 +35,7 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:
-    """Raise BadInputError if this is one of several processes but nothing shows how many."""
+    """Raise BadInputError if this is one of several processes, but the number is unknown."""
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(
@@ -47,7 +47,7 @@ def _require_alone(environ: Mapping[str, str]) -> None:
 
 
 def init_method(environ: Mapping[str, str]) -> str:
-    """Return where the processes find each other, as `init_method` of torch.distributed."""
+    """Return the `init_method` of torch.distributed: the environment, or srun's first host."""
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         return "env://"
     of_srun = slurm_env.variables(environ)
@@ -55,7 +55,7 @@ def init_method(environ: Mapping[str, str]) -> str:
 
 
 def free_port() -> int:
-    """Return a free port on this host."""
+    """Return a port that is free on this host at the moment."""
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
@@ -72,7 +72,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
                 "to train on one process."
             )
     world_size = numbers[launcher.world_size]
-    if world_size == 1:  # then it is also alone on its host
+    if world_size == 1:  # its only rank is the only one on its host
         numbers = {launcher.local_rank: 0, launcher.local_world_size: 1, **numbers}
     missing = [name for name in launcher.names if name not in numbers]
     if missing:
@@ -98,7 +98,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
 
 
 def _require_master_address(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise BadInputError without the address at which torch.distributed finds other processes."""
+    """Raise BadInputError if MASTER_ADDR or MASTER_PORT is missing or invalid."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if not missing:
         require_port(environ["MASTER_PORT"])

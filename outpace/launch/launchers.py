@@ -1,4 +1,4 @@
-"""Launchers by the variables that they set.
+"""Launchers and the environment variables that they set for each process.
 
 Every command imports this module, so it imports little.
 """
@@ -50,13 +50,13 @@ LAUNCHERS = (
 # MPICH and Intel MPI (src/pm/hydra of MPICH), Cray PALS and others that implement PMI.
 HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-# Variables of other launchers that set a process's rank but not the number of processes: PMIx
-# (prun), aprun, PALS and flux.
+# Variables of launchers that set a process's rank but not the number of processes: PMIx (prun),
+# aprun, PALS and flux.
 RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """Return this process's rank from any launcher's environment variable; "0" without one."""
+    """Return this process's rank from any launcher's variables, unchecked; "0" without one."""
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):
         names.append("SLURM_PROCID")

@@ -1,9 +1,9 @@
 """Launch of one process per rank on this host, with torch's elastic launcher.
 
-A signal to the launcher is passed on to each worker once; workers may then take as long as they
-need to finish the step and save. A second signal kills them immediately. (Elastic's own handler
-would kill them after a grace period.) Elastic gives every worker its own session, so Ctrl-C in a
-terminal reaches only the launcher: one key press is one signal for every worker.
+The launcher passes a first signal on to each worker, which may take as long as it needs to finish
+the step and save. A second signal kills the workers immediately. (Elastic's own handler would kill
+them after a grace period.) Elastic starts every worker in its own session, so Ctrl-C in a terminal
+reaches only the launcher, and each worker gets one signal per key press.
 """
 
 import json
@@ -43,19 +43,20 @@ from outpace.records.signals import ENDING, may_handle
 if TYPE_CHECKING:  # imports torch
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Grace period for the remaining ranks after one has failed: they have nothing to save.
+# Grace period for the remaining ranks after one has failed. They cannot save any more.
 _SHUTDOWN_S = 10
 RUN_ID_PREFIX = "outpace-"
-# starts every line of a rank's output if there are several hosts, followed by, for example, "3] "
+# With several hosts, lines of a rank's output begin with this and the rank, as in "[rank 3] ".
 RANK_PREFIX = "[rank "
 # A single Ctrl-C can arrive twice: from the terminal, and from a parent process that passes it on.
 SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed; `exit_code` is that rank's.
+    """A rank failed, with `exit_code`.
 
-    `lost`: nobody requested the end and no setting is to blame, so another attempt may succeed.
+    `lost`: neither a request nor a setting caused the failure, so a restart may succeed.
+    `answered`: see OutpaceError.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """The end of all ranks: exit codes and messages of those that failed, and signals received.
+    """End of all ranks: exit codes and reports of failed ones, and the signals received.
 
-    `hosts`: where each of these ranks ran, if there are several hosts.
+    `hosts`: the host of each of these ranks, if there are several hosts.
     """
 
     failures: Mapping[int, int]
@@ -93,13 +94,13 @@ class RanksEnd:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
     def format_rank(self, rank: int) -> str:
-        """Return the name by which messages refer to a rank."""
+        """Return a rank's name for messages, such as "rank 3 on node-a"."""
         return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True)
 class HostRendezvous:
-    """One of several hosts: the rendezvous, and this host's own address."""
+    """Rendezvous of several hosts, and this host's position and address."""
 
     nodes: int
     place: int
@@ -117,14 +118,12 @@ def start(
     told: Callable[[], None] = lambda: None,
     begin: Begin | None = None,
 ) -> None:
-    """Run `command` once per rank and wait for all of them.
-
-    If `begin` is given, it runs in forks of this process instead.
+    """Run `command` once per rank, or `begin` in forks of this process, and wait for all ranks.
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
     its environment. Returns when every rank has exited with 0. Raises WorkerError with the message
-    and exit code of the rank that failed first. Other children of this process are not affected.
-    `told` is called as soon as the first stop signal arrives.
+    and exit code of the rank that failed first. `told` is called when the first signal arrives.
+    Other children of this process are not affected.
     """
     with nullcontext() if begin is None else fork_ranks(begin):
         ended = run_ranks(nproc, command, told)
@@ -137,9 +136,9 @@ def run_ranks(
     told: Callable[[], None] = lambda: None,
     host_rendezvous: HostRendezvous = _ALONE,
 ) -> RanksEnd:
-    """Start this host's ranks as `start` does; return how they ended."""
+    """Run this host's ranks as `start` does, and return how they ended."""
     if host_rendezvous is _ALONE:
-        require_address(LOOPBACK)  # otherwise torch's store would look for it for a minute
+        require_address(LOOPBACK)  # without it, torch's store would retry for a minute
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -147,13 +146,13 @@ def run_ranks(
     from outpace.launch import rendezvous as rendezvous
     from outpace.nn.torch_versions import launch_config
 
-    # `conclude` reports in one sentence what elastic would log.
+    # `conclude` reports in one sentence what elastic logs at length.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous.register()
     several = host_rendezvous is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
-        kept = Std.ALL if several else Std.NONE  # to files, and shown line by line
+        kept = Std.ALL if several else Std.NONE  # written to files, and shown line by line
         config = launch_config(
             _SHUTDOWN_S,
             min_nodes=host_rendezvous.nodes,
@@ -180,7 +179,7 @@ def run_ranks(
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Limit the time for other ranks to end after a failure; torch 2.13 always allows 30 s."""
+    """Let elastic wait `_SHUTDOWN_S` for other ranks after a failure; torch 2.13 waits 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -198,7 +197,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Return exit codes, except those of ranks that elastic killed because they ignored SIGTERM."""
+    """Return exit codes of failed ranks, without those that elastic killed after its SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode
@@ -210,11 +209,11 @@ def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
 def start_settings(
     settings: TrainSettings, origins: Mapping[str, str], nproc: int, progress: bool = True
 ) -> Measurement:
-    """Train on `nproc` processes of this host, from inside any Python program.
+    """Train on `nproc` new processes of this host from any Python program; return the result.
 
-    With `progress`, they report progress to standard error. Raises what training in this process
-    would raise, WorkerError if a rank failed, and KeyboardInterrupt once interrupted workers have
-    finished their step and saved.
+    With `progress`, rank 0 reports to standard error. Raises the errors that training in this
+    process raises, WorkerError if a rank failed, and KeyboardInterrupt once interrupted workers
+    have finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         handed_over = Path(folder) / "settings.json"
@@ -243,7 +242,10 @@ def _error_of(message: str, exit_code: int) -> OutpaceError:
 
 
 def _run_to_end(command: list[str]) -> tuple[str, int]:
-    """Run a command; pass one interrupt on to it, and then wait as long as it takes."""
+    """Run a command and return its output and exit code.
+
+    Pass an interrupt on to it, wait for it as long as it takes, and raise KeyboardInterrupt.
+    """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=child_environment()
     ) as process:
@@ -266,7 +268,10 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Pass termination signals to `pass_on` with the list so far; yield that list."""
+    """Call `pass_on` with each signal that ends a run, and with the list of signals received.
+
+    Yield that list.
+    """
     received: list[int] = []
     times: list[float] = []
 
@@ -287,7 +292,7 @@ def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]
 
 
 def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
-    """Return a handler that passes a signal on to the processes started from now on."""
+    """Return a handler that passes signals on to child processes started from now on."""
     others = set(psutil.Process().children())
 
     def pass_on(signum: int, received: list[int]) -> None:
@@ -304,7 +309,7 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
 
 
 def _reports(logs: Path) -> list[RankReport]:
-    """Read the ranks' reports from elastic's error files, in order of time."""
+    """Return the ranks' reports from elastic's error files, in order of time."""
     found = []
     for path in logs.glob("**/error.json"):
         with suppress(ValueError, KeyError, TypeError, OSError):
@@ -323,16 +328,13 @@ def _reports(logs: Path) -> list[RankReport]:
 
 
 def conclude(ended: RanksEnd) -> None:
-    """Raise the WorkerError that explains why the job ended, if it failed.
-
-    Exit codes are negative for a signal.
-    """
+    """Raise a WorkerError with the cause if ranks failed or were stopped; else return."""
     failures, reports, signals = ended.failures, ended.reports, ended.signals
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
-    # A crash makes the ranks that communicate with it fail, too, since their connections break, and
-    # elastic ends the rest with SIGTERM. So ranks killed by other signals come first, then those
-    # with reports.
+    # If a rank crashes, the ranks that communicate with it fail because their connections break,
+    # and elastic ends the rest with SIGTERM. So ranks killed by other signals (exit codes are then
+    # negative) are the likeliest cause, then those with reports.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
@@ -357,12 +359,12 @@ def conclude(ended: RanksEnd) -> None:
 
 
 def _report_order(report: RankReport) -> tuple[bool, float]:
-    """Return a sort key for reports: a crash may follow a refusal, but never causes one."""
+    """Return a sort key that puts causes first: a refusal may cause crashes, but not vice versa."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
 def _attribute(first: RankReport, ended: RanksEnd) -> str:
-    """Return the message, prefixed by its rank unless all ranks report the same."""
+    """Return a report's message, with the rank's name unless rank 0 reports the same."""
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"

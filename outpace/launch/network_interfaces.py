@@ -1,7 +1,7 @@
-"""The network interface on which ranks listen for each other.
+"""Selection of the network interface on which ranks listen.
 
-gloo and NCCL read its name from the environment. By default, gloo listens on the address that this
-host's name resolves to, which others can usually reach.
+gloo and NCCL read its name from environment variables. By default, gloo listens on the address that
+this host's name resolves to, which other hosts can usually reach.
 """
 
 import errno
@@ -21,7 +21,7 @@ _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables, if not set yet, that make gloo and NCCL use an address's interface."""
+    """Return variables that make gloo and NCCL use the interface of `address`, unless set."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
@@ -56,9 +56,10 @@ def require_address(address: str) -> None:
 
 @contextmanager
 def use_interface(address: str) -> Iterator[frozenset[str]]:
-    """Make process groups use this address's interface in the context; yield the variables set.
+    """Make process groups use the interface of `address` in the context.
 
-    Raises BadInputError if there is no such interface.
+    Yield the names of the variables that were set. Raises BadInputError if there is no such
+    interface.
     """
     require_address(address)
     own = variables_for(address, os.environ)
@@ -71,10 +72,11 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 
 
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
-    """Return a socket bound to this host's address as other ranks resolve `host`; None if unclear.
+    """Return a socket bound to the address at which other ranks look for `host`, which is here.
 
-    It is unclear if some ranks are `apart`, on other hosts that may resolve the name to another
-    address, or if it resolves to loopback here. Raises OSError if the port is in use.
+    Return None if that address is unknown: `host` does not resolve to an address of this host, or
+    some ranks are `apart` (on other hosts) and it has several addresses, or loopback's. Raises
+    OSError if the port is in use.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
 """Exit of a process when its parent process ends, for any reason.
 
-After `kill -9` of a launcher, its ranks get no notice. The kernel can signal them
-(PR_SET_PDEATHSIG), but only on Linux, and it does so even when only the thread that started the
-process ends. A change of the parent's process ID is visible on every system.
+After `kill -9` of a launcher, its ranks get no notice. The kernel could signal them
+(PR_SET_PDEATHSIG), but only on Linux, and also if only the thread that started them ends. A change
+of the parent's process ID is visible on every system.
 """
 
 import os
@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-# Process ID of outpace, set for commands that it starts.
+# Variable with the process ID of outpace, set for commands that it starts.
 PARENT = "OUTPACE_PARENT_PID"
 
 _LOOK_S = 0.5
-# Time for ranks to finish the step and save; some of them have lost the launcher's store.
+# Time for ranks to finish the step and save, although the launcher's store is gone.
 _SAVE_S = 60.0
 
 
@@ -27,10 +27,9 @@ def child_environment() -> dict[str, str]:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """End this process when its parent ends, if that is outpace or torch's elastic launcher.
+    """End this process when its parent ends, if the parent is outpace or torch's launcher.
 
-    The process first receives SIGTERM, so that the run is saved; SIGKILL follows if that takes too
-    long.
+    The process gets SIGTERM, so that it saves the run, and SIGKILL if that takes too long.
     """
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ

@@ -1,6 +1,6 @@
 """Checks of hosts before training starts on them.
 
-User input never becomes part of a remote command line; it goes through standard input.
+User input is never part of a remote command line; it goes through standard input.
 """
 
 import json
@@ -29,13 +29,13 @@ _SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
         "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
 _ANSWER_S = 90  # includes importing torch
 _CLOCK_S = 5.0
-# Facts that must be equal for ranks to communicate and to compute the same values.
+# Versions that must be the same on all hosts.
 _SAME = ("python", "outpace", "torch")
 
 
 @dataclass(frozen=True)
 class HostCheck:
-    """Result of checking a host: its facts, or why there are none (`unreachable`).
+    """Result of checking a host: its facts, or why it did not answer (`unreachable`).
 
     `obstacles`: what prevents training on it.
     """
@@ -47,22 +47,22 @@ class HostCheck:
 
     @property
     def ready(self) -> bool:
-        """Return whether ranks can run on this host."""
+        """Whether ranks can run on this host."""
         return self.facts is not None and not self.obstacles
 
     @property
     def problems(self) -> list[str]:
-        """Return descriptions of the host's problems, for the user."""
+        """The host's problems as messages for the user."""
         return [f"{self.host.name}: {one}" for one in (*self.obstacles, self.unreachable) if one]
 
 
 def check_hosts(
     hosts: Sequence[Host], question: HostQuery, out: Path, like: HostCheck | None = None
 ) -> list[HostCheck]:
-    """Query each host, and check whether it sees the folder of `out`.
+    """Query all hosts, and check each one's facts and whether it sees the folder of `out`.
 
-    Facts that must agree are compared with `like`, or with the first host that answers. Raises
-    BadInputError if the folder is not writable.
+    Versions are compared with `like`, or with the first host that answers. Raises BadInputError if
+    the folder is not writable.
     """
     with _token(out) as token:
         asked = question.model_copy(update={"seen": (*question.seen, str(token))})
@@ -82,12 +82,13 @@ def check_hosts(
 
 @contextmanager
 def _token(out: Path) -> Iterator[Path]:
-    """Yield a file that every host sharing this folder can see; remove it afterwards.
+    """Create a marker file, which every host that shares the folder of `out` sees; yield its path.
 
-    A run may start in an empty folder while unreachable hosts are queried; it ignores this file.
+    It is in the nearest existing parent folder, and is removed afterwards. A run that starts in the
+    folder in the meantime ignores it.
     """
     places = (out.absolute(), *out.absolute().parents)
-    try:  # even a lookup may fail, since the disk may be gone
+    try:  # even looking for the folder fails if the disk is gone
         token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
@@ -105,7 +106,7 @@ def _find_obstacles(
     between: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield obstacles to training on a host. `tokens`: marker files by shared folder."""
+    """Yield what prevents training on a host. `tokens`: folders by their marker file."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
@@ -126,7 +127,7 @@ def _find_obstacles(
 
 
 def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
-    """Return a host's facts, or why there are none, and when the query began and ended."""
+    """Return a host's facts, or why it did not answer, and when the query began and ended."""
     began_s = time.time()
     try:
         done = subprocess.run(
@@ -149,11 +150,11 @@ def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple
 
 
 def remote(host: Host, folder: Path, what: str) -> list[str]:
-    """Return the command that starts the agent on a host; this host needs no ssh."""
+    """Return the command that starts the agent on a host, over ssh unless it is this host."""
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
-    found = os.environ.get("PYTHONPATH")  # outpace may be installed there, on that host too
+    found = os.environ.get("PYTHONPATH")  # may have outpace, on the other host too
     if found:
         words = ["env", f"PYTHONPATH={found}", *words]
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
@@ -165,7 +166,7 @@ def local_environment() -> dict[str, str]:
 
 
 def read_marked(output: str) -> dict[str, Any] | None:
-    """Return an agent's last message; a login shell may print other text before it."""
+    """Return an agent's last message in its output, which may have text of a login shell."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     with suppress(ValueError, IndexError):
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
@@ -174,6 +175,6 @@ def read_marked(output: str) -> dict[str, Any] | None:
 
 
 def addresses(facts: Sequence[HostFacts]) -> list[str]:
-    """Return the addresses by which hosts reach each other."""
+    """Return the address at which each host was reached, and at which others reach it."""
     asking = next((one.asked_from for one in facts if one.asked_from), None)
     return [one.address or asking or LOOPBACK for one in facts]

@@ -1,6 +1,6 @@
 """Rendezvous of a job's ranks: torch's store, bound to one address of the first host.
 
-By default, torch's store listens on every interface, whichever address it is given.
+By itself, torch's store listens on all interfaces, whatever address it is given.
 """
 
 import socket
@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
-    """Return a store on the given socket, which others reach at `host`."""
+    """Return a store that listens on the socket `bound`, which others reach at `host`."""
     port = bound.getsockname()[1]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -39,7 +39,7 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 class StaticRendezvousHandler(RendezvousHandler):
     """Rendezvous of a fixed number of hosts with known positions, all of which join at the start.
 
-    The store is on the first host, and ranks use the same one.
+    The store is on the first host. Ranks use the same store.
     """
 
     def __init__(self, place: int, hosts: int, endpoint: str, run_id: str) -> None:
@@ -49,18 +49,18 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous in torch's launcher."""
+        """Return the name of this rendezvous backend in torch's launcher."""
         return NAME
 
     @property
     def use_agent_store(self) -> bool:
-        """Return True: ranks reuse the launcher's store."""
+        """True: ranks use the launcher's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the other hosts.
+        """Wait until all hosts have joined, and return the store and this host's position.
 
-        Raises RendezvousError on failure, or if hosts are missing after the time limit.
+        Raises RendezvousError if the store cannot be reached, or after the time limit.
         """
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
@@ -74,9 +74,9 @@ class StaticRendezvousHandler(RendezvousHandler):
                 return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
             except DistError:
                 raise RendezvousConnectionError(
-                    f"cannot reach the rendezvous at {self._host}, port {self._port}, within "
-                    f"{_CONNECT.total_seconds():.0f} s. Check that this host can "
-                    "resolve the name, and that no firewall blocks the port between the two hosts"
+                    f"could not reach the rendezvous at {self._host}, port {self._port}, within "
+                    f"{_CONNECT.total_seconds():.0f} s. Check that this host resolves the name, "
+                    "and that no firewall blocks the port between the two hosts"
                 ) from None
         try:
             bound = listen(self._host, self._port, apart=False)
@@ -96,30 +96,30 @@ class StaticRendezvousHandler(RendezvousHandler):
         """Poll until all hosts have joined; torch's own wait would not handle signals."""
         store.add("hosts", 1)
         late_s = time.monotonic() + _JOIN_S
-        while (come := store.add("hosts", 0)) < self._hosts:
+        while (joined := store.add("hosts", 0)) < self._hosts:
             if time.monotonic() > late_s:
                 raise RendezvousTimeoutError(
-                    f"only {come} of {self._hosts} hosts joined within {_JOIN_S} s"
+                    f"only {joined} of {self._hosts} hosts joined within {_JOIN_S:.0f} s"
                 )
             time.sleep(_LOOK_AGAIN_S)
 
     def is_closed(self) -> bool:
-        """Return False; the rendezvous is never closed."""
+        """Return False, because the rendezvous is never closed."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because no nodes wait."""
+        """Return 0, because no node joins later."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the given run ID."""
+        """Return the run ID."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Do nothing, since the store ends with its last user."""
+        """Release the store, which ends with its last user."""
         self._store = None
         return True
 

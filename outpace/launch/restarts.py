@@ -11,10 +11,10 @@ from outpace.records.units import show_number
 
 @dataclass
 class Restarts:
-    """Number of restarts, and their limit.
+    """Counter of restarts, with the limit `most`.
 
-    A user's mistake, a NaN loss, an out-of-memory error and a requested stop would only recur, so
-    they cause no restart. `say` informs the user; `out` is the run's directory.
+    Failures that a restart would repeat cause none: an invalid setting, a NaN loss, an
+    out-of-memory error, a requested stop. `say` informs the user; `out` is the run's directory.
     """
 
     most: int
@@ -23,7 +23,7 @@ class Restarts:
     done: int = 0
 
     def count(self, error: WorkerError) -> None:
-        """Count a restart after `error`; re-raise it if no more are allowed or it would recur."""
+        """Count a restart after `error`, or raise it if the limit is reached or it would recur."""
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:
@@ -40,6 +40,6 @@ class Restarts:
 
 
 def _in_a_line(error: WorkerError) -> str:
-    """Return the message in one line: for a traceback, its origin and its last line."""
+    """Return an error's message as one line; of a traceback, only the first and the last line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

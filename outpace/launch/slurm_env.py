@@ -1,6 +1,6 @@
-"""Variables that SLURM's srun sets for each of its tasks, in torchrun's terms.
+"""Translation of the variables that SLURM's srun sets for each task into torchrun's.
 
-The names are from "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also sees some of them,
+The names are from "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also has some of them,
 but is not a rank: only tasks that srun starts have the variables of a step.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from outpace.launch.host_list import expand
 from outpace.records.errors import BadInputError
 
-# Below the range from which systems assign ports (32768 and up), above that of services.
+# Below the ports that systems assign to clients (32768 and up), and above those of services.
 _PORTS = range(15000, 30000)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
@@ -19,10 +19,10 @@ _WITH_VALUE = ("--rcfile", "--init-file")  # options of bash(1) with a value
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on for a task; empty outside a step with several tasks.
+    """Return torchrun's variables (RANK, WORLD_SIZE, …) for a task of srun.
 
-    Also empty in an interactive shell from srun, where `--nproc` starts ranks. Raises BadInputError
-    if one of srun's variables is missing.
+    Empty outside of a step with several tasks, and in an interactive shell that srun started, where
+    `--nproc` works. Raises BadInputError if one of srun's variables is missing.
     """
     if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
         return {}
@@ -52,10 +52,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_shell(environ: Mapping[str, str]) -> bool:
-    """Return whether srun has started an interactive shell as this task.
+    """Return whether this task of srun is an interactive shell.
 
-    `srun --pty -n 4 bash` gives task 0 the terminal; nobody uses the other three shells. A shell
-    that runs a script runs it in every task, so it does not count.
+    `srun --pty -n 4 bash` starts four shells, of which only task 0 has the terminal. A shell that
+    runs a script or a command does not count, since it does so in every task.
     """
     if not environ.get("SLURM_PTY_PORT"):
         return False
@@ -76,7 +76,7 @@ def _in_shell(environ: Mapping[str, str]) -> bool:
 
 
 def _counts(text: str) -> Iterator[int]:
-    """Expand task counts: '4(x2),3' yields 4, 4, 3."""
+    """Yield the number of tasks on each node: '4(x2),3' gives 4, 4, 3."""
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:

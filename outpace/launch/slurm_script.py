@@ -1,4 +1,4 @@
-"""Jobs for SLURM: an sbatch script that reads as if written by hand."""
+"""Jobs for SLURM: a readable sbatch script."""
 
 import shlex
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from typing import Literal
 
 from outpace.records.cluster_job import ClusterJob
 
-# Seconds after which the remaining ranks count as hanging. (Some may still be saving.)
+# Seconds that srun waits for other ranks after one has ended; they may still be saving.
 _WAIT_S = 600
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options specific to SLURM. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
+    """Options for SLURM. `directives`: further #SBATCH options, such as 'partition=gpu'."""
 
     starter: Literal["srun", "torchrun"] = "srun"
     time: str | None = None
@@ -22,25 +22,25 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """Return the text of the script. `path`: folders to put first on PATH."""
+    """Return the script. `path`: folders to prepend to PATH."""
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH --{one}" for one in _directives(job, options)),
             "",
             f"export PATH={shlex.quote(path)}:$PATH",
-            "# It resumes from the last checkpoint: SLURM starts it again after a preemption or a",
-            "# lost node, and it requeues itself when its time is nearly up.",
+            "# The job resumes from its last checkpoint: SLURM requeues it after a preemption or a",
+            "# lost node, and it requeues itself shortly before its time limit.",
             "stopping=",
             "trap 'stopping=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
             *_note_newest(job),
             "",
             *_start_lines(job, options),
             "running=$!",
-            "# A signal also ends the wait, with its own exit code; the job may have ended, too.",
+            "# The signal interrupts `wait`, which then returns its number + 128: wait again.",
             "signalled=$((128 + $(kill -l USR1)))",
             'while wait "$running"; code=$?; [ "$code" -eq "$signalled" ]; do :; done',
-            *_put_back(job),
+            *_requeue_lines(job),
             'exit "$code"',
             "",
         ]
@@ -48,17 +48,17 @@ def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
 
 
 def _note_newest(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that note the newest checkpoint before anything runs."""
+    """Yield lines that store the name of the newest checkpoint before the job starts."""
     if job.out is not None:
         checkpoints = shlex.quote(f"{job.out}/checkpoints")
         yield f"saved() {{ ls -t {checkpoints}/*/complete.json 2>/dev/null | head -n 1; }}"
         yield "before=$(saved)"
 
 
-def _put_back(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that requeue the job, unless it has twice saved nothing within its time limit.
+def _requeue_lines(job: ClusterJob) -> Iterator[str]:
+    """Yield lines that requeue the job near its time limit, unless it has saved nothing twice.
 
-    In the first attempt, the time may have been spent tokenizing data, which are cached now.
+    The first time, the job may have spent its time tokenising data, which are then cached.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
@@ -102,14 +102,14 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return the cores per task (one torchrun per node); None for the cluster's default."""
+    """Return the number of cores per task, which is a torchrun or a rank; None for the default."""
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Yield lines that start all ranks in blocks, so that neighbouring ranks stay together."""
+    """Yield lines that start all ranks, numbered node by node."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
     if cpus is not None:  # since 22.05, srun no longer inherits it from sbatch

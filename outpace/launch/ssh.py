@@ -1,7 +1,7 @@
-"""Training on several hosts, started from one over ssh, with torch's elastic agent on each.
+"""Training on several hosts, started from one of them over ssh, with torch's elastic agent on each.
 
-A run consists of rounds. Each starts on the hosts that are ready and resumes from the last
-checkpoint. A lost rank or host, or a host that returns, ends the round.
+A run consists of rounds. Each round starts on the hosts that are ready, and resumes from the last
+checkpoint. It ends when a rank or host is lost, or when a host comes back.
 """
 
 import os
@@ -38,19 +38,19 @@ from outpace.records.run import resume_command
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
-# Seconds for other hosts to notice that the first one has failed.
+# Seconds for the other hosts to notice that one has failed.
 _LEFT_S = 30.0
 _LOOK_OUT_S = 30.0  # time between checks of unreachable hosts
-_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # if too few hosts are left
+_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # between checks, and in total, if too few hosts are left
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training run to start on hosts.
+    """A training run to start on several hosts.
 
-    `command` starts a rank; `again` starts a rank that resumes. `paths` must exist on all hosts;
-    `out` is the run's folder, which they share. `rounds` are the names of the rounds so far,
-    including the current one.
+    `command` starts a rank, and `again` a rank that resumes. `paths` must exist on all hosts, which
+    share the run's folder `out`. `rounds` are the IDs of the rounds so far, including the current
+    one.
     """
 
     command: list[str]
@@ -64,7 +64,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts. `during`: a round is running; its ranks do not count as leftovers."""
+        """Check the hosts. `during`: ranks of the current round may be running on them."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),
@@ -132,7 +132,7 @@ def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
 
 
 def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
-    """Raise BadInputError unless enough hosts are ready and the rest are merely unreachable."""
+    """Raise BadInputError if too few hosts are ready, or if one answers but cannot train."""
     problems = [one for answer in answers for one in answer.problems]
     wrong = any(answer.obstacles for answer in answers)
     ready = sum(answer.ready for answer in answers)
@@ -145,7 +145,7 @@ def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
 
 
 def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) -> list[HostCheck]:
-    """Check until enough hosts are ready. Raises WorkerError if that takes too long."""
+    """Check hosts until enough are ready, and return the checks. Raises WorkerError if too late."""
     until_s, waited = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -169,12 +169,13 @@ def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) 
 def _round(
     using: Sequence[HostCheck], away: Sequence[Host], training: Training, kept: Path
 ) -> str | None:
-    """Run one round on these hosts until it ends.
+    """Run one round on these hosts, and return None if the run is finished.
 
-    Return the name of a host that has come back, for which the ranks saved and ended.
+    Return the name of a host in `away` that came back, if the round ended because of that. Raises
+    WorkerError if it failed.
     """
-    parts = _parts(using, training, kept)
-    asked = _EndRequest(parts)
+    agents = _start_agents(using, training, kept)
+    asked = _EndRequest(agents)
 
     def pass_on(signum: int, received: list[int]) -> None:
         asked.end(signal.Signals(signum), again=len(received) > 1)
@@ -184,9 +185,9 @@ def _round(
         signals_to(pass_on) as signals,
         _watch_for_return(wanted, training, using[0], asked) as back,
     ):
-        _wait(parts)
+        _wait(agents)
     try:
-        _conclude(parts, signals)
+        _conclude(agents, signals)
     except WorkerError as error:
         # Ranks that were still starting had nothing to save.
         ended = error.lost or error.exit_code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
@@ -198,29 +199,29 @@ def _round(
 
 @dataclass
 class _EndRequest:
-    """Requests to end these hosts' ranks; a second request ends them immediately."""
+    """Request to the ranks on all hosts to end; repeating it ends them immediately."""
 
-    parts: "Sequence[_Part]"
+    agents: "Sequence[_HostAgent]"
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, signum: signal.Signals, again: bool = False) -> bool:
-        """Ask the ranks to end, unless already asked; return whether this call asked."""
+        """Ask the ranks to end, and return True; unless `again`, ask only once."""
         if self.over.is_set() and not again:
             return False
         self.over.set()
-        for part in self.parts:
-            part.send_line(signum.name)
+        for agent in self.agents:
+            agent.send_line(signum.name)
         return True
 
 
-def _parts(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[_Part]":
+def _start_agents(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[_HostAgent]":
     facts: list[HostFacts] = [one.facts for one in using if one.facts is not None]
     at = preflight.addresses(facts)
     first = f"[{at[0]}]" if ":" in at[0] else at[0]
     endpoint = f"{first}:{facts[0].port}"
     command = training.command if len(training.rounds) == 1 else training.again
     return [
-        _Part(one.host, HostCommand(
+        _HostAgent(one.host, HostCommand(
             folder=str(training.folder), command=tuple(command), slots=one.host.slots,
             nodes=len(using), node=place, endpoint=endpoint, run_id=training.rounds[-1],
             address=at[place], environment=_passed_variables(),
@@ -233,13 +234,16 @@ def _parts(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[
 def _watch_for_return(
     away: Sequence[Host], training: Training, like: HostCheck, asked: _EndRequest
 ) -> Iterator[list[str]]:
-    """Ask the ranks to save and end when one of these hosts is ready again; yield its name."""
+    """Ask the ranks to save and end when a host in `away` is ready again.
+
+    Yield a list that gets its name.
+    """
     back: list[str] = []
     said: set[str] = set()
 
     def look() -> None:
         while not asked.over.wait(_LOOK_OUT_S):
-            with suppress(BadInputError):  # the run's disk is missing: do not start a new run
+            with suppress(BadInputError):  # the run's disk is gone, so a new round could not start
                 answers = training.check(away, like, during=True)
                 unfit = {problem for one in answers if one.obstacles for problem in one.problems}
                 for problem in sorted(unfit - said):
@@ -257,13 +261,13 @@ def _watch_for_return(
 
 
 def _passed_variables() -> dict[str, str]:
-    """Return variables that affect computation, except host-specific ones."""
+    """Return environment variables that affect computation, except host-specific ones."""
     return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
 
 
 @dataclass
-class _Part:
-    """One host's running part of the job. `ended`: its agent's last message."""
+class _HostAgent:
+    """A host's agent, which runs its ranks. `ended`: the agent's last message."""
 
     host: Host
     work: HostCommand
@@ -291,15 +295,9 @@ class _Part:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
-    def close(self) -> None:
-        """Close the agent's input, upon which the agent ends everything on its host."""
-        assert self.process.stdin is not None
-        with suppress(OSError):
-            self.process.stdin.close()
-
     @property
     def failed(self) -> bool:
-        """Return whether the part has ended and failed."""
+        """Whether the agent has ended and its ranks failed."""
         if self.process.poll() is None:
             return False
         for reader in self.readers:
@@ -315,7 +313,7 @@ class _Part:
                     self._pass_on(line, shown)
 
     def _pass_on(self, line: str, shown: IO[str]) -> None:
-        """Store and show what a rank or its agent writes."""
+        """Show a line that a rank or the agent wrote, and append it to a file."""
         rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
         if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
             self.errors.append(line.rstrip())
@@ -333,40 +331,40 @@ class _Part:
             file.write(line)
 
 
-def _wait(parts: Sequence[_Part]) -> None:
-    """Wait until all parts have ended; end those still running long after one has failed.
+def _wait(agents: Sequence[_HostAgent]) -> None:
+    """Wait until all agents have ended; `_LEFT_S` after one has failed, end the others.
 
-    They cannot save any more, since a step needs all ranks.
+    They cannot save any more, since a step needs all ranks. Send heartbeats in the meantime.
     """
     failed_s, said_s = None, time.monotonic()
-    while any(part.process.poll() is None for part in parts):
+    while any(agent.process.poll() is None for agent in agents):
         time.sleep(0.05)
         if time.monotonic() - said_s > SILENCE_S / 12:
             said_s = time.monotonic()
-            for part in parts:
-                part.send_line("")
-        if failed_s is None and any(part.failed for part in parts):
+            for agent in agents:
+                agent.send_line("")
+        if failed_s is None and any(agent.failed for agent in agents):
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
             failed_s = float("inf")
-            _end(parts)
-    for part in parts:
-        for reader in part.readers:
+            _end(agents)
+    for agent in agents:
+        for reader in agent.readers:
             reader.join()
 
 
-def _end(parts: Sequence[_Part]) -> None:
-    """End all parts immediately by a second signal, after which they do not finish their step."""
-    for part in parts:
-        part.send_line(signal.SIGTERM.name)
+def _end(agents: Sequence[_HostAgent]) -> None:
+    """End all ranks immediately, by two signals, so that they do not finish their step."""
+    for agent in agents:
+        agent.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)
-    for part in parts:
-        part.send_line(signal.SIGTERM.name)
+    for agent in agents:
+        agent.send_line(signal.SIGTERM.name)
 
 
-def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
-    """Raise the WorkerError that says why the run ended, if it failed."""
-    lost = [part for part in parts if part.ended is None]
+def _conclude(agents: Sequence[_HostAgent], signals: Sequence[int]) -> None:
+    """Raise a WorkerError with the cause if the round failed or was stopped."""
+    lost = [agent for agent in agents if agent.ended is None]
     if lost and not signals:
         said = lost[0].errors[-1] if lost[0].errors else "it sent no message"
         raise WorkerError(
@@ -377,26 +375,26 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     reports: list[RankReport] = []
     names: dict[int, str] = {}
     errors: list[tuple[bool, str]] = []
-    for part in parts:
-        if part.ended is None:
+    for agent in agents:
+        if agent.ended is None:
             continue
-        # Hosts that we ended ourselves did not cause the failure.
-        ours = len(part.ended["signals"]) > 1
+        # Ranks that `_end` killed did not cause the failure.
+        ours = len(agent.ended["signals"]) > 1
         its = {
             int(rank): code
-            for rank, code in part.ended["failures"].items()
+            for rank, code in agent.ended["failures"].items()
             if not (ours and code == -signal.SIGKILL)
         }
-        said_by = [RankReport(**one) for one in part.ended["reports"]]
-        names |= dict.fromkeys([*its, *(one.rank for one in said_by)], part.host.name)
+        said_by = [RankReport(**one) for one in agent.ended["reports"]]
+        names |= dict.fromkeys([*its, *(one.rank for one in said_by)], agent.host.name)
         failures |= its
         reports += said_by
-        if part.ended["error"]:
-            told = bool(part.ended["signals"])
-            errors.append((told, f"{part.host.name}: {part.ended['error']}"))
+        if agent.ended["error"]:
+            told = bool(agent.ended["signals"])
+            errors.append((told, f"{agent.host.name}: {agent.ended['error']}"))
     conclude(RanksEnd(failures, reports, signals, names))
     if signals and (lost or errors):
         name = signal.Signals(signals[0]).name
         raise WorkerError(f"stopped by {name} before training started", 128 + signals[0])
-    if errors:  # hosts that were asked to end are not at fault
+    if errors:  # prefer hosts that had not been asked to end
         raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

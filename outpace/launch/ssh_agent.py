@@ -1,11 +1,11 @@
-"""The agent that runs one host's part of a training run; `launch.ssh` starts it over ssh.
+"""Agent that runs the ranks of one host; `launch.ssh` starts it over ssh.
 
-    python -m outpace.launch.ssh_agent check  a Question on standard input, Facts on standard output
-    python -m outpace.launch.ssh_agent run    Work on standard input; starts its ranks
+    python -m outpace.launch.ssh_agent check   read a HostQuery, and print HostFacts
+    python -m outpace.launch.ssh_agent run     read a HostCommand, and run its ranks
 
-While ranks run, each further line of input names a signal to pass on to them, or is empty, as a
-heartbeat. If the input ends, or nothing arrives for SILENCE_S, the ranks are asked to end as if by
-SIGTERM. The last line of output, after MARK, describes how the ranks ended.
+Input is one line of JSON on standard input. While ranks run, each further line names a signal for
+them, or is empty, which is a heartbeat. If the input ends, or is silent for SILENCE_S, the ranks
+get SIGTERM. The last line of output begins with MARK and says how the ranks ended.
 """
 
 import json
@@ -30,13 +30,13 @@ from outpace.records.errors import OutpaceError
 from outpace.records.hosts import HostCommand, HostFacts, HostQuery
 
 MARK = "outpace-agent: "
-SILENCE_S = 60.0  # a lost host does not close its end of the connection
-_AT_ONCE_S = 15.0  # time within which a second signal ends the ranks
+SILENCE_S = 60.0  # a host that is lost does not close its connection
+_AT_ONCE_S = 15.0  # time for the ranks to end after a second signal
 _GRACE_S = 60.0  # time for ranks to save if nobody waits for them
 
 
 def main(argv: list[str]) -> int:
-    """Carry out the request; return 0 if it was answered."""
+    """Run the command in `argv` with the request on standard input; return the exit code."""
     line = sys.stdin.readline()
     if argv == ["check"]:
         print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(asked: HostQuery) -> HostFacts:
-    """Return the facts about this host."""
+    """Return this host's facts: versions, clock, missing paths, a free port, leftover ranks."""
     now_s = time.time()
     client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
     folder = Path(asked.folder)
@@ -63,7 +63,7 @@ def check(asked: HostQuery) -> HostFacts:
 
 
 def _processes_of(runs: Sequence[str]) -> Iterator[int]:
-    """Yield the process IDs of ranks that torch's agents have started under these run IDs."""
+    """Yield the process IDs of ranks that are running under these run IDs."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -72,7 +72,7 @@ def _processes_of(runs: Sequence[str]) -> Iterator[int]:
 
 
 def run(work: HostCommand) -> NoReturn:
-    """Start the ranks, wait for them, and report how they ended."""
+    """Run this host's ranks, and print how they ended."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     from outpace.launch import local
@@ -81,12 +81,14 @@ def run(work: HostCommand) -> NoReturn:
     os.environ.update(work.environment)
     os.environ.update(variables_for(work.address, os.environ))
     threading.Thread(target=_listen, daemon=True).start()
-    meeting = local.HostRendezvous(work.nodes, work.node, work.endpoint, work.run_id, work.address)
+    rendezvous = local.HostRendezvous(
+        work.nodes, work.node, work.endpoint, work.run_id, work.address
+    )
     error = None
     ended = local.RanksEnd({}, [], [])
     try:
-        ended = local.run_ranks(work.slots, list(work.command), host_rendezvous=meeting)
-    except local.WorkerError as found:  # asked to end before its ranks started
+        ended = local.run_ranks(work.slots, list(work.command), host_rendezvous=rendezvous)
+    except local.WorkerError as found:  # a signal arrived before the ranks started
         error, ended = str(found), local.RanksEnd({}, [], [found.exit_code - 128])
     except OutpaceError as found:
         error = str(found)
@@ -98,7 +100,7 @@ def run(work: HostCommand) -> NoReturn:
 
 
 def _finish(said: dict[str, Any]) -> NoReturn:
-    """Report how the ranks ended, and exit immediately, since a thread is still reading."""
+    """Print how the ranks ended, and exit without waiting for the thread that reads input."""
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()
@@ -106,7 +108,7 @@ def _finish(said: dict[str, Any]) -> NoReturn:
 
 
 def _listen() -> None:
-    """Pass signals named on standard input to this process and the ranks."""
+    """Send the signals named on standard input to this process, which passes them to its ranks."""
     told = 0
     for line in _lines():
         with suppress(KeyError):
@@ -119,12 +121,12 @@ def _listen() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
-    # The second signal ends ranks immediately, but torch's agent may wait for an unreachable host.
+    # A second signal ends ranks immediately, but torch's agent may wait for an unreachable host.
     time.sleep(_AT_ONCE_S)
     for rank in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             rank.kill()
-    _finish({"failures": {}, "reports": [], "signals": [], "error": "it had to be killed"})
+    _finish({"failures": {}, "reports": [], "signals": [], "error": "its ranks had to be killed"})
 
 
 def _lines() -> Iterator[str]:
