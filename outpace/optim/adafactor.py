@@ -98,7 +98,7 @@ class Adafactor(torch.optim.Adafactor):
     def _update_stacked(
         self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
-        """Step parameters of one shape, as copies stacked in one tensor."""
+        """Update parameters of one shape as one stacked copy."""
         gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
         names = [name for name in MEANS if name in states[0]]
         held = [[local(p) for p in parameters]]
@@ -160,7 +160,7 @@ def step_tensor(
 def _estimate(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
-    """Estimate the running means of squares from their means over rows and over columns."""
+    """Update the running means of squares and return their estimate for each element."""
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
@@ -198,7 +198,7 @@ def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
 
 
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros of the parameter's shape but size 1 in `dim`, sharded like it elsewhere."""
+    """Return zeros like the parameter but with size 1 in `dim`, sharded alike in the others."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
     if not is_spread(parameter):

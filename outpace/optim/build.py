@@ -38,8 +38,8 @@ def make_optimizer(
     """Make the requested optimizer over the trained parameters.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are updated.
-    `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` are this
-    rank's parts of their initial values, by name, and are consumed. `compiled`: torch.compile fuses
+    `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` has this
+    rank's parts of their initial values, by name, and is emptied. `compiled`: torch.compile fuses
     the update's many operators into a few kernels, if the optimizer supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
@@ -113,7 +113,7 @@ def _build(
     noise: Noise,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the named optimizer; Adafactor is Shazeer and Stern's (ICML 2018)."""
+    """Build the named optimizer over parameter groups."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # resolved before the first step
     kept = OPTIMIZER_TRAITS[name].kept
@@ -125,7 +125,7 @@ def _build(
         return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":
         together = steps_together(groups)
-        # This launches one kernel for all parameters; DTensor has no sharding rule for it.
+        # The fused operator updates all parameters at once; DTensor has no sharding rule for it.
         fused = together and not any(is_spread(p) for group in groups for p in group["params"])
         sgd = torch.optim.SGD(
             groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
@@ -191,7 +191,7 @@ def initial_state(
     if isinstance(optimizer, torch.optim.SGD) or group.get("orthogonal"):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     device = parameter.device if group.get("fused") else "cpu"
-    # From a Python number, so that a trace under fake tensors can read it as AdamW's for-loop does.
+    # Created from a Python number, which AdamW's for-loop can read in a trace with fake tensors.
     state = {"step": torch.tensor(0.0, dtype=torch.float32, device=device)}
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {**state, **moments}

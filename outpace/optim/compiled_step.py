@@ -52,8 +52,8 @@ class CompiledStep:
             inner = getattr(error, "inner_exception", None) or error
             reason = error_summary(inner)
             warnings.warn(
-                f"torch.compile fails on the optimizer's step ({reason}), which runs uncompiled. "
-                "Avoid the attempt with --no-compile.",
+                f"torch.compile fails on the optimizer's step ({reason}), so the step runs "
+                "uncompiled. Avoid the attempt with --no-compile.",
                 stacklevel=2,
             )
             self._function(*arguments)

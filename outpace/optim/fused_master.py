@@ -8,7 +8,7 @@ kernels and 1.9 of 29.7 ms.
 
 The arithmetic is torch's (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel is
 written in Triton: a table on the device has the addresses of all tensors, and each program
-processes a piece of one tensor.
+processes a block of one tensor.
 """
 
 import math
@@ -38,7 +38,7 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Addresses of the tensors of some parameters, and their split into pieces, on the device."""
+    """Tables on the device: addresses of the parameters' tensors, and the block of each program."""
 
     addresses: Addresses  # gradients move each step; weights move when their memory is replaced
     gradient_table: Tensor  # (tensors,) int64
@@ -56,7 +56,7 @@ class FusedMasterAdamW:
         self._runs: bool | None = None  # whether Triton can build the kernel here; None until tried
 
     def forget(self) -> None:
-        """Forget the addresses, because the states have moved."""
+        """Drop the known addresses, because the states have moved."""
         self._tables.clear()
 
     def step(
@@ -181,7 +181,7 @@ def _make_table(
     parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
 ) -> _Table:
     device = parameters[0].device
-    # an update without the kernel leaves a count on the host, which the kernel cannot read
+    # a step without the kernel leaves step counts on the host, which the kernel cannot read
     for state in states:
         state["step"] = state["step"].to(device)
     names = ("master", "exp_avg", "exp_avg_sq", "step")
@@ -189,8 +189,8 @@ def _make_table(
     for name in names:
         fixed += [state[name].data_ptr() for state in states]
     sizes = [parameter.numel() for parameter in parameters]
-    pieces = [(owner, start) for owner, size in enumerate(sizes) for start in range(0, size, BLOCK)]
-    owners, starts = zip(*pieces, strict=True)
+    blocks = [(owner, start) for owner, size in enumerate(sizes) for start in range(0, size, BLOCK)]
+    owners, starts = zip(*blocks, strict=True)
     return _Table(
         addresses,
         _numbers(addresses.gradients, device),

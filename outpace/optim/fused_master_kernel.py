@@ -17,7 +17,7 @@ def _step(
     gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
     correction2_root, decay, beta1, rest1, beta2, rest2, eps, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Apply AdamW to one piece of a tensor; if MASKED, `inside` marks the valid elements."""
+    """Apply AdamW to one block of a tensor; if MASKED, `inside` marks the valid elements."""
     mask = inside if MASKED else None
     g = tl.load(gradient + places, mask=mask).to(tl.float32) * factor
     p = tl.load(master + places, mask=mask)
@@ -39,10 +39,10 @@ def step_kernel(
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
     HAS_FACTOR: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one piece of one tensor per program; `fused_master` describes the tables.
+    """Update one block of one tensor per program; `fused_master` describes the tables.
 
-    1 − βⁿ is computed in fp64: in fp32, the rounding of 0.999 is more than 1e-5 of the difference.
-    `rest1` and `rest2` are 1 − β, rounded once.
+    1 − βⁿ is computed in fp64: in fp32, rounding 0.999 would change 1 − 0.999 by more than 1e-5 of
+    its value. `rest1` and `rest2` are 1 − β, rounded once.
     """
     program = tl.program_id(0)
     owner = tl.load(owners + program)

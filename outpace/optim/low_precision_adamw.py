@@ -71,7 +71,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._noise = noise
         self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
         self._parts: dict[nn.Parameter, _Part] = {}
-        # Keyed by the first of the parameters that are updated.
+        # By the first parameter of a group that has a gradient.
         self._stepped: dict[nn.Parameter, _StepParts] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
@@ -124,7 +124,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 self._update(batch, own, numbers[count], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and forget where the old state was."""
+        """Load as torch does, and drop references to the old state."""
         super().load_state_dict(state_dict)
         self._parts.clear()
         self._stepped.clear()
@@ -136,7 +136,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         known = self._stepped.get(stepped[0])
         if known is None or not known.lie_in(weights, held):
             parts = [self._part(parameter) for parameter in stepped]
-            # One tensor holds all step counts, of which states have views, so that one operator
+            # One tensor holds all step counts, and states have views of it, so that one operator
             # increments all.
             steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
             for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
@@ -166,7 +166,7 @@ class LowPrecisionAdamW(KeepsDtypes):
     def _update(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Step parts of one kind, viewed with one row per block of values that share a scale."""
+        """Update a batch of parts, viewed as one row per block of values that share a scale."""
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
         streams = self._streams(batch, group["number"])
@@ -292,7 +292,7 @@ def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 class _StepParts:
-    """Parts of a step, with their step counts and the batches in which they are joined."""
+    """The parts that a step updates, with their step counts and the batches that join them."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
         self._parts = parts
@@ -344,7 +344,7 @@ def _make_batches(
 ) -> list[_Batch]:
     """Join parts of one kind with equal step counts; `kinds`: dtype and layout of gradients."""
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
-    if not here:  # all of them are on other ranks
+    if not here:  # all values are on other ranks
         return []
     sizes = [parts[place].weight.numel() for place in here]
     alike = [
@@ -386,7 +386,7 @@ def _draw_rows(
 
 
 def _columns_over(parameter: Tensor) -> int:
-    """Return the number of ranks over which a parameter's rows are sharded."""
+    """Return the number of ranks over which a parameter's last dimension is sharded."""
     if not is_spread(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

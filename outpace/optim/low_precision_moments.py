@@ -62,7 +62,7 @@ def step_moments(
     """Update a weight and its two moments, in place.
 
     Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: random numbers for both moments and the
-    weight; None draws counter-based ones from `streams`. `numbers`: see `step_numbers`.
+    weight, replaced by counter-based ones if `streams` is given. `numbers`: see `step_numbers`.
     """
     if streams is not None:
         noise = _count_bits(weight, moments, streams)
@@ -86,7 +86,7 @@ def step_moments(
 def _count_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 random bits per value for each bf16 tensor, moments and weight, from one word."""
+    """Return 16 random bits per value for each bf16 moment and weight, all from one 64-bit word."""
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
     return tuple(

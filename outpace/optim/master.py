@@ -18,15 +18,15 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, applied to fp32 copies from which the 16-bit weights are rounded.
+    """Any optimizer, applied to fp32 master weights from which 16-bit weights are rounded.
 
-    Gradients may be fp32 (if the parameter's `grad_dtype` says so) or in the weights' dtype. A copy
-    is in its parameter's state as "master". `values` are this rank's parts of the initial fp32
-    weights, by the parameters' names in `noise`. They become the copies and are removed from
-    `values`; other copies start from their weights.
+    Gradients may be fp32 (if the parameter's `grad_dtype` says so) or in the weights' dtype. A
+    parameter's state has its master weight as "master". `values` has this rank's parts of the
+    initial fp32 weights, by the parameters' names in `noise`; they become the master weights and
+    are removed from `values`. Other master weights start from the parameters' values.
 
-    `factor` multiplies the copies' gradients in the next step only. A fused inner optimizer itself
-    skips the steps that fp16 must skip, through `grad_scale` and `found_inf` of
+    `factor` multiplies the master weights' gradients in the next step only. A fused inner optimizer
+    itself skips the steps that fp16 must skip, through `grad_scale` and `found_inf` of
     torch.amp.GradScaler, so the host does not wait.
     """
 
@@ -61,13 +61,13 @@ class MasterWeights(KeepsDtypes):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's initial state, and the fp32 copy."""
+        """Return the inner optimizer's initial state, and the master weight."""
         master = self._masters[parameter]
         return {**self._inner_state(self._inner, group, master), "master": self._views[parameter]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the copies and round the weights from them, piece by piece."""
+        """Update the master weights and round the weights from them, some parameters at a time."""
         factor, self.factor = self.factor, None
         with self._scaling():
             self._step(factor)
@@ -80,21 +80,21 @@ class MasterWeights(KeepsDtypes):
                 continue
             if not scaled and self._step_fused(group, stepped, factor):
                 continue
-            for piece in _pieces(stepped):
-                masters = [self._prepare(parameter, group) for parameter in piece]
-                _give_gradients(piece, masters)
+            for chunk in _chunks(stepped):
+                masters = [self._prepare(parameter, group) for parameter in chunk]
+                _give_gradients(chunk, masters)
                 if factor is not None:
                     _multiply(masters, factor)
                 self._inner.param_groups = [{**group, "params": masters}]
                 self._inner.step()
                 for master in masters:
                     master.grad = None
-                _copy(map(local, masters), map(local, piece))
+                _copy(map(local, masters), map(local, chunk))
 
     def _step_fused(
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
     ) -> bool:
-        """Step with one kernel if possible; return whether that worked."""
+        """Step with one kernel if possible; return whether it did."""
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
@@ -114,13 +114,13 @@ class MasterWeights(KeepsDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and forget where the old state was."""
+        """Load as torch does, and drop the addresses of the old state."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()
 
     def _prepare_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with its copy, for the inner optimizer."""
+        """Return a parameter's state with its master weight, for the inner optimizer."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
@@ -131,37 +131,40 @@ class MasterWeights(KeepsDtypes):
         return state
 
     def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
-        """Return a parameter's copy, with the parameter's state."""
+        """Return a parameter's master weight, after passing the state to the inner optimizer."""
         master = self._masters[parameter]
         self._inner.state[master] = self._prepare_state(parameter, group)
         return master
 
 
 def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
-    """Return a parameter's fp32 copy. It starts as `value`, this rank's part, if that is given."""
+    """Create a parameter's master weight, from `value` (this rank's part) if given."""
     if value is None:
         return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     part = value.to(device=local(parameter).device, dtype=torch.float32)
     return nn.Parameter(as_spread(part, tuple(parameter.shape), parameter))
 
 
-def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in order, in lists with at most `MASTER_PIECE_BYTES` of fp32 gradients."""
-    piece: list[nn.Parameter] = []
+def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield lists of parameters, in order, with at most `MASTER_PIECE_BYTES` of fp32 gradients.
+
+    A larger parameter is alone in its list.
+    """
+    chunk: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
         nbytes = local(parameter).numel() * torch.float32.itemsize
-        if piece and held + nbytes > MASTER_PIECE_BYTES:
-            yield piece
-            piece, held = [], 0
-        piece.append(parameter)
+        if chunk and held + nbytes > MASTER_PIECE_BYTES:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(parameter)
         held += nbytes
-    if piece:
-        yield piece
+    if chunk:
+        yield chunk
 
 
 def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
-    """Set the copies' gradients to the parameters' gradients, in fp32."""
+    """Set the gradients of master weights to those of their parameters, in fp32."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
     for parameter, master in zip(parameters, masters, strict=True):
@@ -177,16 +180,16 @@ def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Par
 
 
 def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all the copies' gradients by `factor` with one operator."""
+    """Multiply the gradients of all master weights by `factor` with one operator."""
     gradients = [local(master.grad) for master in masters if master.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's own kernels skip a step if a GradScaler's tensor says so.
+    """Return whether an optimizer's kernels skip a step if a GradScaler's `found_inf` says so.
 
-    All parameters must be on that tensor's device, since torch would copy it to another device
-    without waiting for it.
+    All parameters must be plain tensors on the device of `found_inf`, because torch would copy it
+    to another device without waiting for it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -195,7 +198,7 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """Copy tensors into tensors of another dtype, in one pass over all."""
+    """Copy tensors into tensors of another dtype with one operator."""
     into, of = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, of)
@@ -208,7 +211,7 @@ def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | N
 
 
 def master_weights(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:
-    """Return an optimizer's fp32 copies by parameter; empty if it keeps none."""
+    """Return an optimizer's fp32 master weights by parameter; empty if it keeps none."""
     if not isinstance(optimizer, MasterWeights):
         return {}
     return {parameter: state["master"] for parameter, state in optimizer.state.items() if state}

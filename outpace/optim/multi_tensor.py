@@ -1,6 +1,6 @@
 """Grouping of parameters that are updated together.
 
-Launching an update takes the host equally long for few values and for many.
+Launching an update takes the host as long for a few values as for many.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,8 +18,8 @@ def group_parameters(
     """Return the positions of parameters to update together, given their `sizes`.
 
     Parameters with equal `kinds` share a group; a large parameter, or one whose kind is None, is
-    updated alone. A group is small, or at most half as large as the largest parameter, whose own
-    update needs more memory.
+    updated alone. A group is small, or at most half as large as the largest parameter, so that its
+    update needs less memory than that of this parameter.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []
@@ -38,7 +38,7 @@ def group_parameters(
 
 
 def step_counts(steps_P: Tensor) -> list[float]:
-    """Return each parameter's step count; tensors without memory have none."""
+    """Return each parameter's step count, or zeros for tensors without memory."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
     return steps_P.tolist()

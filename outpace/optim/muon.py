@@ -42,7 +42,7 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups with "orthogonal", and AdamW for the others.
+    """Muon for groups with "orthogonal" set, and AdamW for the others.
 
     `together`: matrices of one shape are orthogonalised as a batch, and other parameters are
     updated by torch's fused kernels. This is for GPUs, where torch's foreach operators would read
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._together = together
         others = [group for group in groups if not group.get("orthogonal")]
-        # Add AdamW's other settings to these groups.
+        # This adds AdamW's other settings to these groups.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=lr, betas=betas, foreach=False, fused=together
         )
@@ -70,31 +70,31 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Collective if matrices are sharded."""
         for group in self.param_groups:
             if group["orthogonal"] and self._together:
-                self._turn_together(group)
+                self._step_together(group)
             elif group["orthogonal"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._turn(parameter, group)
-        # Loading replaces both.
+                        self._step_matrix(parameter, group)
+        # Loading a state dict replaces both.
         self._adamw.param_groups = [g for g in self.param_groups if not g["orthogonal"]]
         self._adamw.state = self.state
         self._adamw.step()
 
-    def _turn_together(self, group: dict[str, Any]) -> None:
-        """Step all matrices with gradients like `_turn`, in a few batched operators."""
-        turned = [p for p in group["params"] if p.grad is not None]
-        for parameter in turned:
+    def _step_together(self, group: dict[str, Any]) -> None:
+        """Update all matrices like `_step_matrix`, in a few batched operators."""
+        stepped = [p for p in group["params"] if p.grad is not None]
+        for parameter in stepped:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         alike: dict[Any, list[nn.Parameter]] = {}
-        for parameter in turned:
+        for parameter in stepped:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.grad.dtype), []).append(
                 parameter
             )
         for batch in (batch for same in alike.values() for batch in _batches(same)):
-            self._turn_batch(batch, group)
+            self._step_batch(batch, group)
 
-    def _turn_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         gradients = [local(p.grad) for p in parameters]  # type: ignore[arg-type]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
@@ -111,21 +111,21 @@ class Muon(torch.optim.Optimizer):
         rate = _adjust_lr(group["lr"], "match_rms_adamw", shape)
         torch._foreach_add_(weights, updates, alpha=-rate)
 
-    def _turn(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Step a matrix: Jordan et al., algorithm 2, with Nesterov momentum and decoupled decay."""
+    def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update a matrix: Jordan et al., algorithm 2, Nesterov momentum and decoupled decay."""
         state, gradient = self.state[parameter], local(parameter.grad)  # type: ignore[arg-type]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum = local(state["momentum_buffer"]).lerp_(gradient, 1 - MOMENTUM)
         ahead = gradient.lerp(momentum, MOMENTUM)
         matrix = whole(as_spread(ahead, tuple(parameter.shape), parameter))
-        turned = _zeropower_via_newtonschulz(
+        update = _zeropower_via_newtonschulz(
             matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS
         )
         rate = _adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(part_like(turned, parameter).to(weight.dtype), alpha=-rate)
+        weight.add_(part_like(update, parameter).to(weight.dtype), alpha=-rate)
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

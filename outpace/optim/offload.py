@@ -1,11 +1,11 @@
 """An optimizer whose state is in host memory or on disk, and whose step runs on the CPU.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay on the host,
-gradients are copied down and new weights back up. Rajbhandari et al., "ZeRO-Infinity", arXiv
-2104.07857, §5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that
-are updated together. While one is updated, the next unit's gradients and state and the previous
-unit's weights are transferred. The arithmetic is the optimizer's own, so results are exactly the
-same.
+gradients are copied to the host and new weights back. Rajbhandari et al., "ZeRO-Infinity", arXiv
+2104.07857, §5.2.2: the same from NVMe, chunk by chunk. Here a chunk is a unit of parameters that
+are updated together. While one unit is updated, the next unit's gradients and state and the
+previous unit's weights are transferred. The arithmetic is that of the optimizer without
+offloading, so results are exactly the same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter is updated as a host copy; on a CPU, only on request."""
+        """Return whether a parameter is updated as a host copy; on a CPU, only if requested."""
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -138,7 +138,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
     `has_twin` returns whether a parameter is updated as a copy on the host. `disk` stores state and
-    copies (None: host memory). `scratch` knows which parameters are on disk. From outside, it looks
+    copies (None: host memory). `scratch` knows which parameters are on disk. To callers, this looks
     like `build`'s optimizer: groups hold the model's parameters, and `state` is keyed by them.
     """
 
@@ -192,7 +192,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         disk: Scratch,
     ) -> Region:
-        """Put the unit's state and twins into one region on disk."""
+        """Move the unit's state and twins into one region on disk."""
         states = [
             (state, key, tensor)
             for state in inner.state.values()
@@ -233,7 +233,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values into this optimizer's memory."""
+        """Copy the loaded values into this optimizer's memory."""
         groups = state_dict["param_groups"]
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({name: value for name, value in saved.items() if name != "params"})

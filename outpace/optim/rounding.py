@@ -64,7 +64,7 @@ class Noise:
         return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
 
     def step_key(self, step: int) -> int:
-        """Return the offset that a step adds to all keys, 64 bits as a signed integer."""
+        """Return the offset that a step adds to all keys, as a signed 64-bit integer."""
         return wrap_64_bits(_hash((self.seed, step)))
 
 
@@ -75,8 +75,7 @@ def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device
     does not wait.
     """
     ends = list(accumulate(sizes))
-    # Positions count over all joined values, so keys are shifted to make each parameter count from
-    # 0.
+    # Positions run over all joined values, so each key is shifted to make its parameter start at 0.
     each = zip(keys, ends, sizes, strict=True)
     first = [wrap_64_bits(key - end + size) for key, end, size in each]
     rows = [first, ends, list(sizes)]
@@ -104,12 +103,12 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return a 16-bit field of 64-bit words, by number, in the form for `round_to_bf16`."""
+    """Return the 16-bit field with this number of each 64-bit word, as int32 (`round_to_bf16`)."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 
 def _hash(key: tuple[object, ...]) -> int:
-    """Return a 64-bit hash."""
+    """Return a 64-bit hash that is the same in every process."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers whose states keep their own dtypes."""
+"""Base class of optimizers whose states differ in dtype from the parameters."""
 
 from typing import Any
 
