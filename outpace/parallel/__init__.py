@@ -23,12 +23,12 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out an objective according to its plan, on its device or on meta (`deferred_init`)."""
+    """Lay out an objective as its plan says, on its device or on meta (`deferred_init`)."""
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(
-            f"outpace does not train this plan: {plan.training_obstacle}. Write it for another "
-            "trainer with outpace plan --emit, or use the next one that outpace plan proposes."
+            f"outpace does not train this plan: {plan.training_obstacle}. Export it to another "
+            "trainer with outpace plan --emit, or use the next plan that outpace plan proposes."
         )
     require(plan, request.device)
     lacking = _split_backward_refusal(strategy, request.device)
@@ -38,7 +38,7 @@ def apply(request: LayoutRequest) -> Layout:
     traits = TRAITS[strategy]
     if is_custom and request.plan.world_size > 1:
         make_equal(request.objective)  # the user's `build` may draw random numbers
-    # A custom model is split by the names of its parts.
+    # Custom models are split by the names of their submodules.
     file = (traits.custom_module if is_custom else None) or traits.module
     if strategy == "single" and gathers(plan, request.device):
         file = "sharded"
@@ -50,11 +50,11 @@ def apply(request: LayoutRequest) -> Layout:
     if plan.offload_parameters == "disk":
         assert request.scratch is not None
         to_disk(layout, request.scratch)
-    _wait_as_the_default(set(_world.pg_map) - before, request.device)
+    _apply_default_timeout(set(_world.pg_map) - before, request.device)
     return layout
 
 
-def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
+def _apply_default_timeout(groups: set[dist.ProcessGroup], device: torch.device) -> None:
     """Apply the default group's timeout to new groups, including those of a mesh."""
     if not groups:
         return

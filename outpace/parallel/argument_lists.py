@@ -1,6 +1,6 @@
 """Preservation of list and dict arguments that a user's forward passes to sharded blocks.
 
-The hooks of `fully_shard` rebuild a unit's arguments around inputs with gradients, so the caller
+The hooks of `fully_shard` rebuild a unit's arguments if its inputs require gradients, so the caller
 would not see what a block appends to a list argument.
 """
 

@@ -28,15 +28,15 @@ from outpace.records.errors import BadInputError
 
 NEEDS_WHOLE = (
     "something in it has a fixed number of samples, or refers to other samples of the batch (by "
-    "an index). Make it accept any part of a batch, or use mp, which does not cut it"
+    "an index). Make it accept any part of a batch, or use mp, which does not split batches"
 )
-RUNS_WHOLE = f"it runs on the whole batch, but not on a micro-batch of it, so {NEEDS_WHOLE}"
+RUNS_WHOLE = f"it runs on the whole batch, but not on a micro-batch, so {NEEDS_WHOLE}"
 
 
 class SampleList(list[Any]):
-    """A list with one entry per sample; lists of samples in a batch become this when first split.
+    """A list with one entry per sample; `cut` gives lists of samples this type.
 
-    Without this type, a part would look like any other short list.
+    Without this type, a part could not be distinguished from any other short list.
     """
 
 
@@ -51,30 +51,33 @@ for _kind in (SampleList, SampleTuple):
 
 
 def samples_in(batch: Batch) -> int:
-    """Return the length of a batch's first tensor. Raises BadInputError if there is none."""
+    """Return the number of samples, the length of a batch's first tensor.
+
+    Raises BadInputError if there is no such tensor, or if the batch cannot be split by samples.
+    """
     return _length(_first_tensor(batch, _plain(batch)))
 
 
 def _length(value: Tensor | np.ndarray) -> int:
-    """Return the length of the first dimension, including that of nested tensors."""
+    """Return the length of the first dimension, also of nested tensors."""
     return value.size(0) if isinstance(value, Tensor) else len(value)
 
 
 def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
-    """Return the tensor whose length is the number of samples. Raises BadInputError without one."""
+    """Return the tensor whose length is the number of samples; raises like `samples_in`."""
     leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise BadInputError(
             "a batch has a PackedSequence, whose first dimension runs over the steps of all "
-            "samples, so it cannot be cut by samples. Pass the padded tensor and the lengths, "
+            "samples, so it cannot be split by samples. Pass the padded tensor and the lengths, "
             "and pack them in the forward (torch.nn.utils.rnn.pack_padded_sequence)."
         )
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
         raise BadInputError(
             f"a batch of type {type(batch).__name__} has no tensor with samples in it. Use "
-            "tensors, or tuples, lists, dicts or dataclasses of them, whose first dimension is the "
-            "samples."
+            "tensors, or tuples, lists, dicts or dataclasses of tensors, with the samples along "
+            "the first dimension."
         )
     _refuse_list_of_samples(plain)
     _refuse_ragged(plain, first)
@@ -84,8 +87,8 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
 def _refuse_list_of_samples(plain: Batch) -> None:
     """Raise BadInputError for a batch that is a list of single samples.
 
-    Single samples differ in length, or are single rows and numbers, unlike several views of a
-    batch.
+    Entries look like samples if their tensors differ in length, or are scalars, or are all vectors
+    in a dict. Several views of a batch do not look like this.
     """
     if type(plain) is not list or len(plain) < 3:
         return
@@ -93,9 +96,9 @@ def _refuse_list_of_samples(plain: Batch) -> None:
         return
     if all(map(_is_one_sample, plain)):
         raise BadInputError(
-            f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, and it seems that each "
-            "of them is a sample. Batches are cut along the first dimension of tensors: collate "
-            "the samples into tensors (torch.stack), and pad them if they differ in length."
+            f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, each of which seems to "
+            "be a sample, but batches are split along the first dimension of tensors. Collate the "
+            "samples into tensors (torch.stack), and pad them if they differ in length."
         )
 
 
@@ -126,11 +129,11 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
             if alike and holds_first and len(tensors) > 2 and len(set(lengths)) > 1:
                 raise BadInputError(
                     f"a batch has a list of {len(tensors)} tensors of different lengths "
-                    f"({', '.join(map(str, lengths[:3]))}, …), one for each sample. Batches are "
-                    "cut along the first dimension of tensors: pad the samples into one tensor "
-                    "(torch.nn.utils.rnn.pad_sequence), and pass their lengths in another tensor; "
-                    "or put a tensor with an entry for each sample, such as its label, before the "
-                    "list, which is then cut by samples."
+                    f"({', '.join(map(str, lengths[:3]))}, …), one for each sample, but batches "
+                    "are split along the first dimension of tensors. Pad the samples into one "
+                    "tensor (torch.nn.utils.rnn.pad_sequence), and pass their lengths in another "
+                    "tensor. Or put a tensor with an entry for each sample, such as its label, "
+                    "before the list, which is then split by samples."
                 )
             for one in part:
                 if isinstance(one, list | dict | tuple):
@@ -141,8 +144,8 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into equal parts; values that hold no samples are repeated in each part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
-    batch. So does a list or tuple of that many texts, records, lists or tensors, but not a list of
-    numbers. Raises BadInputError for an object with samples that cannot be split.
+    batch. So does a list or tuple of that many strings, records, lists or tensors, but not a list
+    of numbers. Raises BadInputError for an object with samples that cannot be split.
     """
     flat = _flatten(batch)
     size = flat.samples // parts
@@ -189,7 +192,7 @@ def pack(batch: Batch) -> bytes | None:
 
 
 def unpack(packed: bytes, device: torch.device) -> Batch:
-    """Return the batch that a rank has packed, on `device`."""
+    """Return a batch from the bytes of `pack`, on `device`."""
     return move_batch(pickle.loads(packed), device)
 
 
@@ -224,7 +227,7 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a batch's entries or tensors differ from its shallow copy's (`before`)."""
+    """Return whether a batch's structure or objects differ from those of its shallow copy."""
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(
@@ -243,18 +246,17 @@ class _FlatBatch(NamedTuple):
 def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    # torch's tree_flatten leaves a reference cycle around `is_leaf`, so it must not refer to the
-    # tensor.
+    # tree_flatten leaves a reference cycle around `is_leaf`, which therefore must not hold tensors.
     samples = _length(first)
     flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
     return _FlatBatch(*flat, samples)
 
 
 def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
-    """Return the number of samples, and which values are split, by their places in a batch.
+    """Return the number of samples, and each value with whether `cut` splits it, by its place.
 
-    Values are tensors, arrays, lists and tuples; those of one place are comparable. Left out are
-    values that are split always (nested tensors) or whole as broadcast ones are (of one row).
+    Values are tensors, arrays, lists and tuples. Places can be compared between batches of one
+    structure. Nested tensors, which are always split, and tensors of one row are left out.
     """
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
@@ -272,9 +274,9 @@ def _record_splits(
     first_id: int,
     found: dict[Any, tuple[Any, bool]],
 ) -> None:
-    """Write into `found` which of `leaves`, and of the entries of whole lists, are split.
+    """Add to `found` whether `cut` splits each of `leaves`, and the entries of lists kept whole.
 
-    This is no closure that calls itself: its cycle would keep the batch until a collection.
+    A recursive closure would be a reference cycle that keeps the batch until a garbage collection.
     """
     is_split = partial(_is_list_of_samples, samples, first_id)
     for number, leaf in enumerate(leaves):
@@ -311,7 +313,7 @@ def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
 
 
 def _holds_samples(leaf: Any) -> bool:
-    """Return whether a leaf of a flat batch is a list of samples, the only lists among leaves."""
+    """Return whether a leaf of a flat batch is a list of samples (all lists among leaves are)."""
     return type(leaf) in (list, tuple, SampleList, SampleTuple)
 
 
@@ -343,7 +345,7 @@ def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Se
     if isinstance(entries[0], Tensor | np.ndarray):
         kinds = {(one.shape[1:], one.dtype) for one in tensors}
         if len(kinds) > 1 or (samples == 2 and isinstance(value, tuple)):
-            return False  # such as several tensors of a model's state
+            return False  # such as the hidden and cell state of an LSTM
     return not tensors or not all(_has_rows(one, samples) for one in tensors)
 
 
@@ -361,17 +363,17 @@ def _refuse_objects(flat: _FlatBatch) -> None:
         if rows:
             raise BadInputError(
                 f"a batch has a {type(leaf).__name__} with a row for each of {flat.samples} "
-                f"samples in {rows[0]!r}, but outpace cuts only tensors, tuples, lists, dicts and "
-                f"dataclasses. Make {type(leaf).__name__} a dataclass, or pass its tensors in a "
-                "dict."
+                f"samples in {rows[0]!r}, but outpace splits only tensors, tuples, lists, dicts "
+                f"and dataclasses. Make {type(leaf).__name__} a dataclass, or pass its tensors in "
+                "a dict."
             )
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Take part `place` of `places` from each batch; return at least two new batches of them.
+    """Take part `place` of `places` of each batch; return the parts as at least two batches.
 
-    Samples of two batches are combined where possible. Returns None if there are too few samples,
-    or if they cannot be concatenated.
+    Parts of two batches are joined where possible. Returns None if there are too few samples, or if
+    parts cannot be joined.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -392,7 +394,7 @@ def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] 
 def explain_lengths(batch: Batch) -> str:
     """Explain how a batch is split if some tensors' lengths differ from the number of samples.
 
-    Returns an empty text if there are no such tensors.
+    Returns an empty string if there are no such tensors.
     """
     leaves, _, samples = _flatten(batch)
     leaves = [one for one in leaves if isinstance(one, Tensor) and one.dim()]
@@ -400,10 +402,10 @@ def explain_lengths(batch: Batch) -> str:
     if not others:
         return ""
     return (
-        f"a batch is cut along the first dimension of the tensors that have {samples} entries "
-        f"there, like the first tensor; those with {', '.join(map(str, others))} stay whole in "
-        "each part. Use tensors with an entry for each sample: pad samples of different sizes, "
-        "such as graphs, and add masks; or use one process."
+        f"a batch is split along the first dimension of tensors that have {samples} entries "
+        f"there, like the first tensor; tensors with {', '.join(map(str, others))} entries stay "
+        "whole in each part. Use tensors with an entry for each sample (pad samples of different "
+        "sizes, such as graphs, and add masks), or use one process."
     )
 
 
@@ -439,20 +441,21 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Register the classes in a batch as pytrees: dataclasses, and subclasses of dict and UserDict.
+    """Register the classes in a batch as pytrees, and return the batch.
 
-    The latter include transformers' BatchEncoding. Other mappings become dicts.
+    These are dataclasses and subclasses of dict and UserDict, such as transformers' BatchEncoding.
+    Other mappings are returned as dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
-    # mappings whose copies may share entries
+    # Copies of other mappings may share entries.
     if any(not isinstance(one, dict | UserDict) for one in mappings):
         return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
     for one in mappings:
-        _let_pytrees_know_mapping(type(one))
+        _register_mapping(type(one))
     for leaf in found:
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            _let_pytrees_know(type(leaf))
+            _register_dataclass(type(leaf))
             return _plain(batch)
     return _plain(batch) if mappings else batch
 
@@ -479,8 +482,8 @@ class _EmptyMapping:
         return made
 
 
-def _let_pytrees_know_mapping(kind: type) -> None:
-    """Register a class of mappings as a pytree of its values, for all of torch."""
+def _register_mapping(kind: type) -> None:
+    """Register a class of mappings as a pytree of its values, for the whole process."""
     if kind not in SUPPORTED_NODES:
         register_pytree_node(
             kind,
@@ -489,8 +492,8 @@ def _let_pytrees_know_mapping(kind: type) -> None:
         )
 
 
-def _let_pytrees_know(kind: type) -> None:
-    """Register a dataclass as a pytree of its fields, for all of torch."""
+def _register_dataclass(kind: type) -> None:
+    """Register a dataclass as a pytree of its fields, for the whole process."""
     names = [one.name for one in fields(kind)]
 
     def rebuild(values: Iterable[Any], _: Any) -> Any:

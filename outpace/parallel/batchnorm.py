@@ -3,8 +3,8 @@
 With replicas, statistics are computed over each replica's samples, as under
 DistributedDataParallel, or over all replicas' samples together. In a pipeline they are computed
 over each micro-batch during training, and the moving averages for evaluation over the whole
-mini-batch (Huang et al., arXiv 1811.06965, §2.3). Modules are changed in place: names, parameters
-and buffers stay as they are.
+mini-batch (Huang et al., arXiv 1811.06965, §2.3). Modules are converted in place and keep their
+names, parameters and buffers.
 """
 
 from typing import Any
@@ -30,13 +30,16 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
     """Raise BadInputError if activation checkpointing would run a batch normalisation twice."""
     if recomputes and batch_norms(module):
         raise BadInputError(
-            "checkpointing runs a BatchNorm twice, so its moving averages would be updated twice "
-            "per step. Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
+            "activation checkpointing runs a BatchNorm twice, so its moving averages would be "
+            "updated twice per step. Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
         )
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make all batch normalisations use the statistics of all ranks' samples, on any device."""
+    """Convert all batch normalisations to use statistics over the samples of all ranks.
+
+    Unlike nn.SyncBatchNorm, this works on any device.
+    """
     members = Members(group)
     for part in _changeable(module):
         part.__class__ = SynchronisedBatchNorm
@@ -44,14 +47,14 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Make all batch normalisations update their averages once per mini-batch; see `commit`."""
+    """Convert all batch normalisations to update their averages once per mini-batch (`commit`)."""
     for part in _changeable(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
 
 
 def commit(module: nn.Module) -> None:
-    """Finish the mini-batch: update the running averages."""
+    """Update the running averages at the end of a mini-batch."""
     for part in module.modules():
         if isinstance(part, MicroBatchNorm):
             part.commit()
@@ -62,9 +65,9 @@ def _changeable(module: nn.Module) -> list[Any]:
     for name, part in batch_norms(module).items():
         if type(part) not in _KNOWN:
             raise BadInputError(
-                f"{name} is a {type(part).__name__}, an unknown kind of batch normalisation, whose "
-                "statistics outpace cannot change. Use nn.BatchNorm1d, 2d or 3d, nn.SyncBatchNorm, "
-                "or nn.LayerNorm."
+                f"{name} is a {type(part).__name__}, a batch normalisation that outpace cannot "
+                "convert to statistics over other samples. Use nn.BatchNorm1d, 2d or 3d, "
+                "nn.SyncBatchNorm, or nn.LayerNorm."
             )
         found.append(part)
     return found
@@ -84,14 +87,14 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """A batch normalisation that takes its tensors from an instance of another class."""
+    """A class to assign to the `__class__` of a batch normalisation, which keeps its tensors."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
 
     def _move_on(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
-        """Move the averages towards a batch's mean and unbiased variance."""
+        """Update the running averages with a batch's mean and its variance, made unbiased."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -104,7 +107,7 @@ class _ConvertedNorm(_BatchNorm):
 
 
 class MicroBatchNorm(_ConvertedNorm):
-    """Batch normalisation by micro-batch, which collects the mini-batch's statistics."""
+    """Batch normalisation over each micro-batch that accumulates the mini-batch's statistics."""
 
     seen: tuple[int, Tensor, Tensor] | None
 
@@ -122,7 +125,7 @@ class MicroBatchNorm(_ConvertedNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the averages with everything seen since the last call."""
+        """Update the running averages with the samples since the last call."""
         if self.seen is not None:
             count, mean_C, squares_C = self.seen
             self.seen = None
@@ -139,7 +142,7 @@ def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
 def _merge_statistics(
     one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """Merge the statistics of two sets (Chan, Golub and LeVeque, 1979), without cancellation."""
+    """Merge the statistics of two sets without cancellation (Chan, Golub and LeVeque, 1979)."""
     count, apart_C = one[0] + other[0], other[1] - one[1]
     mean_C = one[1] + apart_C * (other[0] / count)
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
@@ -150,7 +153,7 @@ def _widen(values_C: Tensor, like: Tensor) -> Tensor:
 
 
 class SynchronisedBatchNorm(_ConvertedNorm):
-    """Batch normalisation with the statistics of all members' samples, as in a single process."""
+    """Batch normalisation over the samples of all ranks in `members`, as in a single process."""
 
     members: Members
 
@@ -170,12 +173,13 @@ class SynchronisedBatchNorm(_ConvertedNorm):
 
 
 class NormaliseAcrossRanks(torch.autograd.Function):
-    """(x − mean)/√(variance + eps) · weight + bias, with the statistics of all ranks of a group.
+    """(x − mean)/√(variance + eps) · weight + bias, with statistics over all ranks of a group.
 
-    Uses one collective in each direction, of 2C + 1 and 2C numbers. The input's gradient contains
-    the two sums over the batch of Ioffe and Szegedy 2015, §3. These cover all ranks, since every
-    rank's loss depends on every rank's samples. The gradients of weight and bias cover this rank's
-    samples only; the usual gradient reduction adds them up.
+    Runs one all-reduce in the forward, of R · (2C + 1) numbers for R ranks, and one of 2C numbers
+    in the backward. The gradient of the input contains two sums over the batch (Ioffe and Szegedy
+    2015, §3), here over all ranks, because every rank's loss depends on every rank's samples. The
+    gradients of weight and bias cover only this rank's samples; the usual gradient reduction adds
+    them up.
     """
 
     @staticmethod
@@ -187,7 +191,7 @@ class NormaliseAcrossRanks(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the normalised input, and mean, biased variance and count over all ranks."""
+        """Return the normalised input, and the mean, biased variance and count over all ranks."""
         x = to_fp32(input)
         count, mean_C, variance_C = _statistics_of_all(x, group)
         scale_C = (variance_C + eps).rsqrt()
@@ -219,15 +223,14 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of values, mean and biased variance per channel, over all ranks' `x`.
 
-    Each rank's statistics are gathered and combined around the common mean, because the mean of
-    squares minus the square of the mean would cancel. Each rank contributes a row, and zeros
-    elsewhere, so that a sum acts as a gather.
+    Squared deviations are combined around the common mean, because the mean of squares minus the
+    squared mean would cancel. Each rank fills one row of zeros, so that the sum gathers all rows.
     """
     count, mean_C, squares_C = _statistics(x)
-    said = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])
-    said[dist.get_rank(group)] = torch.cat((x.new_tensor([count]), mean_C, squares_C))
-    dist.all_reduce(said, group=group)
-    counts_R1, means_RC, squares_RC = said.split([1, x.shape[1], x.shape[1]], dim=1)
+    rows = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])
+    rows[dist.get_rank(group)] = torch.cat((x.new_tensor([count]), mean_C, squares_C))
+    dist.all_reduce(rows, group=group)
+    counts_R1, means_RC, squares_RC = rows.split([1, x.shape[1], x.shape[1]], dim=1)
     total = counts_R1.sum()
     mean_C = (counts_R1 * means_RC).sum(0) / total
     spread_C = squares_RC.sum(0) + (counts_R1 * (means_RC - mean_C).square()).sum(0)

@@ -1,4 +1,4 @@
-"""Blocks of a model: the parts that the user names, or the repeated ones."""
+"""Blocks of a model: the submodules that the user names, or else its repeated layers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -30,9 +30,9 @@ def found_blocks(model: nn.Module) -> list[nn.Module]:
     except BadInputError:
         raise BadInputError(
             f"{type(model).__name__} has no repeated blocks (members of an nn.ModuleList or "
-            "nn.Sequential) to cut it at. Put its layers into one, or name its parts as blocks, to "
-            "parallelize or in what build returns; for ZeRO, blocks=[] treats the model as one "
-            "block."
+            "nn.Sequential) to split it at. Put its layers into such a container, or name its "
+            "blocks, to parallelize or in what build returns. For ZeRO, blocks=[] treats the model "
+            "as one block."
         ) from None
 
 
@@ -48,7 +48,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 
 def flat(blocks: Blocks) -> list[str]:
-    """Return the names in one list, stage after stage if they are grouped by stage."""
+    """Return all names in one list, in the order of stages if they are grouped by stage."""
     return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
 
 
@@ -58,8 +58,8 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     for name in names:
         if name not in known or not name:
             raise BadInputError(
-                f"blocks names {name!r}, but {type(model).__name__} has no part of that name."
-                f"{suggest(name, known)} Names are those of named_modules()."
+                f"blocks names {name!r}, but {type(model).__name__} has no submodule of that name."
+                f"{suggest(name, known)} Use names of named_modules()."
             )
     return [known[name] for name in names]
 

@@ -48,7 +48,7 @@ class SequenceRing:
     runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start sending to the next rank, and receiving the same amount from the previous one."""
+        """Start sending a tensor to the next rank and receiving one from the previous rank."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -108,7 +108,7 @@ def ring_attention(
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention around the ring, with sums over turns in fp32 (fp64 for fp64) for any operands."""
+    """Attention around the ring. Sums over turns are in fp32, or in fp64 for fp64 inputs."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class RingAttention(torch.autograd.Function):
                 whole[..., turn.keys, :] += part
             _wait(works)
             held = coming
-            # After the last turn, they are back on their own rank.
+            # After the last turn, gradients are back on the rank of their keys and values.
             sums, sums_works = ring.pass_on(sums, _THEIR_GRADIENTS)
         _wait(sums_works)
         k_grad, v_grad = sums.to(held.dtype)
@@ -170,7 +170,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the attention to other keys into the sums, in place."""
+    """Merge the attention to other keys into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
@@ -229,20 +229,23 @@ class PartOfSequence(nn.Module):
         for name, meaning in (("documents", "--document-attention"), ("padding_mask", "padding")):
             if name in batch:
                 raise BadInputError(
-                    f"strategy cp attends to whole sequences and has no masks yet, so it cannot "
-                    f"do {meaning}. Leave out {meaning}, or use tp."
+                    f"strategy cp does not support {meaning} yet, because its attention has no "
+                    f"masks. Leave out {meaning}, or use tp."
                 )
 
 
 class ContextParallel(Replicas):
-    """Replicas that each compute a part of every sample. `meta_model` has single-rank attention."""
+    """Replicas that each compute a part of every sample.
+
+    `meta_copy`: the model with attention on a single rank, without memory for weights.
+    """
 
     def __init__(self, request: LayoutRequest, meta_copy: nn.Module) -> None:
         super().__init__(request)
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return a model that can run without the other ranks of the ring."""
+        """Return a model that runs without the other ranks of the ring, if it is `wanted`."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None
@@ -265,8 +268,8 @@ def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
     """
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
-            "strategy cp replaces the attention of outpace's own transformers and cannot replace "
-            "a custom model's. Use ddp or zero3."
+            "strategy cp replaces the attention of outpace's transformers and cannot replace that "
+            "of a custom model. Use ddp or zero3."
         )
     ring = replace(ring, runs_on=objective.runs_on)
     for block in objective.model.blocks:

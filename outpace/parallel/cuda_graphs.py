@@ -35,10 +35,10 @@ class Recorder(Protocol):
     """Interface for capturing the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Enter the stream of the capture, to warm up passes before it."""
+        """Return a context that runs passes on the capture stream, before the capture."""
 
     def refuse_waits(self) -> AbstractContextManager[None]:
-        """Make every wait for the device raise RuntimeError."""
+        """Return a context in which every wait for the device raises RuntimeError."""
 
     def has_room(self) -> bool:
         """Return whether there is enough memory for graphs in addition to everything else."""
@@ -63,7 +63,7 @@ class CudaRecorder:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Run on the stream of captures."""
+        """Run the body on the capture stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -89,7 +89,7 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Return a graph whose replay is queued in the current stream.
+        """Capture `work`; the result queues a replay in the current stream.
 
         Raises BadInputError if CUDA refuses the captured work, because torch's allocator and random
         numbers then no longer work in this process.
@@ -120,7 +120,7 @@ class CudaRecorder:
         return graph.replay
 
     def release(self) -> None:
-        """Release the graphs as soon as the device has finished them."""
+        """Wait for the device, then free the graphs' memory."""
         torch.cuda.synchronize(self._device)
         self._pool = None
         torch.cuda.empty_cache()
@@ -168,7 +168,7 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """A pass that is being captured, with the tensors that its forward saves for its backward."""
+    """A pass that is being captured: its loss, for the backward, and its outputs."""
 
     loss: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
@@ -213,7 +213,7 @@ class GraphedLayout(Layout):
         return self._pass(batch, hooks, None)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate as every layout does; may free the graphs' memory."""
+        """Evaluate as every layout does; if memory runs out, free the graphs and retry."""
         if not self.replays:
             return super().evaluate(batch, hooks)
         try:
@@ -247,7 +247,7 @@ class GraphedLayout(Layout):
     def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
         """Return the key of a graph for a batch; None if passes must not be captured.
 
-        Modes that observe operators would not see those that a graph replays.
+        Dispatch modes would not see the operators that a graph replays.
         """
         if torch._C._len_torch_dispatch_stack() > 0 or not isinstance(batch, Mapping):
             return None
@@ -261,7 +261,7 @@ class GraphedLayout(Layout):
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
     def _addresses(self) -> list[int]:
-        """Return the addresses of parameters, because a graph always reads the same ones."""
+        """Return the addresses of the parameters, from which a graph always reads."""
         return [parameter.data_ptr() for parameter in self._parameters()]
 
     def _held_gradient(self) -> Tensor | None:
@@ -269,7 +269,7 @@ class GraphedLayout(Layout):
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Return whether gradients are where a graph left them, for another graph to add to."""
+        """Return whether the pass creates gradients or adds to those that a graph wrote."""
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 

@@ -34,11 +34,11 @@ def reduce_in_bf16(
 
 
 def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Send a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
+    """Reduce a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
 
     torch's hook starts its second and third collectives when the previous one has finished. With
-    gloo this happens in gloo's threads, between the collectives of the next bucket, so two buckets
-    hang. Therefore, on gloo, each bucket is awaited before the next one starts.
+    gloo this happens in gloo's threads, between the collectives of the next bucket, and both
+    buckets hang. So on gloo this waits for each bucket before the next one starts.
     """
     reduced = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
@@ -50,8 +50,8 @@ def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
     """Create PowerSGD's state. Raises BadInputError if PowerSGD is not supported."""
     if device.type == "cpu" and torch.cuda.is_available():
         raise BadInputError(
-            "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device if there "
-            "is one, so it fails on the CPU of such a machine. Use --device cuda."
+            "--compress-gradients powersgd: torch's PowerSGD synchronises with a CUDA device if "
+            "the machine has one, so it fails with --device cpu. Use --device cuda."
         )
     start = plan.powersgd_start or POWERSGD_LEAST_START
     return PowerSGDState(None, plan.powersgd_rank, start_powerSGD_iter=start)
@@ -131,7 +131,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """Set PowerSGD's step count to that of the run."""
+        """Make PowerSGD and `GradientUse` count from the step at which the run resumes."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:
@@ -141,7 +141,7 @@ class Replicas(Layout):
     def discard_comparison(self) -> None:
         """Do not count the check of the first batch as a step.
 
-        PowerSGD counts steps, since its first collectives are uncompressed.
+        PowerSGD counts steps because it does not compress the first ones.
         """
         if self.use is not None:
             self.use.steps -= 1
@@ -152,13 +152,13 @@ class Replicas(Layout):
         """Run the backward, and mark the wait for collectives at its end as communication.
 
         When all gradients are computed, autograd calls the queued callbacks in order: first the
-        mark, then what DDP queued with its last bucket, which waits for the collectives (on a GPU
-        through its stream). torch's own record, DDP's logging data, is from a much earlier step.
+        mark, then the callback that DDP queued with its last bucket, which waits for the
+        collectives (on a GPU, in its stream). DDP's logging data would be of a much earlier step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
             return
-        # At the end of the current backward.
+        # Callbacks run at the end of the current backward.
         after = Variable._execution_engine.queue_callback
         loss.register_hook(lambda gradient: after(lambda: hooks.mark("backward")))
         loss.backward()
@@ -167,9 +167,9 @@ class Replicas(Layout):
         hooks.mark("communication")
 
     def _finish_buckets(self) -> None:
-        """Give DDP zeros for parameters that this backward did not reach.
+        """Give DDP zero gradients for parameters that this backward did not reach.
 
-        Its buckets wait for all parameters, including those that the user's forward has frozen.
+        DDP's buckets wait for all parameters, including those that the user's forward has frozen.
         """
         try:
             self.module._check_reducer_finalized()
@@ -215,10 +215,10 @@ def _wrap(request: LayoutRequest) -> DistributedDataParallel:
 def _free_before_group(wrapped: DistributedDataParallel) -> None:
     """Make the module release its reducer before its process group.
 
-    A reducer that is its group's last owner, as after `destroy_process_group`, ends gloo's threads
-    while it holds Python's lock. Such a thread may need that lock to release a tensor, so the
-    process hangs at exit (torch 2.13). Groups whose last owner is Python end without the lock. A
-    module releases its attributes in the order in which they were set.
+    A reducer that is the last owner of its group, as after `destroy_process_group`, ends gloo's
+    threads while it holds the GIL. Such a thread may need the GIL to release a tensor, so the
+    process hangs at exit (torch 2.13). A group whose last owner is Python ends without the GIL.
+    A module releases its attributes in the order in which they were set.
     """
     held = wrapped.__dict__
     held["process_group"] = held.pop("process_group")

@@ -1,7 +1,7 @@
-"""Weights for a model that was laid out on the meta device, so no rank ever holds all of them.
+"""Weights for a model that was laid out on the meta device, so that no rank holds all of them.
 
-A rank allocates memory for its own parts and fills them from one whole tensor at a time, so beyond
-its parts it needs memory for the largest parameter only.
+A rank allocates memory for its parts and fills them from one whole tensor at a time. So besides its
+parts it needs memory only for the largest parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,9 +51,9 @@ def fill(
 
 @torch.no_grad()
 def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of whole tensors. Parts that are smaller than the whole are copies.
+    """Return this rank's parts of whole tensors, by the names of the layout's parameters.
 
-    The keys are the names of the layout's parameters.
+    Parts of DTensors are copies; other parameters get the whole tensor itself.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
@@ -77,8 +77,8 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 def _take_memory(objective: nn.Module, device: torch.device) -> None:
     """Allocate uninitialised memory for all parameters.
 
-    `fully_shard` and tensor parallelism can move their own parameters. Plain ones are replaced as a
-    module's `to_empty` would do, which this also does for fake tensors.
+    `to_empty` allocates DTensors. Plain parameters are replaced first, which also works for fake
+    tensors.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for module in objective.modules():

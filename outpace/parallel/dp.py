@@ -74,14 +74,16 @@ class DataParallel(Layout):
             fused.take_all()
             dist.reduce(fused.buffer, 0)
             if self._first:
-                # Otherwise the next batch's gradients would be added to these, which would be
-                # counted twice.
+                # Other ranks keep no gradients, which the next batch would add to and send again.
                 fused.assign_gradients()
         hooks.mark("communication")
         return totals
 
     def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output; on rank 0, also the totals and the gradient of all outputs."""
+        """Return this rank's output, the totals, and the gradient of all ranks' outputs.
+
+        On ranks other than 0, totals are zeros and the gradient is None.
+        """
         self._replicate()
         part = self._scatter(batch)
         hooks.mark("communication")
@@ -120,7 +122,7 @@ class DataParallel(Layout):
                 spread(message, alike)
 
     def _scatter(self, batch: Batch) -> dict[str, Tensor]:
-        """Return this rank's micro-batch without targets, sent as bytes of several dtypes."""
+        """Return this rank's micro-batch without targets, sent as one message of bytes."""
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
@@ -131,22 +133,25 @@ class DataParallel(Layout):
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """Return the micro-batches' form, sent by rank 0. Raises BadInputError if it differs."""
+        """Return the form of all micro-batches, which rank 0 sends with the first one.
+
+        Raises BadInputError on rank 0 if a later form differs.
+        """
         form = self._form_of(batch) if self._first else None
         if self._form is None:
-            said = [form]
-            dist.broadcast_object_list(said, 0)
-            assert said[0] is not None
-            self._form = said[0]
+            forms = [form]
+            dist.broadcast_object_list(forms, 0)
+            assert forms[0] is not None
+            self._form = forms[0]
         if form is not None and form != self._form:
             raise BadInputError(
                 f"dp expected micro-batches of {_show(self._form)}, but got one of "
-                f"{_show(form)}. It needs batches of one shape; use --strategy ddp for others."
+                f"{_show(form)}. Use batches of one shape, or --strategy ddp."
             )
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Assume that all micro-batches have this one's form, which rank 0 then need not send."""
+        """Set the form of all micro-batches to that of `batch`, so that rank 0 need not send it."""
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
@@ -212,9 +217,9 @@ class Outputs(nn.Module):
 
 
 class Threads(nn.Module):
-    """DataParallel in one process, with a thread per CUDA device. The loss is computed here.
+    """DataParallel in one process, with a thread per CUDA device; the loss is not divided.
 
-    With one device, or on a CPU, there is nothing to divide.
+    With one device, or on a CPU, the hidden states are not divided either.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:
@@ -233,9 +238,9 @@ def _show(form: Form) -> str:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make rank 0 the leader.
+    """Lay out an objective with its data, loss and optimizer on rank 0.
 
-    Raises BadInputError across hosts, and for a loss that is computed from the batch.
+    Raises BadInputError for ranks on several hosts, and for custom models.
     """
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:
@@ -252,8 +257,8 @@ def apply(request: LayoutRequest) -> Layout:
     if ranks.world_size == 1:
         if request.plan.compile:
             raise BadInputError(
-                "--strategy dp --compile on one process: its threads copy the model, and copies "
-                "are not compiled. Use --strategy single, or leave --compile out."
+                "--strategy dp does not support --compile in one process: its threads copy the "
+                "model, and copies are not compiled. Use --strategy single, or leave --compile out."
             )
         return Layout(objective, Threads(objective))
     return DataParallel(request)

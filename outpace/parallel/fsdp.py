@@ -82,8 +82,9 @@ def shard(
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that `fully_shard` cannot split; make the others contiguous.
 
-    `fully_shard` splits the first dimension. Its units do not share parameters, and reduce
-    gradients in one dtype, here the most frequent one in the unit.
+    `fully_shard` splits the first dimension, so it cannot split scalars and empty tensors. Units
+    cannot share parameters either, and a unit reduces gradients in one dtype, here the one of most
+    of its values.
     """
     units = _parts_of_units(module, blocks)
     owners = Counter(p for parts in units for p in _parameters_of(parts))
@@ -111,10 +112,10 @@ def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -
         clash = next((n for n in theirs if hasattr(type(block), n) or n in held), None)
         if clash is not None:
             raise BadInputError(
-                f"block {path!r} ({type(block).__name__}) has {clash!r}, but torch's sharded "
-                f"modules have a method of that name, so under strategy {strategy} the block's "
-                "own would not be called. Rename it, treat the model as one block with blocks=[] "
-                "(parallelize), or use strategy ddp or zero1."
+                f"block {path!r} ({type(block).__name__}) has {clash!r}, but strategy {strategy} "
+                "uses torch's sharded modules, which have a method of that name. Rename it, pass "
+                "blocks=[] to parallelize to treat the model as one block, or use strategy ddp or "
+                "zero1."
             )
 
 
@@ -125,9 +126,9 @@ def keep_class_names(blocks: Mapping[nn.Module, type]) -> None:
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules of each block, without those of nested blocks, and those in no block.
+    """Return the modules of each unit: a block without nested blocks, or the rest of the module.
 
-    They are in the module's order, which is the same on all ranks.
+    Each list has the order of `module.modules()`, which is the same on all ranks.
     """
     within = {block: set(block.modules()) for block in blocks}
     units = []

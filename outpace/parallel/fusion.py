@@ -13,8 +13,8 @@ from torch import nn
 class FusedGradients:
     """A buffer for the gradients of `parameters`, which have the same dtype and device.
 
-    After the gradients, the buffer has a number for each parameter: 1 if it has a gradient. If the
-    sum over ranks is 0, no rank has a gradient, and the optimizer skips the parameter.
+    The buffer ends with a flag for each parameter: 1 if it has a gradient on this rank. If the sum
+    of a flag over ranks is 0, no rank has a gradient, and the optimizer skips the parameter.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FusedGradients:
             self.move_gradient(index)
 
     def assign_gradients(self) -> None:
-        """Make the parameters' gradients views of the buffer."""
+        """Set gradients to their parts of the buffer, or to None if no rank has one."""
         found = self.present.tolist()
         for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):
             dtype = parameter.grad_dtype or parameter.dtype
@@ -61,9 +61,9 @@ def fuse(
     limit_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[FusedGradients]:
-    """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
+    """Create gradient buffers of at most `limit_bytes` for parameters in the given order.
 
-    A larger parameter gets its own buffer. `dtype`: the buffers' dtype; None: the parameters'.
+    A larger parameter gets its own buffer. `dtype`: the buffers' dtype (default: the parameters').
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

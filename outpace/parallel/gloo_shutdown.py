@@ -11,7 +11,7 @@ _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 def register_gloo_shutdown() -> None:
     """Make this process wait at exit until gloo's threads are idle.
 
-    A thread that releases a tensor after Python has given up its lock aborts the process, though
+    A thread that releases a tensor while the interpreter shuts down aborts the process, although
     all work is done ("terminate called without an active exception", torch 2.13). Threads are late
     if cores are busy: of 200 runs of examples/parallel.py, four at a time on two cores, 8 aborted.
     """
@@ -20,10 +20,10 @@ def register_gloo_shutdown() -> None:
 
 
 def _rest() -> None:
-    """Release Python's lock until gloo's threads have been asleep in several consecutive checks."""
+    """Release the GIL until gloo's threads have been asleep in several consecutive checks."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
-        time.sleep(_PAUSE_S)  # a thread that waited for the lock has it by now
+        time.sleep(_PAUSE_S)  # releases the GIL to a thread that waits for it
         quiet = 0 if _busy() else quiet + 1
 
 

@@ -21,7 +21,7 @@ def accumulation_hooks(parameter: Tensor) -> list[Hook]:
 
 
 def add_hooks(parameter: nn.Parameter, gradient: Iterable[Hook], after: Iterable[Hook]) -> None:
-    """Register both kinds of hooks."""
+    """Register gradient hooks and post-accumulate hooks on a parameter."""
     for hook in gradient:
         parameter.register_hook(hook)
     for hook in after:
@@ -43,7 +43,7 @@ def refuse_hooks(
     if hooked:
         kind = "register_post_accumulate_grad_hook" if after_alone else "register_hook"
         raise BadInputError(
-            f"{first_names(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks that see "
-            f"gradients ({kind}), which strategy {strategy} would not call: {why}. Use ddp or "
-            "zero1, or change gradients between backward and the optimizer's step."
+            f"{first_names(hooked)} {'has' if len(hooked) == 1 else 'have'} gradient hooks "
+            f"({kind}), which strategy {strategy} would not call: {why}. Use strategy ddp or "
+            "zero1, or change gradients between the backward and the optimizer's step."
         )

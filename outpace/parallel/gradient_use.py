@@ -1,4 +1,4 @@
-"""Agreement on which parameters have a gradient, for modules whose ranks may use different ones.
+"""Agreement on which parameters have a gradient, for modules whose use may differ between ranks.
 
 If experts get no tokens, or branches or layers are skipped, a rank may have no gradient for
 parameters that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the
@@ -21,9 +21,9 @@ from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
-    """Return whether ranks may use different parameters, as those of a custom module may.
+    """Return whether ranks may use different parameters, as they may with a custom model.
 
-    Ranks of a model that outpace builds always use the same ones.
+    Ranks of a model that outpace builds always use the same parameters.
     """
     return isinstance(objective, CustomObjective)
 
@@ -56,7 +56,10 @@ class GradientUse:
         self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """Drop gradients of parameters in `used` that no rank uses in this step. Collective."""
+        """Set the gradients of parameters that no rank used in this step to None. Collective.
+
+        `used`: whether this rank used each parameter.
+        """
         self.steps += 1
         self.all_wrote = False
         complete, wrote = all(used), self.find_writes()

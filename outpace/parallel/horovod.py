@@ -1,4 +1,4 @@
-"""Horovod in place of the built-in ring, if it is installed.
+"""Horovod's all-reduce instead of the built-in ring, if Horovod is installed.
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
 each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI
@@ -6,8 +6,8 @@ or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optim
 clipping needs the norm earlier, and it cannot distinguish a gradient that no rank has from a zero
 gradient.
 
-This follows the documented interface of Horovod 0.28 and is tested with a stand-in. It has not run
-with Horovod itself, which does not build with this torch unmodified.
+This follows the documented interface of Horovod 0.28 and is tested with a mock. It has not been run
+with Horovod itself, which does not build against supported torch versions without changes.
 """
 
 from importlib import import_module
@@ -41,7 +41,7 @@ def why_not(ranks: Ranks) -> str | None:
     hvd.init()
     if (hvd.rank(), hvd.size()) != (ranks.rank, ranks.world_size):
         return (
-            f"Horovod takes this process for rank {hvd.rank()} of {hvd.size()}, but it is rank "
+            f"Horovod reports rank {hvd.rank()} of {hvd.size()} for this process, but it is rank "
             f"{ranks.rank} of {ranks.world_size}. Start with horovodrun or mpirun instead of "
             f"--nproc or torchrun, or {_INSTEAD}"
         )
@@ -56,7 +56,10 @@ class HorovodReducer:
         self._pending: list[Any] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Name buffers for Horovod, which matches them between ranks by these constant names."""
+        """Start the all-reduce of a buffer.
+
+        Horovod matches buffers of different ranks by name, so names follow the order of calls.
+        """
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
         self._pending.append(handle)
@@ -69,9 +72,9 @@ class HorovodReducer:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and connect them by Horovod.
+    """Make replicas equal and reduce their gradients with Horovod.
 
-    Raises BadInputError if that is impossible.
+    Raises BadInputError if Horovod cannot be used.
     """
     reason = why_not(request.ranks)
     if reason is not None:

@@ -34,7 +34,7 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions of a trainer that a forward and backward pass calls.
+    """Functions of a trainer that the forward and backward passes of a step call.
 
     `cast()` returns the context of each forward (autocast). `scale(loss_sum)` returns the value
     that the backward starts from: the loss as a share of the global mean, times fp16's loss scale.
@@ -52,10 +52,10 @@ class LayoutRequest:
 
     The objective is on its device, or on meta if `deferred_init.fills_later`.
 
-    For a custom model, `blocks` are the names of its repeated parts, or a list of names for each
-    pipeline stage (None: detected). `layouts` maps names to how their matrices are split. `scratch`
-    stores parameters that the plan offloads to disk. `cuda_graphs`: replay passes of `single` as
-    CUDA graphs; `on_failure` is called with the reason if that is impossible.
+    For a custom model, `blocks` are the names of its repeated submodules, or a list of names for
+    each pipeline stage (None: detected). `layouts` maps names of matrices to how tp splits them.
+    `scratch` stores parameters that the plan offloads to disk. `cuda_graphs`: replay passes of
+    `single` as CUDA graphs; `on_failure` is called with the reason if that is impossible.
     """
 
     objective: nn.Module
@@ -70,7 +70,7 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """Return the device type to choose kernels for, which tracing may set to another one."""
+        """Return the device type to choose kernels for; a trace may set one other than its own."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
@@ -86,17 +86,17 @@ def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Return the number that turns a sum over `count` targets (or weights) into a mean; never 0."""
+    """Return the divisor of a sum over `count` targets (or weights): `count`, or 1 if it is 0."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 class Layout:
-    """An objective on this rank. In the base class, each rank has all of it and sends nothing.
+    """An objective on this rank. The base class keeps all of it and does not communicate.
 
     `module` is called instead of the objective; `model` holds this rank's parameters under their
-    single-process names. The collective divides the sum of the ranks' gradients by `averages`; the
-    trainer scales the loss accordingly, so that gradients are those of the mean over the global
-    batch's targets. `computes_on` is set if parameters are stored on another device.
+    single-process names. Reducing gradients divides their sum over ranks by `averages`; the trainer
+    scales the loss accordingly, so that gradients are those of the mean over the global batch's
+    targets. `computes_on` is set if parameters are stored on another device.
     """
 
     averages: int = 1
@@ -143,9 +143,9 @@ class Layout:
         """Update each parameter as soon as its gradient is computed, and then free the gradient.
 
         This follows Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
-        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` is
-        called with a parameter before its update. This is only for plans with one backward per step
-        (see `records.plan.IN_BACKWARD`).
+        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. The gradients' norms are
+        kept. `look` is called with each parameter before its update. Only for plans with one
+        backward per step (see `records.plan.IN_BACKWARD`).
         """
         norms: list[Tensor] = []
         self._stepped = norms
@@ -187,28 +187,28 @@ class Layout:
         """Prepare for the first step of this process, after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn the forms of messages from a first batch, before a check that restores all state.
+        """Learn what ranks send each other from a first batch, before a check that restores state.
 
         Collective. Most layouts do nothing.
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return seeds that let a plain module draw what the stages draw in the next step.
+        """Return the seeding with which a plain module draws what the stages draw in the next step.
 
-        Returns None if that is unnecessary, since each rank has its own samples, or impossible.
+        Returns None if it is unnecessary, because each rank has other samples, or impossible.
         Collective.
         """
         return None
 
     def guard(self) -> None:
-        """Refuse, outside of `in_call`, uses of parameters that cannot be what a loop expects."""
+        """Begin to refuse uses of parameters outside `in_call` that would give wrong values."""
 
     def in_call(self) -> AbstractContextManager[None]:
-        """Return the context of a step or an evaluation, after `guard`."""
+        """Return the context of a step or an evaluation, in which `guard` refuses nothing."""
         return nullcontext()
 
     def discard_comparison(self) -> None:
-        """Reset counters advanced by a comparison's call of `gradients`, which is not a step."""
+        """Reset what a call of `gradients` counted as a step, if it was only a comparison."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
@@ -234,15 +234,15 @@ class Layout:
     def add_up_in_fp32(self) -> None:
         """Accumulate 16-bit gradients over micro-batches in fp32.
 
-        Autograd casts each one to the parameter's `grad_dtype`. `fully_shard` has its own dtype for
-        accumulating reduced gradients, and is not changed.
+        Autograd casts each gradient to the parameter's `grad_dtype`. Parameters under `fully_shard`
+        are not changed, because it has a separate dtype for accumulating reduced gradients.
         """
         for parameter in self._accumulated_parameters():
             if parameter.grad_dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
 
     def _accumulated_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the 16-bit parameters that are trained and not gathered for use."""
+        """Yield the trainable 16-bit parameters that are not sharded by `fully_shard`."""
         gathered = {p for part in _fsdp_modules(self.objective) for p in part.parameters()}
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
@@ -338,7 +338,7 @@ class Layout:
         """Make all ranks skip an fp16 step if one of them must. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights with the optimizer's fp32 copies, at the end of a run. Collective."""
+        """Replace weights with the optimizer's master weights at the end of a run. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -357,7 +357,7 @@ def _fsdp_modules(module: nn.Module) -> list[Any]:
 class SpreadLayout(Layout):
     """A layout in which the ranks of `group` hold different parts of the model.
 
-    `ranks_of_a_part` of them hold the same part, as replicas or shards.
+    Each part is on `ranks_of_a_part` of them, as replicas or shards.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class SpreadLayout(Layout):
         self._watches: list[RemovableHandle] = []
 
     def guard(self) -> None:
-        """Watch forwards that a loop runs by itself, not in a step or an evaluation."""
+        """Refuse forwards that a loop runs outside of a step or an evaluation."""
         self._enter = leave_to_python(lambda *_: self._enter_forward())
         self._watched = self._list_watched()
         self._watch_forwards()
@@ -386,7 +386,7 @@ class SpreadLayout(Layout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Allow forwards of the module, without hooks, which would cost time in each of them."""
+        """Allow forwards by removing the hooks that refuse them, which also saves their time."""
         for watch in self._watches:
             watch.remove()
         try:
@@ -397,9 +397,9 @@ class SpreadLayout(Layout):
     def _enter_forward(self) -> None:
         raise refuse_between_steps(
             "the module's forward is called between steps, but this rank holds only a part of its "
-            "parameters. Call evaluate(batch) of what parallelize returned, on all ranks; or load "
-            "its state_dict() into a copy of the module on rank 0, made before parallelize, and "
-            "call that; or use strategy ddp or zero1."
+            "parameters. Call evaluate(batch) of what parallelize returned, on all ranks. Or copy "
+            "the module on rank 0 before parallelize, load the state_dict() of what parallelize "
+            "returned into the copy, and call the copy. Or use strategy ddp or zero1."
         )
 
     def total_norm(self) -> Tensor:
@@ -411,14 +411,14 @@ class SpreadLayout(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if one must, since each has seen only its own part."""
+        """Make all ranks skip the step if one must, because each sees only its part's gradients."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
 class ShardedLayout(SpreadLayout):
     """A layout whose parameters, at least the large ones, are sharded over `group` as DTensors.
 
-    `meta_model` is the model before sharding, without memory for its weights.
+    `meta_copy` is the model before sharding, without memory for its weights.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class ShardedLayout(SpreadLayout):
         self._place: CommonPlace | None = None
 
     def guard(self) -> None:
-        """Let loops use whole values of shards, and refuse writes to them that have no effect."""
+        """Let loops read whole values of shards, and refuse writes to shards without effect."""
         super().guard()
         self._place = CommonPlace()
         read_whole_values(self._place)
@@ -440,7 +440,7 @@ class ShardedLayout(SpreadLayout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Require that shards have not been replaced since the last call."""
+        """Raise BadInputError if a shard's memory was replaced since the last call."""
         if self._storages is not None and self._place is not None:
             self._place.announce()
             self._storages.require_unchanged()

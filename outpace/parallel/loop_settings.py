@@ -1,4 +1,4 @@
-"""Modes and plain numbers of a module that a user's loop may set, for copies of the module.
+"""Settings of a module that a user's loop changes, passed on to copies of the module.
 
 Examples are `module.eval()` for dropout or a frozen BatchNorm, and a temperature that falls from
 epoch to epoch.
@@ -15,7 +15,7 @@ _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"}) - {"training"
 
 
 class LoopSettings:
-    """The settings of a user's `module`, which `copies` of it get when the user changes them."""
+    """The settings of a user's `module`, whose changes its `copies` get."""
 
     def __init__(self, module: nn.Module, copies: Iterable[nn.Module]) -> None:
         self._parts = list(module.modules())  # those that the copies have, in the same order

@@ -35,9 +35,9 @@ from outpace.records.plan import AXES, Plan
 
 
 class Product(SpreadLayout):
-    """A layout over some axes, with the additional work for the other axes.
+    """A layout over all axes of `mesh`, around a layout that does not know some of them.
 
-    `mesh` has all axes. `inner` holds the parameters and runs the passes.
+    `inner` holds the parameters and runs the passes.
     """
 
     def __init__(self, inner: Layout, mesh: DeviceMesh) -> None:
@@ -56,7 +56,7 @@ class Product(SpreadLayout):
         return self._inner.named_parameters()
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Return the inner layout's gradients, plus the sums that tensor parallelism needs."""
+        """Compute the inner layout's gradients, and sum those that tensor-parallel ranks share."""
         totals = self._inner.gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
@@ -79,7 +79,7 @@ def apply(request: LayoutRequest) -> Layout:
     objective, plan = request.objective, request.plan
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
-            "strategy 3d splits outpace's own and Hugging Face models; it does not know where to "
+            "strategy 3d splits outpace's own and Hugging Face models, but does not know where to "
             "split a custom model. Use zero3 or hsdp, which split any model."
         )
     sizes = tuple(getattr(plan, axis) for axis in AXES)
@@ -141,7 +141,7 @@ def _pipeline(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Return this rank's stages; each is sharded as a separate unit."""
+    """Lay out the model as a pipeline, in which each stage is sharded separately."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     stages = cut(plan, objective.model)
     inner = PipelineLayout(
@@ -171,7 +171,7 @@ def _pipeline(
 
 
 def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Copy a stage's output: sharded modules warn about a view of a DTensor's part."""
+    """Copy a stage's output, because sharded modules warn about a view of a DTensor's shard."""
     return output.clone()
 
 

@@ -5,8 +5,8 @@ them to the device when they are gathered, and sends gradients back as soon as t
 during computation. A single process is a group of one.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters if the CPU
-computes, are in memory-mapped files. The next block's parameters are read ahead, and a block's are
-dropped from memory after its use.
+computes, are in memory-mapped files. Each block's parameters are prefetched during the previous
+block, and dropped from memory after their use.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def require(plan: Plan, device: torch.device) -> None:
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
             f"offload_parameters {plan.offload_parameters}: strategy {plan.strategy} computes on "
-            f"{device.type} with parameters in place. Use strategy {join_or(GATHERS)}."
+            f"{device.type} and keeps its parameters there. Use strategy {join_or(GATHERS)}."
         )
 
 
@@ -85,7 +85,7 @@ def place_optimizer(
 def to_disk(layout: Layout, scratch: Scratch) -> None:
     """Move this rank's parameters into mapped files, and read blocks ahead of their use.
 
-    Call it before the first forward, and before the optimizer is created, since the optimizer
+    Call this before the first forward, and before the optimizer is created, because the optimizer
     checks where parameters are stored.
     """
     held = _fsdp_params(layout)

@@ -40,8 +40,8 @@ Loss = Callable[[nn.Module, Any], Any]
 
 _REFUSED = {
     "dp": "only rank 0 reads data, from outpace's own loader, and scatters it. Use ddp",
-    "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
-    "cp": "only outpace's own attention works around a ring of ranks. Use zero3, or tp",
+    "ps": "parameter servers cannot run your training loop. Use ddp, or outpace train",
+    "cp": "ring attention replaces only outpace's own attention. Use zero3, or tp",
     "3d": "only models built by outpace are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
@@ -77,9 +77,9 @@ class ParallelModule:
     def share(self, batch: Batch) -> Batch:
         """Return this rank's samples of a global batch that all ranks have read.
 
-        If ranks read different samples instead (DistributedSampler), read share
-        `plan.data_rank(rank)` of `plan.data_parallel`, because all ranks of a pipeline or tp group
-        read the same samples.
+        If each rank reads only its share instead (DistributedSampler), use rank
+        `plan.data_rank(rank)` of `plan.data_parallel` replicas, because all ranks of a pipeline or
+        tp group need the same samples.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -134,8 +134,8 @@ class ParallelModule:
     ) -> torch.optim.Optimizer:
         """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW.
 
-        `groups` are torch's parameter groups, of parameters of `named_parameters()`; None is a
-        single group of all that required gradients in `parallelize`, also if they are frozen now.
+        `groups` are torch's parameter groups, of parameters from `named_parameters()`. None: a
+        single group of all that required gradients in `parallelize`, even if they are frozen now.
         """
         if groups is None:
             held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
@@ -152,9 +152,9 @@ class ParallelModule:
     def _build(
         self, build: Callable[..., torch.optim.Optimizer], groups: Any, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build an optimizer, unless it computes with all parameters and ranks have some of them.
+        """Build an optimizer.
 
-        All ranks refuse alike.
+        Raises BadInputError on all ranks for LBFGS if each rank has only some of the parameters.
         """
         built = build(groups, **options)
         shared = self.plan.strategy == "zero1" or self.plan.pp > 1
@@ -236,8 +236,8 @@ class ParallelModule:
             warn_user(
                 "forward_backward drops the gradients of its previous call, which no optimizer of "
                 "make_optimizer has used. To accumulate gradients, pass all samples in one call, "
-                "which splits them into micro-batches of the plan's micro_batch. If you have used "
-                "them yourself, or skipped that step, ignore this"
+                "which splits them into micro-batches of the plan's micro_batch. If you used the "
+                "gradients yourself or skipped that step, ignore this"
             )
 
     @contextmanager
@@ -246,7 +246,7 @@ class ParallelModule:
             yield
 
     def _passes(self, batch: Batch) -> list[Batch]:
-        """Split a batch into parts that go through the model, or the pipeline, in one pass."""
+        """Split a batch into parts for one pass each through the model or the pipeline."""
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
@@ -301,21 +301,21 @@ def parallelize(
     whose `loss` is the mean. None uses the module's own loss: the cross-entropy of its logits with
     batch["targets"], or its `.loss`.
 
-    `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline
-    distributes over its stages. The module's forward calls each of them once, in this order, and
-    passes the output of each to the next one as its first input. A list of lists gives the names
-    for each stage. None stands for the repeated parts, or all parts of an nn.Sequential.
+    `blocks` are the names of the submodules that ZeRO gathers one at a time, and that a pipeline
+    distributes over its stages. The module's forward must call each block once, in this order, and
+    pass its output to the next block as the first input. A list of lists names the blocks of each
+    stage. None: the repeated submodules, or all members of an nn.Sequential.
 
     `layouts` selects the matrices that tp splits, by patterns of names: {"layers.*.q": "colwise",
-    "layers.*.o": "rowwise"}. None stands for the layouts that a transformers model defines.
+    "layers.*.o": "rowwise"}. None: the layouts that a transformers model defines.
 
-    `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
+    `sync_batchnorm`: replicas normalise with statistics over the samples of all replicas.
 
-    `check`: before the first step, forward and backward of its batch are compared with the plain
-    module's: the loss, and which parameters get which gradients. A difference raises BadInputError.
-    If only splitting the batch makes a difference, a warning says how large it is. The check also
-    names state that state_dict() does not contain, even on a single process. "off" disables the
-    check. Raises BadInputError for unsupported requests, on all ranks if one of them refuses.
+    `check`: before the first step, the loss and gradients of its batch are compared with those of
+    the plain module. A difference raises BadInputError; if it is due only to splitting the batch, a
+    warning says how large it is. The check also names state that state_dict() does not contain,
+    even in a single process. "off" disables the check. Raises BadInputError for unsupported
+    requests, on all ranks if one of them refuses.
     """
     _check(module, plan, loss)
     if check not in ("on", "off"):
@@ -370,7 +370,7 @@ def apply_plan_options(
 
 
 def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
-    """Make replicas normalise with all samples' statistics, if the user requests it. Collective."""
+    """Make replicas normalise with statistics over all samples if the user asks. Collective."""
     if custom.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
@@ -378,12 +378,12 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Explain why `parallelize` does not support a strategy, and what does; None if it does."""
+    """Explain why `parallelize` does not support a strategy, and what to use; None if it does."""
     return _REFUSED.get(strategy)
 
 
 def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
-    """Refuse requests that would fail later or be ignored silently."""
+    """Raise BadInputError for requests that would fail later or be ignored silently."""
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not support strategy {plan.strategy}: {why_not}.")
@@ -400,23 +400,26 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.optimizer_in_backward:
         raise BadInputError(
-            "optimizer_in_backward steps the optimizer, but with parallelize the caller does. "
-            "Leave out optimizer_in_backward, or use outpace train."
+            "optimizer_in_backward updates parameters during the backward, but with parallelize "
+            "your loop steps the optimizer. Leave out optimizer_in_backward, or use outpace train."
         )
     if plan.loss != "auto":
         raise BadInputError(
-            f"loss {plan.loss} applies to outpace's own transformers; yours is what `loss` "
-            "computes."
+            f"loss {plan.loss} applies only to outpace's own transformers. Use loss auto in the "
+            "plan, and pass your loss to parallelize."
         )
     if plan.offload_parameters == "cpu" and plan.world_size == 1:
         raise BadInputError(
-            "offload_parameters cpu on one process works only in outpace train, which has process "
-            "groups. Use zero3 on several processes, or offload_optimizer."
+            "offload_parameters cpu on one process works only in outpace train, which creates a "
+            "process group. Use zero3 on several processes, or offload_optimizer."
         )
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
-        raise BadInputError("the module has no parameter that requires gradients")
+        raise BadInputError(
+            "the module has no parameter that requires gradients. Call requires_grad_(True) on "
+            "those to train."
+        )
     require_run_once(module, plan.recomputes)
     refuse_sparse_gradients(module, plan.strategy)
     refuse_shared_memory(module, plan.strategy, loss)

@@ -1,6 +1,6 @@
-"""Attributes that users set on parameters (`weight.mask`), for parameters that are sharded.
+"""Preserve attributes that users set on parameters (`weight.mask`) when parameters are sharded.
 
-`fully_shard` creates new parameters: shards, and whole parameters that a forward uses.
+`fully_shard` replaces parameters with new ones: shards, and whole parameters for the forward.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,9 @@ class ParameterAttributes:
         }
 
     def keep(self, units: Iterable[nn.Module]) -> None:
-        """Set the attributes on the parameters that the forwards of sharded units use.
+        """Set the attributes on the gathered parameters before each forward of a sharded unit.
 
-        Call it after sharding: hooks registered then run when a unit's parameters have been
-        gathered.
+        Call this after sharding, so that its hooks run after those that gather parameters.
         """
         for unit in units:
             held = [

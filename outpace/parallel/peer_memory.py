@@ -1,14 +1,14 @@
 """Collectives between the ranks of one host, which read each other's memory.
 
 gloo sends a buffer over loopback: threads that compete with the computing ones copy it into the
-kernel, out of it, and to its destination. Here each rank reads its piece of the others' buffers in
-place (process_vm_readv), adds it to its own, and then reads the pieces that others have summed.
-That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring, since
-all ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
-(docs/development/log.md). ZeRO-3 uses each of the two halves alone (`parallel.fsdp`).
+kernel, out of it, and to its destination. Here each rank reads its shard of the others' buffers in
+place (process_vm_readv), sums the shards, and then reads the sums of the other ranks. This is
+Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring, because all
+ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
+(docs/development/log.md). ZeRO-3 uses the two halves separately (`parallel.fsdp`).
 
-This works on Linux on x86-64 only, since other ranks must see a rank's writes in the order in which
-they were made. If the system does not let ranks read each other's memory, gloo is used.
+This works only on Linux on x86-64, because other ranks must see a rank's writes in the order in
+which they were made. If the system does not let ranks read each other's memory, gloo is used.
 """
 
 import ctypes
@@ -70,10 +70,10 @@ class _Span(ctypes.Structure):
 
 
 class _Notice(ctypes.Structure):
-    """A notice to other ranks: how many steps this rank has made, and where its buffer is.
+    """A notice that other ranks read: the number of this rank's steps, and its buffer's address.
 
     `token` identifies a notice, because elsewhere a process ID may refer to another process. `kind`
-    is the collective that uses the buffer.
+    encodes the collective that uses the buffer, and the buffer's size.
     """
 
     _fields_ = (
@@ -164,33 +164,33 @@ class PeerMemoryGroup:
         """Sum `buffer`, of any length, over the ranks and multiply it by `factor`, in place."""
         with self._or_give_up():
             self._share_buffer(buffer)
-            pieces = self._pieces(buffer)
-            start, own = pieces[self._rank]
+            shards = self._shards(buffer)
+            start, own = shards[self._rank]
             self._sum(start, own, own, factor)
             self._move()
             for other in self._others:
-                start, piece = pieces[other.rank]
-                self._copy(other, start, piece)
+                start, shard = shards[other.rank]
+                self._copy(other, start, shard)
             self._move()  # until then, no rank may change what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
-        """Fill `buffer` with the ranks' parts, of equal lengths; `part` may be a view of it."""
+        """Fill `buffer` with all ranks' `part`s, of equal lengths; `part` may be a view of it."""
         with self._or_give_up():
             self._share_buffer(part, 2 * unit)
-            for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
+            for (_, shard), one in zip(self._shards(buffer), self._everyone, strict=True):
                 if one.rank != self._rank:
-                    self._copy(one, 0, piece)
-                elif piece.data_ptr() != part.data_ptr():
-                    piece.copy_(part)
+                    self._copy(one, 0, shard)
+                elif shard.data_ptr() != part.data_ptr():
+                    shard.copy_(part)
             self._move()
 
     def reduce_scatter(
         self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
     ) -> None:
-        """Write this rank's piece of the sum of all buffers, times `factor`, to `part`."""
+        """Write this rank's shard of the sum of all buffers, times `factor`, to `part`."""
         with self._or_give_up():
             self._share_buffer(buffer, 2 * unit + 1)
-            start, own = self._pieces(buffer)[self._rank]
+            start, own = self._shards(buffer)[self._rank]
             self._sum(start, own, part, factor)
             self._move()
 
@@ -221,21 +221,21 @@ class PeerMemoryGroup:
                 "blocks=[]."
             )
 
-    def _copy(self, other: _Peer, start: int, piece: Tensor) -> None:
-        """Copy a piece from byte `start` of another rank's buffer."""
-        self._read(other.pid, self._buffers[other.rank] + start, piece.data_ptr(), piece.nbytes)
+    def _copy(self, other: _Peer, start: int, into: Tensor) -> None:
+        """Fill `into` from byte `start` of another rank's buffer."""
+        self._read(other.pid, self._buffers[other.rank] + start, into.data_ptr(), into.nbytes)
 
-    def _pieces(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """Return each rank's piece, with the byte at which it begins."""
+    def _shards(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        """Return each rank's shard of a buffer, with the byte at which it begins."""
         parts = buffer.tensor_split(self._size)
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
-    def _sum(self, start: int, piece: Tensor, into: Tensor, factor: float) -> None:
-        """Sum `piece` and the others' pieces at byte `start`."""
-        chunk = max(1, _CHUNK_BYTES // piece.element_size())
-        found = torch.empty(min(chunk, piece.numel()), dtype=piece.dtype)
+    def _sum(self, start: int, shard: Tensor, into: Tensor, factor: float) -> None:
+        """Write the sum of `shard` and the others' shards at byte `start`, times `factor`."""
+        chunk = max(1, _CHUNK_BYTES // shard.element_size())
+        found = torch.empty(min(chunk, shard.numel()), dtype=shard.dtype)
         total = torch.empty_like(found)
-        for part, result in zip(piece.split(chunk), into.split(chunk), strict=True):
+        for part, result in zip(shard.split(chunk), into.split(chunk), strict=True):
             other, sum_ = found[: len(part)], total[: len(part)]
             for one in self._everyone:
                 mine = one.rank == self._rank
@@ -246,10 +246,10 @@ class PeerMemoryGroup:
             start += part.nbytes
 
     def _move(self) -> dict[int, int]:
-        """Tell other ranks that this one has made the next step, and wait until all have.
+        """Announce that this rank has made the next step, and wait until all ranks have.
 
-        Returns the kinds of their collectives; after the last step, a rank may already be in the
-        next one.
+        Returns the kind of each rank's collective; after the last step of a collective, a rank may
+        already be in its next one.
         """
         kinds = {}
         self._notice.moves += 1
@@ -264,7 +264,7 @@ class PeerMemoryGroup:
                         f"{self._limit_s:g} s"
                     )
                 time.sleep(_NAP_S)
-            # Read the count again: the kernel may have copied the address before the count.
+            # Read the notice again: the kernel may have copied the address before the count.
             self._read_steps(other)
             self._buffers[other.rank] = self._seen.buffer
             kinds[other.rank] = int(self._seen.kind)
@@ -279,7 +279,7 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """Return a group's ranks if all are on this host; None if they cannot read each other's memory.
+    """Return the collectives of a group; None if its ranks cannot read each other's memory.
 
     Collective: all ranks get the same answer.
     """
@@ -292,9 +292,8 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     if read is None or not able.item():
         return None
     _let_family_read()
-    found = PeerMemoryGroup(
-        group, read, limit.total_seconds()
-    )  # the collective follows once all ranks allow it
+    # Gathers all ranks' addresses, so that it returns after all ranks have allowed reads.
+    found = PeerMemoryGroup(group, read, limit.total_seconds())
     able.fill_(found.can_read())
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     return found if able.item() else None

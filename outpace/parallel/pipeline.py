@@ -62,7 +62,7 @@ class Stage(PipelineStage):
     given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward; count the time before it as waiting."""
+        """Run a micro-batch's forward; count the time before it as communication."""
         self.given.mark("communication")
         with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run a micro-batch's backward, which produces the input gradients to be sent."""
+        """Run a micro-batch's backward, and fill in missing input gradients, which must be sent."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         fill_missing_gradients(self, bwd_chunk_id)
 
@@ -124,7 +124,7 @@ class PipelineLayout(SpreadLayout):
         self._shape: torch.Size | None = None
 
     def _other_end(self, tied: bool) -> int | None:
-        """Return the other rank (first or last stage) that holds this one's embedding, if any."""
+        """Return the other rank that holds a tied embedding, if this rank holds it too."""
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -229,7 +229,7 @@ class PipelineLayout(SpreadLayout):
     def _pass_on(
         self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
     ) -> Tensor:
-        """Run a micro-batch through this rank's stages; keep `sent` until it arrives."""
+        """Run a micro-batch through this rank's stages; add what is in flight to `sent`."""
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
         for stage, module in self.modules.items():
@@ -258,7 +258,7 @@ class PipelineLayout(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights with fp32 copies, including those that other ranks send."""
+        """Replace weights with master weights, and prepare `whole_model` to receive others'."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
@@ -285,7 +285,7 @@ class PipelineLayout(SpreadLayout):
         return owners
 
     def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """Return the owner's tensor on the first rank; None on the others."""
+        """Send the owner's tensor to the first rank and return it there; None on other ranks."""
         if self._rank == 0 == owner:
             return held
         if self._rank == owner:

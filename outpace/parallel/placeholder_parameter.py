@@ -22,11 +22,11 @@ class PlaceholderParameter:
     def optimizer(
         self, build: Build, groups: Sequence[Mapping[str, Any]] = ({},)
     ) -> torch.optim.Optimizer:
-        """Return the same optimizer as on other ranks, with as many groups, for this parameter."""
+        """Build the optimizer with the same groups as other ranks, but only this parameter."""
         first, *others = groups
         empty: list[dict[str, Any]] = [{**group, "params": []} for group in others]
         return build([{**first, "params": [self._number]}, *empty])
 
     def set_gradient(self) -> None:
-        """Set a gradient, as other ranks do in each step."""
+        """Set a zero gradient, so that the optimizer does not skip the parameter."""
         self._number.grad = torch.zeros_like(self._number)

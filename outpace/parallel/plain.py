@@ -1,4 +1,4 @@
-"""The plain forward and backward of a user's module, which strategies are compared with."""
+"""Tools for reference passes of a user's module: no dropout, generator states, float64."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.parallel.tensors import has_memory, storage_id
 
-# functions that return their first argument if nothing is dropped
+# functions that return their first argument if dropout is off
 _DROPS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
@@ -63,14 +63,14 @@ class NoDropout(TorchFunctionMode):
 
 
 def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call (input, p, training) drops anything."""
+    """Return whether a dropout call with arguments (input, p, training) drops values."""
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
     return bool(rate) and bool(training)
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Return a module's dropout modules, each with its rate's attribute and value."""
+    """Yield each submodule that has a dropout rate, with the name and value of that attribute."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             yield part, "p", part.p
@@ -79,7 +79,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Return whether the module contains one of torch's dropout modules that is active."""
+    """Return whether any of torch's dropout modules in `module` has a rate above 0."""
     return any(rate > 0 for _, _, rate in _rates(module))
 
 
@@ -87,10 +87,9 @@ def has_dropout(module: nn.Module) -> bool:
 def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
     """Disable dropout in a module, so that passes can be compared.
 
-    The yielded object's `would_drop` tells whether anything would have been dropped.
-
-    Rates of dropout modules are also set to 0, because functions are replaced in this thread only,
-    and a backward may recompute in another.
+    Yields a `NoDropout`, whose `would_drop` says whether dropout would have changed values. Rates
+    of dropout modules are also set to 0, because the mode acts only in this thread, and a backward
+    may recompute in another.
     """
     rates = list(_rates(module))
     for part, name, _ in rates:
@@ -129,7 +128,7 @@ def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class NarrowResults(TorchDispatchMode):
-    """A record of the floating-point dtypes narrower than float64 among all results."""
+    """A mode that records the floating-point dtypes narrower than float64 of all results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

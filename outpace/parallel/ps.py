@@ -58,7 +58,7 @@ class Role(Layout):
         self._dtype = norm_dtype(next(request.objective.parameters()).dtype)
         self._placeholder = PlaceholderParameter(request.device)
         self._devices = request.plan.worker_devices
-        # The index of each rank's first device.
+        # The ranks of the workers' first devices.
         self._workers = range(0, request.plan.data_parallel, self._devices)
         self._servers = range(request.plan.data_parallel, request.plan.world_size)
 
@@ -94,7 +94,7 @@ class Role(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if a server must, since each has seen only its own share."""
+        """Make all ranks skip the step if a server must, because each sees only its share."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
@@ -121,7 +121,7 @@ class Worker(Role):
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients, for the servers if they update parameters."""
+        """Compute gradients and push them to the servers; pull the sums if workers step."""
         self._placeholder.set_gradient()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
@@ -155,7 +155,7 @@ class Worker(Role):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with fp32 copies, or receive the servers' if they update parameters."""
+        """Replace weights with master weights, or receive the servers' if these step parameters."""
         if self.steps:
             super().raise_weights(optimizer)
             return
@@ -193,7 +193,7 @@ class Server(Role):
         return (self.model, optimizer) if self.steps else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Sum the workers' gradients in the order of their ranks; its own totals are 0."""
+        """Sum the workers' gradients in the order of their ranks; return totals of 0."""
         self._placeholder.set_gradient()
         # A loss scaler sets its scale in the first call, and this rank has no loss.
         hooks.scale(torch.zeros((), device=self._on))
@@ -210,7 +210,7 @@ class Server(Role):
         return self._zero_totals()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace this server's share with fp32 copies, and send it to the workers."""
+        """Replace this server's share with master weights, and send it to the workers."""
         super().raise_weights(optimizer)
         if self.steps:
             self._sync_parameters()
@@ -235,7 +235,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """Return the devices of each worker, if there are several. All ranks create all groups."""
+    """Return a group for the devices of each worker, if it has several. Called on all ranks."""
     each = plan.worker_devices
     if each == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Python objects that ranks send each other."""
+"""Collectives of Python objects."""
 
 from typing import Any, TypeVar
 

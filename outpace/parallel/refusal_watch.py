@@ -1,8 +1,8 @@
-"""A watch that ends a rank if it waits in a collective for another rank that has refused.
+"""A watchdog that ends a rank that waits in a collective for another rank that has refused.
 
 With gloo, a collective fails when a peer has left. With NCCL it waits, by default for ten minutes,
-until the watchdog ends the process without mentioning the refusal. So during long calls, a thread
-checks the store over a separate connection.
+until NCCL's watchdog ends the process without mentioning the refusal. So during long calls, a
+thread checks the store over a separate connection.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 5.0  # a call may take before the store is checked
-_GRACE_S = 10.0  # for the refusing rank to continue, or this one to end
+_GRACE_S = 10.0  # for the refusing rank to continue, or this rank to end by itself
 _EXIT_CODE = 2  # of BadInputError
 
 

@@ -1,6 +1,6 @@
-"""Refusals in a user's own loop: all ranks end with the same sentence if one of them refuses.
+"""Refusals in a user's loop: if one rank refuses, all ranks end with the same message.
 
-With gloo, the other ranks' collective fails when a peer has left, and they find the sentence in the
+With gloo, the other ranks' collective fails when a peer has left, and they find the message in the
 rendezvous store. With NCCL the collective waits, so a thread checks the store and ends the rank
 (`refusal_watch`).
 """
@@ -22,7 +22,7 @@ from outpace.records.errors import BadInputError, OutpaceError
 
 _REFUSAL = "outpace/refusal"
 _WAIT_S, _HEAR_S, _LOOK_AGAIN_S, _READ_AGAIN_S = 10.0, 1.0, 0.02, 0.002
-_MEET_S = 600.0  # for a rank that reads to wait for others, which may evaluate or save meanwhile
+_READ_LIMIT_S = 600.0  # a rank that reads waits this long for others, which may evaluate or save
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
 
     The rank that raises it waits at exit until the others have received it. If that rank catches
     the error and enters this context again, the error counts as handled, and other ranks no longer
-    receive it. `in_step`: the others still wait in this step when that rank enters the next one, so
-    the next step is refused too, unless all ranks have refused.
+    receive it. `in_step`: others may still wait in a step that one rank has refused, so that rank
+    cannot enter the next one until all ranks have received the refusal or refused.
     """
     if world_size == 1:
         yield
@@ -62,9 +62,9 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
 
 
 def refuse_between_steps(sentence: str) -> BadInputError:
-    """Return an error to be raised by one rank alone, for all ranks as in `refuse_together`.
+    """Return an error for this rank to raise, and publish it for the other ranks.
 
-    The others are in their next call, or will be.
+    These raise it in their next call, as in `refuse_together`.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         _publish_refusal(sentence, dist.get_world_size(), in_step=False, ahead=1)
@@ -74,7 +74,8 @@ def refuse_between_steps(sentence: str) -> BadInputError:
 class CommonPlace:
     """This rank's place in the loop (call number, and reads since that call), for other ranks.
 
-    Between calls, ranks communicate only where all of them read values that each has a part of.
+    Between calls, the only communication is reading values of which each rank has a part, so ranks
+    compare places first.
     """
 
     def __init__(self) -> None:
@@ -82,20 +83,20 @@ class CommonPlace:
         self.announce()
 
     def announce(self) -> None:
-        """Tell the other ranks that a call has begun, without waiting for an answer."""
+        """Publish that a call has begun, without waiting for other ranks."""
         self._set(0)
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks read the same value. Raises BadInputError if one has begun another
-        call.
+        """Wait until all ranks read the same value.
 
-        `what` is a clause for the message.
+        Raises BadInputError if a rank has begun another call or does not read in time. `what` is a
+        clause for the message.
         """
         store = _store()
         if store is None:
             return
         self._set(self._reads + 1)
-        until_s = time.monotonic() + _MEET_S
+        until_s = time.monotonic() + _READ_LIMIT_S
         mine = self._call, self._reads
         keys = [_place_key(rank) for rank in range(dist.get_world_size())]
         while True:
@@ -104,11 +105,11 @@ class CommonPlace:
             ahead = [r for r, place in enumerate(places) if place > mine or (late and place < mine)]
             if ahead:
                 raise refuse_between_steps(
-                    f"rank {dist.get_rank()} alone {what}, of which each rank has a part, while "
-                    f"rank {ahead[0]} does not. Do it on all ranks (and print on one of them)."
+                    f"rank {dist.get_rank()} alone {what}, of which each rank has only a part, "
+                    f"while rank {ahead[0]} does not. Do this on all ranks (and print on one)."
                 )
             if all(place == mine for place in places):
-                dist.barrier()  # until all have seen it: a rank that goes on has another place
+                dist.barrier()  # until all have seen it, because a rank that continues moves on
                 return
             time.sleep(_READ_AGAIN_S)
 
@@ -139,7 +140,7 @@ class _Refusal:
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool, ahead: int) -> None:
-        """Store the sentence for other ranks until it is withdrawn; only the first one counts."""
+        """Store the message for other ranks until it is withdrawn, unless a rank already has."""
         if self._mine:
             return
         self._world_size, self._in_step = world_size, in_step
@@ -151,13 +152,13 @@ class _Refusal:
         self._registered = True
 
     def withdraw(self) -> None:
-        """Begin a call: forget what was refused in an earlier one.
+        """Begin a call: withdraw a refusal of an earlier call.
 
-        Raises BadInputError if other ranks are still in the step that this one has refused.
+        Raises BadInputError if other ranks are still in the step that this rank has refused.
         """
         if self._mine and self._in_step and not self._is_heard():
             error = BadInputError(
-                "this rank refused a step and took the next one while other ranks are still in "
+                "this rank refused a step and began the next one while other ranks are still in "
                 "the refused step. Let the error end the loop. It was: "
                 f"{self._mine.partition(chr(10))[2]}"
             )
@@ -270,5 +271,5 @@ def has_other_cause(error: Exception) -> bool:
     """Return whether an error is due to memory or a lost peer, not to the user's module."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
-    said = str(error).lower()
-    return "gloo" in said or "nccl" in said
+    text = str(error).lower()
+    return "gloo" in text or "nccl" in text

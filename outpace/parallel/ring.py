@@ -24,22 +24,22 @@ from outpace.parallel.tensors import make_equal
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `buffer` (one dimension, any length) over the ranks of `group`, in place.
 
-    The buffer is split into N pieces, which are sent around in 2(N − 1) steps. In the first
-    N − 1, a rank adds the piece from its left neighbour to its own, until it has the sum of one
-    piece (reduce-scatter). In the next N − 1, the sums are passed on (all-gather). So each rank
-    sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on one rank
-    and copied from there, which keeps replicas bitwise equal.
+    The buffer is split into N chunks, which are sent around in 2(N − 1) steps. In each of the first
+    N − 1 steps, a rank adds the chunk from its left neighbour to its own, until it has the sum of
+    one chunk (reduce-scatter). In the next N − 1 steps, the sums are passed on (all-gather). So
+    each rank sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on
+    one rank and copied from there, which keeps replicas bitwise equal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = buffer.tensor_split(size)
-    received = torch.empty_like(pieces[0])  # the first is the longest
+    chunks = buffer.tensor_split(size)
+    received = torch.empty_like(chunks[0])  # the first is the longest
     for step in range(size - 1):
-        target = pieces[(rank - step - 1) % size]
+        target = chunks[(rank - step - 1) % size]
         arrived = received[: target.numel()]
-        _shift(pieces[(rank - step) % size], arrived, group)
+        _shift(chunks[(rank - step) % size], arrived, group)
         target.add_(arrived)
     for step in range(size - 1):
-        _shift(pieces[(rank - step + 1) % size], pieces[(rank - step) % size], group)
+        _shift(chunks[(rank - step + 1) % size], chunks[(rank - step) % size], group)
 
 
 def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
@@ -49,7 +49,7 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
         dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size),
     ]
-    # With fewer elements than ranks, some pieces are empty and are not sent.
+    # With fewer elements than ranks, some chunks are empty and are not sent.
     filled = [operation for operation in operations if operation.tensor.numel()]
     for work in dist.batch_isend_irecv(filled) if filled else ():
         work.wait()
@@ -78,13 +78,13 @@ class RingReducer:
         self._pending: list[Future[None]] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Reduce a buffer once all kernels that fill it have finished."""
+        """Queue a buffer, to be reduced once the kernels that fill it have finished."""
         filled = None if self._stream is None else torch.cuda.current_stream().record_event()
         # Dispatch modes are thread-local, so the caller's modes are entered in the thread as well.
         modes = _get_current_dispatch_mode_stack()
-        self._pending.append(self._thread.submit(self._go_round, buffer, filled, modes))
+        self._pending.append(self._thread.submit(self._reduce, buffer, filled, modes))
 
-    def _go_round(
+    def _reduce(
         self, buffer: Tensor, filled: torch.cuda.Event | None, modes: Sequence[Any]
     ) -> None:
         with ExitStack() as entered:

@@ -2,8 +2,8 @@
 
 In each turn, a rank attends to the keys of one rank. The output is a softmax over these keys alone;
 outputs of several turns can be merged if the logarithms of their softmax denominators are known. In
-the backward, a kernel gets the output and the log-sum-exp over all turns, so it recomputes the true
-weights.
+the backward, a kernel gets the output and the log-sum-exp over all turns, so it recomputes the
+weights of the softmax over all keys.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outpace.nn.block import to_fp32
 
-# Rows of scores in memory at once.
+# Rows of the score matrix in memory at once.
 _ROWS = 512
 # FlashAttention's largest head width, and the lowest compute capability that it supports.
 _WIDTHS = range(8, 257, 8)
@@ -118,7 +118,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Matmuls in fp32 (fp64 for fp64), for a few rows of scores at a time, with dropout."""
+    """Attention by matmuls in fp32 (fp64 for fp64), some rows of scores at a time, with dropout."""
 
     drops: Dropout
 
@@ -151,7 +151,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
     out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
-    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
+    for rows, columns in _row_blocks(q_BHSC.shape[-2], causal):
         q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
         scores = _scores(q, k_BKTC[..., columns, :], rows if causal else None)
         sums = scores.logsumexp(-1, keepdim=True)
@@ -176,12 +176,12 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
 
-    `lse_BHS` is for all keys, so that the weights are the true ones; `delta_BHS` is the gradient
-    times the output, summed over C.
+    `lse_BHS` covers the keys of all turns; `delta_BHS` is the gradient times the output, summed
+    over C.
     """
     heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
     q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
-    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
+    for rows, columns in _row_blocks(q_BHSC.shape[-2], causal):
         q, grad = (_by_group(x[..., rows, :], groups) for x in (q_BHSC, grad_BHSC))
         lse, delta = (_by_group(x[..., rows, None], groups) for x in (lse_BHS, delta_BHS))
         k, v = k_BKTC[..., columns, :], v_BKTC[..., columns, :]
@@ -198,8 +198,8 @@ def _attend_backward(
     return q_grad, k_grad, v_grad
 
 
-def _pieces(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yield rows of scores, and the columns that they need."""
+def _row_blocks(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of rows of the score matrix, with the columns that these rows need."""
     for start in range(0, length, _ROWS):
         stop = min(start + _ROWS, length)
         yield slice(start, stop), slice(0, stop) if causal else slice(None)

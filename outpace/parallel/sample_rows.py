@@ -1,4 +1,4 @@
-"""Values of a batch that have a row for each sample, the same ones in every batch."""
+"""Check that the same values are split by samples in every batch."""
 
 from typing import Any
 
@@ -10,17 +10,18 @@ from outpace.records.errors import BadInputError
 
 
 class SampleRows:
-    """The tensors, arrays and lists of batches that are split by samples.
+    """A record of the tensors, arrays and lists that are split by samples.
 
-    A tensor is, if it has as many rows as there are samples. If the number is equal by chance in
-    some batches (boxes of all images, a table), it is split in these and whole in others.
+    A tensor is split if it has as many rows as there are samples. A tensor that has as many only
+    by chance in some batches (boxes of all images, a table) would be split in some and not in
+    others.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
 
     def cut(self, batch: Batch, parts: int) -> list[Batch]:
-        """Split a batch as `batches.cut` does, the same values of it as in earlier batches.
+        """Split a batch as `batches.cut` does, after `require_same`.
 
         Raises BadInputError as `require_same` and `batches.cut` do.
         """
@@ -29,9 +30,9 @@ class SampleRows:
         return cut(batch, parts)
 
     def require_same(self, batch: Batch) -> None:
-        """Raise BadInputError if a value is split in this batch and not in an earlier one."""
+        """Raise BadInputError if a value is split here but was not before, or vice versa."""
         samples, values = splits_by_place(batch)
-        if samples < 2:  # a table of one row may be split or not
+        if samples < 2:  # any value with one row counts as split
             return
         for place, (value, splits) in values.items():
             if self._known.setdefault(place, splits) == splits:
@@ -55,8 +56,8 @@ _CURE_OF_TENSORS = (
     "with one tensor per sample, or pad them into one tensor and add masks."
 )
 _CURE_OF_LISTS = (
-    "A list or tuple is split if it has as many entries as there are samples, and these have one "
-    "type (tensors: one dtype and shape but for the first dimension, and not all with a row per "
-    "sample). If its entries are not samples, pass dict(enumerate(entries)); if they are, pad or "
-    "stack tensors into one, and give other entries one type."
+    "A list or tuple is split if it has as many entries as there are samples, and all of one type "
+    "(tensors: of one dtype and of one shape except for the first dimension, and not all with a "
+    "row per sample). If its entries are not samples, pass dict(enumerate(entries)). If they are, "
+    "pad or stack tensors into one, and give other entries one type."
 )

@@ -1,9 +1,8 @@
-"""Reads and writes of shards by a user's loop, between steps.
+"""Reads and writes of sharded parameters by a user's loop, between steps.
 
-Elementwise operations on DTensors compute what one process does, also together with whole tensors,
-which all ranks have. But `item()` and `float()` return a number computed from this rank's part if a
-sum or a maximum over ranks is pending, shards cannot be written to whole tensors, and `p.data = …`
-has no effect.
+Elementwise operations on DTensors give the values of a single process, also if they mix DTensors
+with whole tensors that all ranks have. But `item()` and `float()` return only this rank's part of a
+pending sum or maximum, DTensors cannot be written to whole tensors, and `p.data = …` has no effect.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ _WRITES = (
 
 
 def read_whole_values(place: CommonPlace) -> None:
-    """Make `item()` of DTensors, and writes of DTensors to whole tensors, use whole values."""
+    """Make `item()` on DTensors, and writes of DTensors to whole tensors, use all ranks' values."""
     handlers = _dispatcher()._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = partial(_read_number, place)
     for operator in _WRITES:
@@ -34,9 +33,9 @@ def read_whole_values(place: CommonPlace) -> None:
 
 
 def combine_with_whole(allowed: bool) -> None:
-    """Allow or forbid operations (such as those on lists) on whole tensors together with DTensors.
+    """Allow or forbid operations that mix whole tensors and DTensors.
 
-    In a step, a user's module that does so is refused, since it may have only a part of its input.
+    They are forbidden in a step, where a whole tensor may depend on this rank's samples alone.
     """
     _dispatcher()._allow_implicit_replication = allowed
 
@@ -48,24 +47,22 @@ def _dispatcher() -> Any:
 
 
 def refuse_copies(sharded: Iterable[nn.Module]) -> None:
-    """Refuse copies of sharded modules, as torch does, and say what to do instead."""
+    """Make `copy.deepcopy` of sharded modules raise an error that says what to do instead."""
     for part in sharded:
         vars(part)["__deepcopy__"] = _refuse_copy
 
 
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     raise refuse_between_steps(
-        "the module or one of its blocks is copied (copy.deepcopy) after it was laid out, when "
-        "this rank holds only shards of its parameters. Copy it before outpace.parallelize, and "
-        "call load_state_dict of the copy with the module's state_dict() on all ranks, compute "
-        "with other values by torch.func.functional_call, or use strategy ddp or zero1."
+        "the module or one of its blocks is copied (copy.deepcopy) after outpace.parallelize, when "
+        "this rank holds only shards of its parameters. Copy the module before "
+        "outpace.parallelize, and load the module's state_dict() into the copy on all ranks. Or "
+        "use torch.func.functional_call to compute with other values, or strategy ddp or zero1."
     )
 
 
 def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
-    """Return a whole tensor. If ranks have parts of it, this is collective, and all ranks must
-    begin it.
-    """
+    """Return the whole tensor. Collective if ranks hold parts of it; then waits for all ranks."""
     if is_spread(tensor) and not all(one.is_replicate() for one in tensor.placements):
         place.wait_for_all(what)
     return whole(tensor)
@@ -74,14 +71,14 @@ def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
 def _read_number(
     place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return a tensor's only value. Collective if ranks have parts of it."""
+    """Return the value of a DTensor with one element. Collective if ranks hold parts of it."""
     return operator(_gather(args[0], place, "reads a number of a parameter or gradient (item())"))
 
 
 def _write(
     place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Write to a tensor in place. Collective if it is whole and a source is in parts."""
+    """Run an in-place operator. Collective if it writes a sharded tensor to a whole one."""
     written: Tensor = args[0]
     if is_spread(written):
         parts = _parts_of_alike(args)
@@ -101,10 +98,10 @@ def _write(
 
 
 def _parts_of_alike(args: Sequence[Any]) -> list[Any] | None:
-    """Return the arguments with each DTensor's part on this rank; None unless all are placed alike.
+    """Return `args` with DTensors replaced by local shards; None unless all have one placement.
 
-    An optimizer writes so in each operation on each parameter, which takes half as long as torch's
-    dispatch of DTensors.
+    Optimizers run such operators on every parameter. On local shards they take half of the time
+    of `_write_by_torch`.
     """
     first = args[0]
     where = first.placements, first.device_mesh, first.shape
@@ -125,7 +122,7 @@ def _parts_of_alike(args: Sequence[Any]) -> list[Any] | None:
 
 
 def _write_by_torch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Write to a DTensor as without this handler."""
+    """Run an in-place operator by torch's DTensor dispatch, without this handler."""
     handlers = _dispatcher()._custom_op_handlers
     this = handlers.pop(operator)
     try:
@@ -135,23 +132,23 @@ def _write_by_torch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class ShardStorages:
-    """The memory of shards, which an assignment `p.data = …` replaces without any effect."""
+    """The storages of shards, which detect assignments `p.data = …` that would have no effect."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._shards = {name: shard for name, shard in named if is_spread(shard)}
         self.note()
 
     def note(self) -> None:
-        """Record the current memory as the right one."""
+        """Record the current storages as the expected ones."""
         self._known = [storage_id(shard) for shard in self._shards.values()]
 
     def require_unchanged(self) -> None:
-        """Raise BadInputError if a shard's memory was replaced."""
+        """Raise BadInputError if the storage of a shard was replaced."""
         now = map(storage_id, self._shards.values())
         lost = [n for n, a, b in zip(self._shards, self._known, now, strict=True) if a != b]
         if lost:
             raise BadInputError(
-                f"the values of {first_names(lost)} were replaced between steps (p.data = …), but "
-                "this rank holds a shard, which keeps its values. Write to it in place "
+                f"the values of {first_names(lost)} were replaced between steps (p.data = …), "
+                "which has no effect on the shards that ranks hold. Write in place instead "
                 "(p.data.copy_(…), p.data.mul_(…), p.data.clamp_(…)), or use strategy ddp or zero1."
             )

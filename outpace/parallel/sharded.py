@@ -60,7 +60,7 @@ class CustomSharded(ShardedLayout):
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
-        """Let the loss access whole parameters. Call this once `averages` is set."""
+        """Let the loss read whole parameters. Call this after `averages` is set."""
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
@@ -96,7 +96,7 @@ class CustomSharded(ShardedLayout):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Shard each block, and the remaining parameters together with the objective."""
+    """Shard each block as a unit, and the remaining parameters as another unit."""
     plan = request.plan
     if plan.strategy == "single":
         return _shard(request, group_of_one(request.device))
@@ -139,7 +139,7 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
 
 
 def _units_of(request: LayoutRequest) -> list[nn.Module]:
-    """Return the model's blocks, each once; a user's model without blocks is one unit."""
+    """Return the model's blocks, each once; empty for a custom model without repeated blocks."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None and ranks_may_differ(request.objective):
         try:

@@ -3,8 +3,9 @@
 Every step, evaluation and checkpoint starts with rank 0's buffers, as under
 DistributedDataParallel. So a run does not depend on when it is evaluated or saved, and every rank
 resumes with the checkpoint's buffers. Only buffers that a forward changes are sent: running
-averages and counters, not masks and tables. Ranks agree on these after the first steps, and again
-before each evaluation and checkpoint, since a forward may change others later.
+averages and counters, not masks and tables. Ranks agree on the changed buffers after each of the
+first steps, and again for each evaluation and checkpoint, because a forward may change others
+later.
 """
 
 from collections.abc import Iterator
@@ -82,8 +83,7 @@ class SharedBuffers:
             buffer = held.get(name, first)
             if buffer is not None and buffer is first:
                 flags[number] = buffer._version != version or fingerprint(buffer) != values
-            # An unsaved buffer that is replaced each time is a cache, and may have any length.
-            else:
+            else:  # a non-persistent buffer that forwards replace is a cache of any length
                 flags[number] = name in saved
         flags = flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -101,7 +101,7 @@ class SharedBuffers:
     @torch.no_grad()
     def _send(self) -> None:
         """Send rank 0's buffers to all ranks. Collective if any are shared."""
-        if not self._shared:  # cached, because walking all modules in each step takes time
+        if not self._shared:  # walking all modules in each step would take time
             return
         held = [
             as_numbers(b)

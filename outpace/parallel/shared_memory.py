@@ -1,8 +1,8 @@
-"""Tensors of a user's module that share memory with a trained parameter, so that both change.
+"""Refusal of tensors in a user's module that share memory with a trained parameter.
 
 In one process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute that
 is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
-If ranks hold parts of parameters, each tensor gets its own memory, and the first batch does not
+If ranks hold parts of parameters, each tensor gets separate memory, and the first batch does not
 show the difference. The same applies to parameters in plain lists (`self.decayed = [...]`), dict
 keys and arguments bound to functions that a forward or a loss reads: ranks train other parameters
 instead of these.
@@ -33,10 +33,10 @@ _OF_RECURRENT = frozenset({"_flat_weights"})
 
 
 def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
-    """Return the first tensor in the memory of a trained parameter, or None.
+    """Find the first tensor that shares memory with a trained parameter.
 
-    The result has the tensor's name, its kind, and the parameter's name. A parameter with two names
-    does not count: it is one tensor for all strategies.
+    Returns the tensor's name, its kind and the parameter's name, or None. A parameter with two
+    names does not count: it is one tensor for all strategies.
     """
     memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, trained in module.named_parameters():
@@ -50,10 +50,10 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
-    """Raise BadInputError for shared memory that a strategy's ranks would separate.
+    """Raise BadInputError for tensors that would no longer share memory under a strategy.
 
     Also refuse parameters in lists, keys and functions that a step may read, because the strategy
-    replaces parameters in modules only.
+    replaces only the parameters in modules.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
@@ -66,30 +66,29 @@ def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | Non
         raise BadInputError(
             f"{name}, {kind}, shares memory with {owner}, which is trained: in one process both "
             f"change together, but under strategy {strategy} each would have separate memory. "
-            "Make them one parameter (self.b.weight = self.a.weight), or give it a copy "
+            f"Make them one parameter (self.b.weight = self.a.weight), or make {name} a copy "
             "(tensor.detach().clone()), or use strategy ddp."
         )
 
 
 def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | None) -> None:
-    """Refuse parameters in attributes or variables of functions that a step reads."""
+    """Raise BadInputError for parameters in attributes and outer variables that a step may read."""
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     in_use = NamesInUse(module, loss)
     for path, where, leaf in _list_held(module, loss):
         if id(leaf) in names and (path == "state" or in_use.may_read(path.rpartition(".")[2])):
             raise BadInputError(
                 f"{path}, {where}, holds the parameter {names[id(leaf)]}, but under strategy "
-                f"{strategy} ranks train other tensors in its place. Make it a method that "
-                "iterates over self.named_parameters() when called (in a loss, over the "
-                "parameters of the module that it is given), or use strategy ddp or zero1."
+                f"{strategy} ranks train other tensors in its place. Use a method that iterates "
+                "over self.named_parameters() when called (in a loss, over the parameters of its "
+                "module argument), or use strategy ddp or zero1."
             )
 
 
 def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
-    """Yield attributes and outer variables: name, kind and contents.
+    """Yield the objects in attributes and outer variables, each after its name and kind.
 
-    A module that contains the given one does not matter: strategies replace the parameters inside
-    it.
+    The given module itself is left out, because strategies replace its parameters.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):
@@ -138,8 +137,8 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
     """Yield a value and everything in it that is not in `seen`.
 
-    This includes entries and keys of containers, arguments bound to a function, variables that a
-    function encloses, and attributes of objects of the user's classes.
+    This includes entries and keys of containers, arguments bound to a function, variables in a
+    function's closure, and attributes of objects of the user's classes.
     """
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:

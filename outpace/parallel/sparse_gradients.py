@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients, which most strategies and optimizers refuse."""
+"""Refusal of embeddings with sparse gradients where the strategy or optimizer needs dense ones."""
 
 from torch import nn
 
@@ -7,9 +7,9 @@ from outpace.records.strategies import TRAITS, Strategy
 
 
 def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
-    """Raise BadInputError for a trained embedding with sparse=True.
+    """Raise BadInputError if a trainable embedding has sparse=True.
 
-    `strategy` is set for a user's own loop, whose optimizer may accept sparse gradients. It is None
+    `strategy` is given for a user's loop, whose optimizer may accept sparse gradients. It is None
     for outpace's steps, whose clipping and optimizers do not.
     """
     if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
@@ -22,10 +22,10 @@ def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None)
         and part.weight.requires_grad
     ]
     if names:
-        why = "clipping and the optimizers accept only dense ones"
+        why = "gradient clipping and outpace's optimizers accept only dense gradients"
         also = ""
         if strategy is not None:
-            why = f"strategy {strategy} adds up only dense ones"
+            why = f"strategy {strategy} reduces only dense gradients"
             also = ", or strategy ddp or zero1"
         raise BadInputError(
             f"{first_names(names)} {'has' if len(names) == 1 else 'have'} sparse gradients "

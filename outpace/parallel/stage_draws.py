@@ -1,9 +1,9 @@
-"""Random numbers of a pipeline's stages, by stage and micro-batch, in any order of execution.
+"""Random numbers of pipeline stages that do not depend on the order in which the stages run.
 
-When a stage of a custom model starts on a micro-batch, generators are seeded with its rank's key
-for the step, the stage number and the micro-batch number. All stages run the code outside of
-blocks. If a stage reads numbers that this code draws before the stage begins, all stages share one
-key and seed after each block, so that all of them draw the same numbers there. With these keys, the
+When a stage of a custom model starts a micro-batch, generators are seeded with the rank's key for
+the step, the stage number and the micro-batch number. All stages run the code outside blocks. If a
+stage needs numbers that this code draws before the stage's first block, all stages share one key
+and reseed after each block, so that all of them draw the same numbers there. With these keys, the
 plain module draws the same numbers too, so results with dropout can be compared, and the check of
 the first batch can be the first step.
 """
@@ -22,9 +22,10 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeds of this rank's stages. `drawn`: any of their forwards has drawn random numbers.
+    """Seeding of this rank's stages.
 
-    `shared`: all stages in `group` share one key and seed after each block.
+    `drawn`: whether any of their forwards has drawn random numbers. `shared`: whether all stages in
+    `group` share one key and reseed after each block.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -35,7 +36,7 @@ class StageDraws:
         self._seen: tuple[Any, ...] | None = None
 
     def watch(self) -> None:
-        """Start watching the generators, until `note`."""
+        """Record the generators' states, for `note` to compare."""
         self._seen = random_state(self._device)
 
     def note(self) -> bool:
@@ -48,7 +49,7 @@ class StageDraws:
         return drew
 
     def peek(self) -> int | None:
-        """Return this rank's next key; None if nothing is drawn."""
+        """Return the key that `step` draws next, without drawing it; None if it draws none."""
         if not (self.drawn or self.shared):
             return None
         held = torch.get_rng_state()
@@ -58,9 +59,9 @@ class StageDraws:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the key of a step. On exit, generators are in the state after this draw.
+        """Draw the key of a step, and on exit restore the generators to the state after this draw.
 
-        A shared key comes from the first stage's rank; the call is then collective.
+        Collective if the key is shared: it then comes from the rank of the first stage.
         """
         if not (self.drawn or self.shared):
             yield
@@ -74,30 +75,30 @@ class StageDraws:
             set_random_state(after, self._device)
 
     def begin_pass(self, first: int) -> None:
-        """Count micro-batches from `first`, the number of the next pass's first micro-batch."""
+        """Begin a pass, whose first micro-batch has the number `first` in the step."""
         self._first = first
 
     def seed(self, place: int, micro_batch: int) -> None:
-        """Seed random numbers for a micro-batch of a pass, at the start of stage `place`.
+        """Seed all generators for a micro-batch of the pass, at the start of stage `place`.
 
-        With a shared key, `place` is the number of blocks that came before. This does nothing
-        between steps.
+        With a shared key, `place` is the number of preceding blocks. Does nothing between steps.
         """
         if self._key is not None:
             seed_all_generators(self._device, self._key, place, self._first + micro_batch)
 
     def _share(self, key: int) -> int:
-        """Return the key of the first rank. Collective."""
+        """Return the first rank's key. Collective."""
         shared = torch.tensor(key, device=self._device)
         dist.broadcast(shared, group=self._group, group_src=0)
         return int(shared)
 
 
 class PlainDraws:
-    """Seeds of all stages, for a plain module that runs through all of them.
+    """Seeding of a plain module, so that it draws the same numbers as the pipeline's stages.
 
-    `keys` has the key of each place; None if nothing is drawn or seeded there. `ends` maps
-    blocks to the number of the place that begins after them. `drew`: numbers were drawn.
+    `keys`: the key of each place (see `StageDraws.seed`), or None if nothing is seeded there.
+    `ends` maps a block's name to the place that begins after the block. `drew`: whether numbers
+    were drawn.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Reseed after each block that comes before a place, as the forward proceeds."""
+        """Make the blocks in `ends` reseed for the next place after their forward."""
         with ExitStack() as stack:
             for name, place in self._ends.items():
                 block = model.get_submodule(name)
@@ -124,7 +125,7 @@ class PlainDraws:
         self._seed(0)
 
     def note(self) -> None:
-        """Record whether numbers were drawn since the last seed."""
+        """Record whether numbers were drawn since the last seeding."""
         if self._seen is not None:
             self.drew |= not same_random_state(self._seen, random_state(self._device))
 

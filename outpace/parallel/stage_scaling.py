@@ -1,6 +1,6 @@
-"""A look at how a user's loop scales the gradients of pipeline stages between steps.
+"""Detection of loops that scale the gradients of pipeline stages by different factors.
 
-A loop that clips by a norm that it computes itself has the norm of this rank's stages only, so each
+A loop that computes the norm for clipping itself gets the norm of this rank's stages only, so each
 rank scales by another factor.
 """
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MOST = 64  # values of a gradient
+_MOST = 64  # values compared in a gradient
 _TOLERANCE = 1e-5  # relative; several operations may have scaled a gradient, each with rounding
 
 _SAME = 1e-2  # relative difference of factors that is ignored: bf16 norms and quotients are rounded
-_STEPS = 20  # a measurement waits for the device
+_STEPS = 20  # steps to measure; not all, because a measurement waits for the device
 
 
 class StageScaling:
-    """The factor by which this rank's gradients have been scaled since `note`, in the first steps.
+    """Measures, in the first steps, by which factor this rank's gradients were scaled since `note`.
 
-    NaN if it is unknown. `is_done` after these steps.
+    `factor` is NaN if it is unknown.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StageScaling:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all steps to look at have been made."""
+        """Return whether the steps to measure are over."""
         return self._steps > _STEPS
 
     def note(self, gradients: Sequence[Tensor]) -> None:
@@ -41,7 +41,7 @@ class StageScaling:
         self.factor = math.nan
 
     def drop_gradients(self) -> None:
-        """Free the gradients, if no optimizer has used them."""
+        """Drop references to noted gradients that no optimizer has used."""
         self._noted = []
 
     def measure(self, gradients: Sequence[Tensor]) -> None:

@@ -49,7 +49,7 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """A style with whole weights on every rank, and inputs and outputs spread by `placement`."""
+    """A style with replicated weights, and inputs and outputs with `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class WholeWeights(ParallelStyle):
 
 
 class EmbeddingLookup(WholeWeights):
-    """An embedding with whole weights; ranks look up their parts of the whole (…, S) indices."""
+    """A style for embeddings with replicated weights; each rank looks up its part of (…, S)."""
 
     def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
@@ -81,7 +81,7 @@ class EmbeddingLookup(WholeWeights):
 
 
 class SplitRows(ParallelStyle):
-    """The token embedding, split by the vocabulary; `placement` is that of its sum over ranks."""
+    """A style that splits the token embedding by vocabulary; its output has `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement)
 
 
 def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
-    """Return how the parts of a block are split, by name within the block."""
+    """Return the styles of a block's submodules, by name within the block."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": GatheredInput(stream),
@@ -236,7 +236,7 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
 
 
 def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) -> None:
-    """Split the token embedding by vocabulary; each rank looks up its part of the small tables."""
+    """Split the token embedding by vocabulary, and replicate the small tables."""
     styles: dict[str, ParallelStyle] = {
         "tokens": SplitRows(stream),
         "positions": EmbeddingLookup(stream),
@@ -263,7 +263,7 @@ class SplitObjective(LanguageModelObjective):
         return super().hidden_states(batch)
 
     def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the same loss and count on all ranks of the mesh from this rank's part."""
+        """Return the loss and count, equal on all ranks of the mesh, from this rank's part."""
         if not isinstance(hidden_BSD, DTensor):
             hidden_BSD = gather_activation(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
@@ -290,13 +290,12 @@ class SplitObjective(LanguageModelObjective):
             raise BadInputError(
                 f"sequence parallelism splits each sequence over {ranks} ranks, but {length} "
                 f"tokens are not a multiple of {ranks}. Use --seq-len "
-                f"{-(-length // ranks) * ranks}, "
-                "or --no-sequence-parallel."
+                f"{-(-length // ranks) * ranks}, or --no-sequence-parallel."
             )
 
 
 def add_shares(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients of unsplit weights that saw only parts of the sequence or of the heads.
+    """Sum the gradients of replicated weights that saw only a part of the sequence or the heads.
 
     Uses one collective over the ranks of the mesh, which hold the same parameters.
     """
@@ -326,7 +325,7 @@ class TensorParallel(ShardedLayout):
         self._tells = mesh.get_local_rank() == 0
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. The remaining sums are computed once per step."""
+        """Compute the step's gradients; those of replicated weights are summed once per step."""
         totals = super().gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
@@ -365,10 +364,11 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def require_splittable(spec: ModelSpec, ranks: int) -> None:
-    """Raise BadInputError if heads or the MLP's width cannot be divided evenly."""
+    """Raise BadInputError if the vocabulary, heads or MLP width cannot be split over the ranks."""
     if -(-spec.vocab // ranks) * (ranks - 1) >= spec.vocab:
         raise BadInputError(
-            f"tp {ranks} leaves a rank without a part of the vocabulary of {spec.vocab}."
+            f"tp {ranks} leaves a rank without a part of the vocabulary of {spec.vocab}. Use a "
+            "smaller tp."
         )
     for name in ("heads", "kv_heads", "ffn"):
         size = getattr(spec, name)

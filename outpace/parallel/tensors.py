@@ -1,4 +1,4 @@
-"""Tensors on several ranks: copies of the same values, and messages that combine many tensors."""
+"""Helpers for tensors that several ranks hold: norms, copies, broadcasts and fused messages."""
 
 import copy
 import hashlib
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Of these tensors alone: the function of this name that pipelines put into torch is of all stages.
+# Imported by name, because pipelines replace torch.nn.utils.get_total_norm to cover all stages.
 from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
-    """Return how many of `ranks` ranks hold each of a tensor's values."""
+    """Return how many of `ranks` ranks hold the same value of a tensor."""
     if not is_spread(tensor):
         return ranks
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -60,9 +60,9 @@ def copies(tensor: Tensor, ranks: int) -> int:
 
 
 def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return this rank's share of the sum of squares in float64: each is divided by its `copies`.
+    """Return this rank's contribution to the sum of squares over `ranks` ranks, in float64.
 
-    The sum of the shares over `ranks` ranks counts every value once.
+    Each square is divided by its number of `copies`, so that the sum over ranks counts it once.
     """
     alike: dict[int, list[Tensor]] = {}
     for gradient in gradients:
@@ -79,7 +79,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of values of plain tensors, as `get_total_norm` does, in `norm_dtype`."""
+    """Return the 2-norm over plain tensors, as `get_total_norm` does, but in `norm_dtype`."""
     if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
         return get_total_norm(tensors)
     norms = [
@@ -92,9 +92,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Sum the ranks' gradients of whole parameters, times `factor`. Collective.
+    """Sum the gradients of whole parameters over ranks and multiply them by `factor`. Collective.
 
-    Parameters without a gradient must have none on all ranks.
+    A parameter without a gradient on this rank must have none on any rank.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     for alike in by_dtype(torch.view_as_real(g) if g.is_complex() else g for g in gradients):
@@ -104,7 +104,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of a loss, each once."""
+    """Yield each node of a loss's autograd graph once."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -115,7 +115,7 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def is_in_python(node: Any) -> bool:
-    """Return whether a node of a graph is a Function written in Python."""
+    """Return whether an autograd node is a `torch.autograd.Function` written in Python."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -127,10 +127,10 @@ def all_parameters(module: nn.Module) -> list[nn.Parameter]:
 def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy a module to the meta device: its structure, without memory for its weights.
 
-    `real`: tensors with values, by the `id` of the tensors that they replace.
+    `real` maps the `id` of a tensor to a tensor that takes its place in the copy, with values.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
-    # Each forward computes non-leaf tensors again (`weight` of torch's old weight_norm).
+    # Non-leaf tensors that each forward recomputes (`weight` under torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
     held = [*all_parameters(module), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
@@ -140,9 +140,9 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
 
 
 def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter with this value and with another parameter's class and attributes.
+    """Return a parameter with the values of `value` and the class and attributes of `parameter`.
 
-    A forward may use them: a mask (`weight.mask`), a class that overrides multiplication.
+    A forward may need these: a mask (`weight.mask`), or a class that overrides multiplication.
     """
     kind = type(parameter)
     wraps = is_traceable_wrapper_subclass(parameter)
@@ -155,9 +155,9 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes that users set on a parameter.
+    """Return the attributes that the user set on a parameter.
 
-    Tensor classes that keep their own state in attributes (such as FakeTensor) have none.
+    Empty for tensor classes that keep their state in attributes, such as FakeTensor.
     """
     return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
 
@@ -203,7 +203,7 @@ _SENT_AS = {
 def make_equal(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks. Collective.
 
-    Raises BadInputError for sparse tensors, and for ranks that have built different modules.
+    Raises BadInputError for sparse tensors, and if ranks have built different modules.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     _require_alike(named)
@@ -211,8 +211,8 @@ def make_equal(module: nn.Module) -> None:
     if sparse:
         raise BadInputError(
             f"{first_names(sparse)} {'is' if len(sparse) == 1 else 'are'} sparse, but ranks send "
-            "only dense tensors. Use dense buffers for the indices and the values, from which "
-            "the forward makes the sparse tensor."
+            "only dense tensors. Register the indices and the values as dense buffers, and build "
+            "the sparse tensor from them in the forward."
         )
     for _, tensor in named:
         if tensor.numel():
@@ -229,9 +229,9 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse tensors whose names, shapes, dtypes or order differ from rank 0's. Collective.
+    """Raise BadInputError if names, shapes, dtypes or order differ from rank 0's. Collective.
 
-    The iteration order of a set of strings differs by process.
+    A common cause is a loop over a set of strings, whose order differs by process.
     """
     forms = [f"{n.removeprefix('model.')} of shape {tuple(t.shape)} ({t.dtype})" for n, t in named]
     digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()
@@ -243,16 +243,16 @@ def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
     place, (known, other) = next(one for one in enumerate(pairs, 1) if one[1][0] != one[1][1])
     error = BadInputError(
         f"rank {rank} has built another module than rank 0: parameter or buffer {place} is "
-        f"{other} there, and {known} on rank 0. Build the same module on all ranks, with parts in "
-        "the same order: a set of names is iterated in another order by each process, so use "
-        "sorted(names)."
+        f"{other} on rank {rank}, but {known} on rank 0. Build the same module on all ranks, with "
+        "submodules in the same order. Loop over sorted(names) rather than over a set of names, "
+        "whose order differs by process."
     )
     error.on_all_ranks = True
     raise error
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype, in the given order."""
+    """Group tensors by dtype and keep their order."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -260,13 +260,13 @@ def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def concatenate(tensors: Iterable[Tensor]) -> Tensor:
-    """Concatenate the values of tensors of one dtype into a message."""
+    """Flatten tensors of one dtype and concatenate them into a message."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 @torch.no_grad()
 def spread(message: Tensor, into: Iterable[Tensor]) -> None:
-    """Copy a concatenated message back to its tensors."""
+    """Copy the values of a concatenated message back into its tensors."""
     at = 0
     for tensor in into:
         tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
@@ -275,7 +275,7 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters with the given tensors of another dtype, sharing their memory."""
+    """Replace each parameter in `wider` with its wider tensor, whose memory it then uses."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:
@@ -288,14 +288,14 @@ def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
 
 
 def widen_trained(meta_copy: nn.Module) -> None:
-    """Convert trainable parameters without memory to fp32."""
+    """Convert trainable parameters on the meta device to fp32."""
     for parameter in all_parameters(meta_copy):
         if parameter.requires_grad and parameter.is_meta:
             parameter.data = parameter.data.float()
 
 
 def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
-    """Remove a module's buffers and all its parameters except those `kept`."""
+    """Set all parameters and buffers of a module to None, except those in `kept`."""
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():
         registers: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
@@ -309,8 +309,8 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
 def save_held_alone(part: nn.Module) -> None:
     """Make a module save and load only the parameters and buffers that it still has.
 
-    The module's own code (`_save_to_state_dict`, hooks, extra state) may use tensors that only
-    another rank has, and may save None instead, as torch's FakeQuantize does.
+    The module's state-dict code (`_save_to_state_dict`, hooks, extra state) may need tensors that
+    only another rank has, or may save None for them, as torch's FakeQuantize does.
     """
     vars(part).update(
         _save_to_state_dict=MethodType(_save_held, part),
@@ -333,12 +333,12 @@ def _load_held(
     wanted: dict[str, Any] = {}
     _save_held(part, wanted, prefix, keep_vars=True)
     missing += [name for name in wanted if strict and name not in state]
-    # not strict, because extra state is missing
+    # not strict, because no extra state was saved
     nn.Module._load_from_state_dict(part, state, prefix, metadata, False, [], *lists)
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Return whether a tensor has its own memory; wrapper tensors do not."""
+    """Return whether a value is a dense tensor with its own memory: not on meta, not a wrapper."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -348,5 +348,5 @@ def has_memory(value: object) -> TypeGuard[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
+    """Return an identifier of a tensor's storage that stays the same if the storage is resized."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,8 +1,8 @@
-"""Whole parameters for a user's loss that accesses them while ranks hold shards.
+"""Whole parameters for a user's loss that reads parameters while ranks hold shards.
 
-A penalty such as `sum(p.square().sum() for p in module.parameters())` outside of the module's
-forward would see shards. It gets whole tensors instead, gathered on access, whose gradients are
-averaged over ranks like all others.
+A penalty such as `sum(p.square().sum() for p in module.parameters())` outside the module's forward
+would see shards. It gets whole tensors instead, gathered on access. Their gradients are averaged
+over ranks like all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,10 @@ _FREED = "out of bounds for storage of size 0"
 
 
 class WholeParameters:
-    """Access to whole parameters by `module.parameters()` for the loss of an objective.
+    """Make `module.parameters()` return whole parameters within the loss of an objective.
 
-    `used` is called with the shards that get a gradient in this way. `averages`: see `Layout`.
-    `wait` makes this device wait for gradients that other streams add to the shards.
+    Shards that get a gradient in this way are added to `used`. `averages`: see `Layout`. `wait`
+    makes the current stream wait for gradients that other streams add to the shards.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class WholeParameters:
             finally:
                 self._asks_whole = False
 
-        vars(objective)["loss"] = of_whole  # before the loss, which stays a submodule if it is one
+        vars(objective)["loss"] = of_whole  # hides the loss, which may be a registered submodule
         vars(self._module)["named_parameters"] = self._named_parameters
         self._module.register_forward_pre_hook(self._enter)
         self._module.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
-        """Let units gather what they use while the module's forward runs."""
+        """Return shards again during the module's forward, whose units gather what they use."""
         self._in_loss, self._asks_whole = self._asks_whole, False
 
     def _leave(self, *_: Any) -> None:
@@ -70,56 +70,56 @@ class WholeParameters:
 
 
 def explain_shards(error: Exception) -> BadInputError | None:
-    """Return advice if a user's code cannot use, copy or transform a shard; None otherwise."""
+    """Return an error with advice if user code uses, copies or transforms shards, else None."""
     if _MIXED in str(error) or _UNUSED in str(error):
         return BadInputError(
             "the module or its loss uses parameters of a block outside of a call of the block, "
-            "when this rank holds only a shard of them. Call blocks themselves (layer(x), not "
-            "layer.forward(x)), use module.parameters() in a separate loss function, treat the "
-            "model as one block with blocks=[] (parallelize), or use strategy ddp or zero1."
+            "where this rank holds only shards of them. Call the block itself (layer(x), not "
+            "layer.forward(x)), use module.parameters() in a separate loss function, pass "
+            "blocks=[] to parallelize to treat the model as one block, or use strategy ddp or "
+            "zero1."
         )
     if _COPIED in str(error):
         return BadInputError(
-            "the module or its loss copies the module (copy.deepcopy) in training, when this "
-            "rank holds only a shard of its parameters. Use torch.func.functional_call to "
+            "the module or its loss copies the module (copy.deepcopy) in training, where this "
+            "rank holds only shards of its parameters. Use torch.func.functional_call to "
             "compute with other values, or use strategy ddp or zero1."
         )
     if _TRANSFORMED in str(error):
         return BadInputError(
             "the module or its loss applies a transform of torch.func (vmap, grad, jvp) to whole "
-            "parameters or across blocks, but this rank holds only shards of them. Apply it "
-            "inside of a block, or use strategy ddp or zero1."
+            "parameters or across blocks, but this rank holds only shards of them. Apply the "
+            "transform inside a block, or use strategy ddp or zero1."
         )
     if _FREED in str(error):
         return BadInputError(
-            "the backward needs parameters of a block that are not gathered for it: a block "
-            "returns its tensors in an object (a distribution, or a class that is no dataclass) "
-            "or its output is changed in place. Return tensors from blocks, alone or in tuples, "
-            "dicts or dataclasses, treat the model as one block with blocks=[], or use strategy "
-            "ddp or zero1."
+            "the backward needs parameters of a block that were not gathered: the block returns "
+            "tensors in an object (a distribution, or a class that is not a dataclass), or its "
+            "output is changed in place. Return tensors from blocks alone or in tuples, dicts or "
+            "dataclasses, pass blocks=[] to treat the model as one block, or use strategy ddp or "
+            "zero1."
         )
     return None
 
 
 class _WholeParameter(torch.autograd.Function):
-    """A whole parameter gathered from its shards. Collective, in both directions."""
+    """Gather a whole parameter from its shards. Collective in both forward and backward."""
 
     @staticmethod
     def forward(
         ctx: Any, shard: Any, averages: int, used: set[Any], wait: Callable[[], None]
     ) -> Tensor:
-        """Gather the parameter."""
+        """Return the gathered parameter."""
         ctx.averages, ctx.used, ctx.shard, ctx.wait = averages, used, shard, wait
         whole: Tensor = shard.detach().full_tensor()
         return whole.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Return the shard of the ranks' average.
+        """Average the gradient over ranks and return this rank's shard of the average.
 
-        Autograd then adds it to the shard's gradient on this stream. `fully_shard` may have just
-        written that gradient on its own stream. That stream waits for this one, but not the
-        reverse.
+        Autograd then adds the result to the shard's gradient on the current stream. `fully_shard`
+        may have just written that gradient on its own stream, so the current stream waits first.
         """
         from torch.distributed.tensor import distribute_tensor
 

@@ -36,25 +36,25 @@ class _Shares(ZeroRedundancyOptimizer):
             if "consolidate" not in str(error):
                 raise
             raise refuse_between_steps(
-                "the optimizer's state_dict() is called on a rank that has only the state of its "
-                "own parameters. Call optimizer.consolidate_state_dict() on all ranks, then "
-                "state_dict() on rank 0 alone, or use strategy ddp, under which every rank has all "
-                "of the state."
+                "the optimizer's state_dict() is called on a rank that has the state of only some "
+                "parameters. Call optimizer.consolidate_state_dict() on all ranks, then "
+                "state_dict() on rank 0 alone, or use strategy ddp, under which every rank has the "
+                "whole state."
             ) from error
 
 
 class _MixedShares(_Shares):
-    """Shares of parameters of several dtypes, each of which is broadcast separately."""
+    """ZeroRedundancyOptimizer for parameters of several dtypes, each broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
-        """Do nothing, because torch requires a single dtype even without a common buffer."""
+        """Skip torch's check, which requires a single dtype even without a common buffer."""
 
 
 class _CustomModelShares(_Shares):
-    """Shares of a custom model, whose forward may replace parameters' memory (p.data = …)."""
+    """ZeroRedundancyOptimizer for custom models, whose forward may run `p.data = …`."""
 
     def _sync_params(self) -> None:
-        """Broadcast the current tensors of parameters, not their original places in buffers."""
+        """Broadcast the parameters' current tensors, not the buffer views that they had before."""
         own: Any = self
         parts = [part for parts in own._device_to_params_per_rank.values() for part in parts]
         buffers = [buffer for buffers in self._buckets for buffer in buffers]
@@ -62,7 +62,7 @@ class _CustomModelShares(_Shares):
         if any(_memory(p) != _memory(b) for b, part in pairs for p in part if p.requires_grad):
             own._build_param_buckets()
         super()._sync_params()  # type: ignore[misc]
-        # Buffers leave out parameters that were frozen since the backward, which are still updated.
+        # Buffers omit parameters that were frozen since the backward, but the optimizer steps them.
         for parameter, owner in own._param_to_rank.items():
             if buffers and not parameter.requires_grad and parameter.grad is not None:
                 dist.broadcast(parameter.data, owner, group=self.process_group)
@@ -76,7 +76,7 @@ class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer for its share of the parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return the optimizer of all parameters, which updates this rank's share and sends it."""
+        """Build the optimizer of all parameters, which updates and broadcasts this rank's share."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
@@ -88,7 +88,7 @@ class SharedStates(Replicas):
             # single dtype; torch does not check that all parameters have that dtype.
             parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
         )
-        made.defaults.update(made.optim.defaults)  # in which OneCycleLR looks for betas
+        made.defaults.update(made.optim.defaults)  # OneCycleLR reads betas from these
         return made
 
     def checkpoint_state(
@@ -108,7 +108,7 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with fp32 copies; each rank sends its share of them to the others."""
+        """Replace 16-bit weights with master weights; each rank broadcasts its share of these."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()

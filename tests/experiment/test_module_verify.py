@@ -179,13 +179,13 @@ def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alik
     certificate = verify_custom(own, numbered, plans=["ddp"], spoil=fail_on_ranks)
     [verdict] = certificate.verdicts
     assert not certificate.passed and not verdict.refused
-    assert "a fault of the strategy" in verdict.reason and "is cut along" not in verdict.reason
+    assert "a fault of the strategy" in verdict.reason and "is split along" not in verdict.reason
 
 
 def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     own = CustomModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
     [verdict] = verify_custom(own, numbered, plans=["ddp"]).verdicts
-    assert verdict.refused and "those with 16 stay whole in each part" in verdict.reason
+    assert verdict.refused and "tensors with 16 entries stay whole in each part" in verdict.reason
 
 
 class CountingStack(Stack):

@@ -60,7 +60,7 @@ def test_parts_are_joined_again_where_they_can_be():
 
 def test_lists_of_samples_of_different_lengths_are_refused():
     ragged = {"inputs": [torch.zeros(n, 3) for n in (2, 3, 4)], "targets": torch.zeros(3)}
-    with pytest.raises(BadInputError, match=r"different lengths .2, 3, 4, ….*pad the samples"):
+    with pytest.raises(BadInputError, match=r"different lengths .2, 3, 4, ….*Pad the samples"):
         samples_in(ragged)
     assert samples_in(dict(reversed(ragged.items()))) == 3  # as the message says
     tables = {"x": torch.zeros(4), "values": [torch.zeros(n) for n in (5, 6, 7)]}
@@ -89,7 +89,7 @@ def test_nested_tensors_are_cut_by_samples_and_joined(layout):
 def test_tensors_of_other_lengths_than_samples_are_explained():
     graphs = {"nodes": torch.zeros(10, 3), "edges": torch.zeros(2, 12), "y": torch.zeros(4)}
     assert "that have 10 entries" in explain_lengths(graphs)
-    assert "those with 2, 4 stay whole" in explain_lengths(graphs)
+    assert "tensors with 2, 4 entries stay whole" in explain_lengths(graphs)
     alike = {"x": torch.zeros(4, 3), "y": torch.zeros(4), "rate": torch.tensor(0.1), "name": "a"}
     assert explain_lengths(alike) == ""
 
@@ -152,9 +152,9 @@ class Instances:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ([(torch.zeros(4, 6), torch.zeros(6))] * 3, "list of 3 tuples, and it seems that each"),
-        ([(torch.zeros(4, 6), torch.tensor(1))] * 8, "list of 8 tuples, and it seems that each"),
-        ([{"ids": torch.zeros(6), "labels": torch.zeros(6)}] * 8, "list of 8 dicts, and it seems"),
+        ([(torch.zeros(4, 6), torch.zeros(6))] * 3, "list of 3 tuples, each of which seems"),
+        ([(torch.zeros(4, 6), torch.tensor(1))] * 8, "list of 8 tuples, each of which seems"),
+        ([{"ids": torch.zeros(6), "labels": torch.zeros(6)}] * 8, "list of 8 dicts, each of which"),
         ([{"image": torch.zeros(3, 8), "boxes": torch.zeros(n, 4)} for n in (1, 2, 4)], "3 dicts"),
         (
             (torch.zeros(4), torch.nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4)),

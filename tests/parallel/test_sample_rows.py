@@ -52,7 +52,7 @@ def vectors(samples, rows=lambda number: number + 2):
         (tuple("abcd"), tuple("abcd"), "a tuple of 4 strs in a batch of 4 samples is split"),
         (vectors(4), vectors(4), "a list of 4 Tensors in a batch of 4 samples is split"),
         (vectors(8), vectors(4, lambda _: 4), "no longer split.*not all with a row per sample"),
-        (list("abcdefgh"), ["a", 1, "c", "d"], "no longer split.*these have one type"),
+        (list("abcdefgh"), ["a", 1, "c", "d"], "no longer split.*all of one type"),
         (vectors(8), vectors(5), "a list of 5 Tensors in a batch of 4 samples is no longer"),
         (np.ones((4, 2)), np.ones((4, 2)), r"an array of shape \(4, 2\) .*is split by samples"),
         ([np.ones(8)], [np.ones(9)], r"array of shape \(9,\) .*is no longer split"),

@@ -131,7 +131,7 @@ def test_shards_are_read_and_written_as_whole_parameters(tmp_path):
 @pytest.mark.parametrize(
     ("loop", "pattern"),
     [
-        ("DecayData", r"stem.weight.*Write to it in place"),
+        ("DecayData", r"stem.weight.*Write in place"),
         ("WeightNormRank0", "rank 0 alone reads a number .* while rank 1 does not"),
         ("TargetCopy", REFUSED["zero3", "TargetCopy"]),
     ],

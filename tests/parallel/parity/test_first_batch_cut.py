@@ -412,7 +412,7 @@ def test_a_batch_of_tensors_of_unequal_lengths_is_refused_if_the_module_fails(tm
         plan = plan_for_module("ddp", 2, 8).model_copy(update={"micro_batch": 4})
         model = outpace.parallelize(RaggedModule(), plan, loss=loss)
         share = model.share({"nodes": torch.randn(8, 5), "edges": ring})
-        with pytest.raises(BadInputError, match="those with 2 stay whole in each part"):
+        with pytest.raises(BadInputError, match="tensors with 2 entries stay whole in each part"):
             model.forward_backward(share)
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")
