@@ -57,7 +57,7 @@ LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
 # First words of messages about a cut from the check of the first batch.
 OF_THE_CUT = (
     "the loss of the first batch changes", "the gradient of the first batch changes",
-    "the loss returns a pair", "the forward writes to", "the forward moves",
+    "the loss returns a pair", "the forward writes to", "the forward updates",
     "a step counts",
 )  # fmt: skip
 # The strategies of a whole row, on two processes of any machine.
@@ -133,7 +133,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     if refusal is not None:
         return f"refused: {refusal}"
     by_cut = [one for one in sentences if one.startswith(OF_THE_CUT)]
-    kept = ("from step to step", "generator of its own")
+    kept = ("from step to step", "separate generator")
     of_state = [one for one in sentences if any(words in one for words in kept)]
     if kind == "wrong" and any("already cover all ranks" in one for one in by_cut):
         return "cut"  # through its own collectives, which one process with the same cut lacks

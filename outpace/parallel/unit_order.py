@@ -1,18 +1,18 @@
 """A common order of collectives for units of a user's module, even if not every rank calls them.
 
 A unit's parameters are gathered when its forward is called, and its gradients scattered after its
-backward. If a rank drops a layer, or takes another branch, it would gather one unit while others
-gather another: the ranks would hang, or receive each other's parameters. Here every rank takes part
-in the collectives of each unit that any rank calls, in one order for all: a unit that this rank
-skips is gathered, and its backward run without a gradient, as if it had been called without
-samples.
+backward. If a rank drops a layer or takes another branch, it would gather one unit while others
+gather another, and the ranks would hang or receive each other's parameters. So every rank takes
+part in the collectives of each unit that any rank calls, in the same order on all ranks: a unit
+that this rank skips is gathered, and its backward runs without a gradient, as if the unit had been
+called without samples.
 
-Before each unit, ranks announce which one they have reached, and the lowest is next, until a
-training pass has shown an order: the order of the units in the module, or one in which all ranks
-called all units, some perhaps several times. From then on, this order is used without
-announcements. An evaluation pass does not show an order, since it drops nothing. If all ranks later
-call a unit more often than that in the same pass, they announce calls again from there on; if only
-one rank does, it refuses, since the others cannot know.
+At first, ranks announce before each unit which one they have reached, and the lowest is next. Once
+a training pass has shown an order (that of the units in the module, or one in which all ranks
+called all units, some perhaps several times), this order is used without announcements. An
+evaluation pass shows no order, because it drops no layers. If all ranks later call a unit more
+often than in this order, all in the same pass, they announce calls again from then on. If only one
+rank does, it refuses, because the others cannot know.
 """
 
 import threading
@@ -35,7 +35,7 @@ from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import BadInputError
 
 _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
-_MOST_OF_A_CONSTANT = 64  # graph nodes of a loss that depends on no unit's output
+_MOST_OF_A_CONSTANT = 64  # most graph nodes of a loss that depends on no unit's output
 
 
 class UnitOrder:
@@ -77,7 +77,7 @@ class UnitOrder:
         return state is self._root_state or state in self._called
 
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the objective's forward, then join units that only other ranks have called."""
+        """Run the objective's forward, then join the units that only other ranks have called."""
         self._begin()
         self._thread = threading.get_ident()
         self._forwards = True
@@ -103,8 +103,8 @@ class UnitOrder:
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             raise BadInputError(
-                "the forward calls a block in another thread, in whatever order threads run, but "
-                "all ranks must gather the shards of blocks in the same order. Call blocks one "
+                "the forward calls a block in another thread, but all ranks must gather the shards "
+                "of blocks in the same order, which threads do not guarantee. Call blocks one "
                 "after the other, or use strategy ddp or zero1."
             )
         if self._sequence is not None and number not in self._sequence[self._next :]:
@@ -129,7 +129,8 @@ class UnitOrder:
         a query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
-        # Ranks store their orders in turn; a missing rank waits for this one in another collective.
+        # Ranks that leave an order for the n-th time count themselves under one key. A rank that
+        # does not leave its order waits for this one in another collective.
         turn = store.add(f"outpace/orders-left-{dist.get_rank()}", 1)
         key = f"outpace/order-left-{turn}"
         until_s = time.monotonic() + _WAIT_S
@@ -140,8 +141,8 @@ class UnitOrder:
                 raise BadInputError(
                     f"block {number} (a {kind}) is called more often than in the first "
                     "batches, or in another order, but not on all ranks, so they would wait for "
-                    "each other. Treat the model as one block with blocks=[] (parallelize), or use "
-                    "ddp or zero1."
+                    "each other. Pass blocks=[] to parallelize to treat the model as one block, or "
+                    "use strategy ddp or zero1."
                 )
             time.sleep(_LOOK_AGAIN_S)
             here = store.add(key, 0)
@@ -170,7 +171,7 @@ class UnitOrder:
             self._sequence = self._observed_order()
 
     def _observed_order(self) -> list[int] | None:
-        """Return the order of units that this pass has shown, which is the same on all ranks."""
+        """Return the order of units that this pass has shown, the same on all ranks, or None."""
         everyone = list(range(self._end))
         ascending = all(one < other for one, other in pairwise(self._asked))
         if ascending and (len(self._asked) > 1 or self._end == 1):
@@ -187,9 +188,9 @@ class UnitOrder:
     def _ask(self, number: int) -> int:
         """Return the lowest unit that any rank has reached. Collective."""
         mine = torch.tensor([number], device=self._states[0]._device)
-        said = mine.new_empty(self._group.size())
-        all_gather_single(said, mine, group=self._group)
-        numbers: list[int] = said.tolist()
+        reached = mine.new_empty(self._group.size())
+        all_gather_single(reached, mine, group=self._group)
+        numbers: list[int] = reached.tolist()
         self._asked.append(min(numbers))
         self._alike = self._alike and max(numbers) == self._asked[-1]
         return self._asked[-1]
@@ -218,7 +219,7 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Drop gradients of `parameters` that no rank uses; fill in zeros where only some do.
+        """Drop gradients of `parameters` that no rank uses; use zeros where only some ranks do.
 
         `replicated` parameters belong to no unit. Collective.
         """
@@ -311,7 +312,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with numbers whose backward must run with the loss's."""
+    """A loss joined with tokens of units, so that its backward includes those of the units."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
@@ -322,5 +323,5 @@ class _JoinedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss's gradient, and zeros for the others."""
+        """Return the loss's gradient, and zeros for the tokens."""
         return (*gradients, *(torch.zeros_like(form, device=ctx.device) for form in ctx.forms))

@@ -25,10 +25,10 @@ from outpace.nn.loss import IGNORED
 
 
 def split_embedding(tokens: Tensor, weight_PD: Tensor, first_row: int) -> Tensor:
-    """Look up this rank's tokens, with zeros for the others: (…, D), a share of the sum.
+    """Look up the tokens in this rank's rows, (…, D), with zeros for all other tokens.
 
-    `first_row` is the index of this rank's first row in the vocabulary. (DTensor's own embedding
-    creates a gradient with all rows on every rank.)
+    The sum over ranks is the whole embedding. `first_row` is the index of this rank's first row in
+    the vocabulary. (DTensor's own embedding creates a gradient with all rows on every rank.)
     """
     rows = tokens - first_row
     elsewhere = (rows < 0) | (rows >= weight_PD.shape[0])

@@ -231,7 +231,7 @@ def test_targets_that_name_their_images_by_places_are_refused():
     of = torch.arange(8).repeat_interleave(torch.arange(8) % 3 + 1)
     given = {"images": batch(1)[0], "of": of, "wanted": torch.randn(len(of), 3)}
     verdict = verdict_of(Stack(), "ddp", loss, given)
-    assert verdict.refused and "refer to samples by their places" in verdict.reason
+    assert verdict.refused and "refer to samples by their position" in verdict.reason
 
 
 def test_a_difference_by_buffers_that_move_is_explained_by_them():
@@ -240,7 +240,7 @@ def test_a_difference_by_buffers_that_move_is_explained_by_them():
     module.stem = nn.utils.parametrizations.spectral_norm(module.stem)
     verdict = verdict_of(module, "ddp")
     assert CUT_ALIKE in verdict.cause and "(sum, count)" not in verdict.cause
-    assert verdict.cause.startswith("The forward changes stem.parametrizations.weight.0._")
+    assert verdict.cause.startswith("The forward updates stem.parametrizations.weight.0._")
 
 
 class Predicting(Block):
@@ -266,7 +266,7 @@ def test_weights_that_a_split_backward_misses_are_explained():
     module.blocks[1] = Predicting()
     verdict = verdict_of(module, "zb", loss)
     assert "has a gradient of blocks.1.predict" in verdict.cause
-    assert verdict.cause.endswith("Use 1f1b, which does not split it")
+    assert verdict.cause.endswith("Use 1f1b, which does not split the backward")
 
 
 def test_a_buffer_that_nothing_reads_is_compared_too():

@@ -170,7 +170,7 @@ def test_parameters_in_a_losss_variables_are_refused():
         return unread
 
     assert unused()
-    with pytest.raises(BadInputError, match=r"held, a variable that loss encloses, holds"):
+    with pytest.raises(BadInputError, match=r"held, a closure variable of loss, holds"):
         refuse_shared_memory(made, "zero3", loss)
     refuse_shared_memory(made, "zero3", lambda module, batch: module(batch))
     refuse_shared_memory(made, "ddp", loss)
@@ -197,7 +197,7 @@ def test_a_module_around_the_trained_one_holds_what_ranks_train():
 
     refuse_shared_memory(outer.inner, "zero3", loss)
     outer.register_parameter("again", outer.inner.a.weight)
-    with pytest.raises(BadInputError, match=r"outer, a variable that loss encloses, holds"):
+    with pytest.raises(BadInputError, match=r"outer, a closure variable of loss, holds"):
         refuse_shared_memory(outer.inner, "zero3", loss)
 
 

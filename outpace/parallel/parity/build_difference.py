@@ -2,7 +2,8 @@
 
 All ranks start from rank 0's parameters and buffers, but a random projection in a plain attribute
 differs on ranks with different seeds, and `hash` of a string differs in each process. Comparing
-with a copy on the same rank cannot show this. So here all ranks compute the same samples.
+with a copy on the same rank cannot show this. So here all ranks compute the loss of the same
+samples.
 """
 
 import math
@@ -54,8 +55,9 @@ def compare_builds(
 ) -> BuildDifference:
     """Return how the ranks' copies of a module with the same weights differ. Collective.
 
-    A forward of two samples runs only if attributes differ or a rank has `suspected` a difference,
-    but not if the module's own generators differ, since ranks then draw different numbers anyway.
+    A forward of two samples runs only if attributes differ or a rank has `suspected` a difference.
+    It does not run if the module's own generators differ, because ranks then draw different numbers
+    anyway.
     """
     told = gather_objects((kept_attributes(plain), suspected))
     attributes = [one for one, _ in told]
@@ -106,7 +108,7 @@ def _compute_loss(
 def explain_builds(found: BuildDifference) -> str:
     """Return a message about ranks whose modules compute different losses."""
     if found.names:
-        cause = f"they have different values of {name_attributes(found.names)}, which they do not "
+        cause = f"they have different values of {name_attributes(found.names)}, which ranks do not "
         cause += "send each other"
     else:
         cause = "its code uses a value that differs between processes (such as hash() of a string)"
@@ -114,6 +116,5 @@ def explain_builds(found: BuildDifference) -> str:
         f"ranks compute losses of the same samples that differ by {100 * found.apart:.2g} %, with "
         f"the same parameters and buffers: {cause}. Keep what __init__ draws or measures in a "
         "registered buffer (self.register_buffer(name, tensor)), or seed its generators "
-        "identically on all ranks (also NumPy's and Python's), and use zlib.crc32 in place of "
-        "hash."
+        "identically on all ranks (also NumPy's and Python's). Use zlib.crc32 instead of hash."
     )

@@ -1,8 +1,8 @@
 """Comparison of two computations of a user's module: tolerances and differences.
 
-It is used by the check before the first step (first_batch.py), by a pipeline's inspection with its
-first micro-batch (custom/pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md
-has the reasons for the tolerances.
+Used by the check before the first step (first_batch.py), by a pipeline's inspection with its first
+micro-batch (custom/pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md gives
+the reasons for the tolerances.
 """
 
 import math
@@ -60,11 +60,12 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, given the bytes per element of the narrowest parameter.
 
-    Under autocast, the same samples go through the same kernels, and sums over samples and ranks
-    are in fp32, except for parts of matmuls (tp) and weights that are gathered in 16 bits.
+    They are nearly those of fp32 also under autocast, where the same samples go through the same
+    kernels, and sums over samples and ranks are in fp32. This does not hold for split matmuls (tp)
+    and for weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
-    if plan.compress_gradients == "bf16":  # which rounds gradients before ranks sum them
+    if plan.compress_gradients == "bf16":  # rounds gradients before ranks sum them
         return replace(found, projection=HALF.projection, floor=HALF.floor)
     return found
 
@@ -105,10 +106,10 @@ def difference(one: float, other: float) -> float:
 class Projection:
     """Inner products of gradients with fixed random weights, the same on all ranks.
 
-    They are linear, so they can be summed over pieces, shards and ranks without gathering whole
-    gradients. A lost or doubled gradient changes the sum by its own product. The weights have
-    magnitudes between 1/2 and 3/2 and random signs, so no element is hidden, and equal elements do
-    not cancel.
+    They are linear, so they can be summed over micro-batches, shards and ranks without gathering
+    whole gradients. A lost or doubled gradient changes the sum by its own product. The weights have
+    magnitudes between 1/2 and 3/2 and random signs, so that every element counts, and equal
+    elements do not cancel.
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
@@ -137,7 +138,7 @@ class Projection:
         return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
 
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
-        """Return the product for the elements of a gradient from index `begin` on.
+        """Return the inner product for consecutive elements of a gradient, from index `begin` on.
 
         `weights`, if given, has one weight for each element.
         """
@@ -179,21 +180,25 @@ class FoundDifference:
     loss_apart: float = 0.0
 
 
-_LOST = "Ranks that do not use a parameter leave it out, or the result of its use is not passed on."
+_LOST = (
+    "Ranks that do not use a parameter leave its gradient out, or what was computed from it is not "
+    "passed on."
+)
 LOST_IN_SPLIT = (
-    "The backward pass is split into gradients of inputs and of weights, and misses weights that "
-    "the loss does not reach through a gradient of the stage's input (because the input is "
-    "frozen or detached, or a block keeps a loss). Use 1f1b, which does not split it."
+    "The schedule splits the backward into gradients of inputs and of weights, and misses weights "
+    "that the loss does not reach through a gradient of the stage's input (because the input is "
+    "frozen or detached, or a block keeps a loss). Use 1f1b, which does not split the backward."
 )
 
 
 class LayoutComparison:
     """A comparison of a single process with a layout, by this rank's sums. Collective.
 
-    `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
-    then the number of gradients for each name. `layout` contains the sums of losses and targets.
-    `gradients` (3, names) contains the products of the layout's gradients, their squares, and the
-    number of ranks that have them. `schedule` is the pipeline's schedule, if any.
+    `plain` contains the sums of losses, targets and absolute losses, then the gradient's inner
+    product for each name, then the number of gradients for each name. `layout` contains the sums of
+    losses and targets. `gradients` (3, names) contains the inner products of the layout's
+    gradients, their squares, and the number of ranks that have them. `schedule` is the pipeline's
+    schedule, if any.
     """
 
     def __init__(
@@ -230,7 +235,7 @@ class LayoutComparison:
             return FoundDifference(
                 f"the loss is {mine / (count or 1):.6g} instead of {loss / (count or 1):.6g}",
                 "The loss uses something that this strategy does not pass on, such as a term "
-                "that parts of the module store on themselves, or parameters of other ranks.",
+                "that submodules store in attributes, or parameters of other ranks.",
                 abs(mine - loss) / max(size, 1e-30),
             )
         return self._gradient_wrong()
@@ -242,7 +247,7 @@ class LayoutComparison:
         off: list[str] = []
         for number, name in enumerate(self._names):
             size, wanted = self._sizes[number], abs(plain[number])
-            # Rounding does not make all of a gradient 0, so a smaller one is known to be lost.
+            # Rounding never makes a whole gradient 0, so even a small one is known to be lost.
             if not size and wanted > self._allowed.cut * largest:
                 lost.append(name)
                 continue
@@ -331,7 +336,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Return why a tensor cannot be compared with a single process's; None if it can."""
+    """Explain why a tensor cannot be compared with that of a single process."""
     if known is None:
         return "exists, but does not in one process"
     if known.numel() and not tensor.numel():
@@ -340,7 +345,7 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe a wrong gradient, such as a multiple of the right one or another parameter's."""
+    """Describe how a gradient is wrong (a multiple, or another parameter's); None if unknown."""
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

@@ -1,8 +1,8 @@
 """Values in which a step counts or averages samples, for the loop to read between steps.
 
-Examples are a router's load, a histogram, and how often each code is used, in buffers or in numbers
-and tensors in plain attributes, also in their lists and dicts. Each data-parallel rank changes its
-own copy, by its own samples. Buffers keep rank 0's values.
+Examples are a router's load, a histogram, and how often each code is used. They may be in buffers,
+or in numbers and tensors in plain attributes, also within lists and dicts. Each data-parallel rank
+updates its own copy with its own samples. Buffers keep rank 0's values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ _MOST_SENT = 4_096  # values of a buffer
 
 
 def batchnorm_state(model: nn.Module) -> Collection[int]:
-    """Return the `id` of each batch normalisation's buffers, which training never reads."""
+    """Return the `id`s of all batch normalisations' buffers, which training never reads."""
     return {
         id(buffer)
         for part in model.modules()
@@ -51,12 +51,12 @@ def find_counted_buffers(
 
     They depend on which samples there are, or on how many. Each forward begins with the same
     buffers and random numbers, so a count of calls or a random mask does not depend on samples.
-    Left out are batch normalisations, and values that no checkpoint contains and each forward sets
-    again, such as caches. Returns None if no forward with parts of the batch succeeds.
+    Batch normalisations are left out, and so are values that no checkpoint contains and each
+    forward sets again, such as caches. Returns None if no forward with parts of the batch succeeds.
 
-    `attributes` with numbers or tensors follow, as named in `kept_attributes`; None stands for all.
-    A list or dict must keep its length and keys: a log of losses counts nothing.
-    `backward`: also run the backward, whose hooks may count.
+    The result also contains those of the `attributes` (None: all) with numbers or tensors, as named
+    in `kept_attributes`. A list or dict must keep its length and keys, so a log of losses does not
+    count. `backward`: also run the backward, whose hooks may count.
     """
     model = model_of(plain)
     known, saved = batchnorm_state(model), model.state_dict(keep_vars=True)
@@ -92,7 +92,7 @@ def _prints_after(
     attributes: Collection[str] | None,
     backward: bool,
 ) -> dict[str, Any]:
-    """Return values, in comparable form, after a forward of each batch, and restore everything."""
+    """Return values in comparable form after forwards of all batches, and restore everything."""
     model, device = model_of(plain), next(plain.parameters()).device
     dropping = without_dropout(plain) if drops else nullcontext()
     state = ModuleState(plain)
@@ -135,12 +135,12 @@ def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
 
     It is relative to the largest value of each.
     """
-    said = gather_objects(
+    values = gather_objects(
         {n: b.flatten()[:_MOST_SENT].cpu() for n, b in mine.items() if b is not None}
     )
-    first = next((one for one in said if one), {})
+    first = next((one for one in values if one), {})
     apart = 0.0
-    for other in said:
+    for other in values:
         for name in first.keys() & other.keys():
             scale = max(largest(first[name]), largest(other[name]))
             apart = max(apart, relative(other[name], first[name], scale) or 0.0)
@@ -153,7 +153,7 @@ def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> 
     `apart` is the relative difference between ranks, 0 if unknown; `shares` is the number of parts
     of a global batch.
     """
-    differ = f", and in the first batch these differ by {100 * apart:.3g} %" if apart else ""
+    differ = f", and in the first batch ranks differ by {100 * apart:.3g} %" if apart else ""
     kept = "The next step and checkpoints use rank 0's values"
     return _explain(names, ("a buffer", "buffers"), f"{differ}. {kept}", shares)
 
@@ -175,8 +175,8 @@ def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: in
 
 
 CURE_OF_COUNTS = (
-    "To cover all samples, sum over the ranks what a forward adds before it is added: if "
-    "torch.distributed.is_initialized(): torch.distributed.all_reduce(counts), and divide averages "
-    "by the number of ranks; for a running maximum, pass op=torch.distributed.ReduceOp.MAX. Or do "
-    "so in your loop, with what a step has added"
+    "To cover all samples, sum what a forward adds over the ranks before adding it (if "
+    "torch.distributed.is_initialized(): torch.distributed.all_reduce(counts)), and divide "
+    "averages by the number of ranks. For a running maximum, pass "
+    "op=torch.distributed.ReduceOp.MAX. Or do this in your loop, with what a step has added"
 )

@@ -21,24 +21,25 @@ from outpace.parallel.parity.plain_copy import model_of
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 
-# Tensors that refer to samples by their places, a mean over samples whose parts are weighted by
-# something else, a sum over samples, a mean over something else, BatchNorm, something that all
-# samples affect together, or unknown.
+# "places": tensors refer to samples by their position in the batch. "samples": the loss is a mean
+# over samples, but its parts are weighted by other counts. "sum": it is a sum over samples.
+# "counts": it is a mean over something else. "batch": it depends on all samples together.
+# "": unknown.
 CutCause = Literal["places", "samples", "sum", "counts", "batchnorm", "batch", ""]
 _MOST = 4  # samples
 _HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
 _ROUNDINGS = 16
 _WIDE = 10  # a difference above this multiple of the tolerance is not rounding
 
-_MeanOf = Callable[[Batch], float]  # returns the mean loss of a piece
+_MeanOf = Callable[[Batch], float]  # returns the mean loss of a part of a batch
 
 
 def find_cut_cause(
     plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
 ) -> CutCause:
-    """Return why the loss of a few samples differs from that of its parts, as far as these show.
+    """Find why the loss of a batch differs from that of its parts, from a few samples.
 
-    The module runs forward only, with up to four samples at a time.
+    Runs only forwards, of at most four samples at a time.
     """
     some = take_first(batch, min(_MOST, samples_in(batch)))
 
@@ -62,10 +63,10 @@ def find_cut_cause(
 
 
 def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
-    """Find tensors without a row per sample that refer to samples by their places in the batch.
+    """Detect tensors without a row per sample that refer to samples by their position in the batch.
 
-    The loss then depends on the order of the samples, since these tensors keep their order. It also
-    differs for one sample and for copies of it, unlike that of samples mixed with their neighbours.
+    The loss then depends on the order of the samples, because these tensors keep theirs. Unlike a
+    loss that mixes neighbouring samples, it also differs between one sample and copies of it.
     """
     if not explain_lengths(some):
         return ""
@@ -86,7 +87,7 @@ def _join(one: Batch | None, other: Batch) -> Batch | None:
 def _find_over_samples(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Find a mean over samples that counts something else.
+    """Detect a mean over samples whose counts are of something else.
 
     The loss of a few samples is then the mean of their separate losses, whatever their counts.
     """
@@ -102,7 +103,7 @@ def _find_over_samples(
 def _find_batchnorm(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Find batch normalisations without whose statistics parts have the loss of the whole."""
+    """Detect a difference that disappears if batch normalisations use fixed statistics."""
     if not _normalises(plain) or samples_in(some) % 2:
         return ""
     with fixed_statistics(plain):
@@ -119,9 +120,9 @@ def _normalises(plain: nn.Module) -> bool:
 
 @contextmanager
 def fixed_statistics(plain: nn.Module) -> Iterator[None]:
-    """Let batch normalisations use their moving averages inside the context.
+    """Make batch normalisations use their moving averages inside the context.
 
-    Those that have none use a mean of 0 and a variance of 1.
+    Those without averages use a mean of 0 and a variance of 1.
     """
     parts = list(batch_norms(plain).values())
     held = [(part.training, part.running_mean, part.running_var) for part in parts]
@@ -139,16 +140,16 @@ def fixed_statistics(plain: nn.Module) -> Iterator[None]:
 
 
 def _rounding(plain: nn.Module) -> float:
-    """Return the relative difference that computing a loss differently may make."""
+    """Return the relative difference that rounding may make between two computations of a loss."""
     widest = max(torch.finfo(one.dtype).bits for one in plain.parameters())
     return 1e-10 if widest == 64 else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
 def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
-    """Find whether the loss of several samples is a mean of their losses with some weights.
+    """Tell from pairs of samples whether the loss is a weighted mean of theirs, a sum, or neither.
 
-    It is then between their losses. The ratios of the weights of three samples, computed from their
-    pairs, are also consistent.
+    A weighted mean lies between the two losses, and the weights' ratios among three samples,
+    computed from their pairs, are consistent.
     """
     samples = cut(some, samples_in(some))[:3]
     places = list(combinations(range(len(samples)), 2))
@@ -181,20 +182,20 @@ def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCaus
 
 
 WEIGHTED = (
-    "the loss is a mean over samples, but parts of a batch are weighted by their targets that "
-    "are not -100, since each sample has several targets (in targets or labels). To train the "
-    "same, return (loss * samples, samples) from the loss, where samples is the number of "
-    "samples it was given"
+    "the loss is a mean over samples, but outpace weights parts of a batch by their number of "
+    "targets that are not -100, because each sample has several targets (in targets or labels). To "
+    "train the same, return (loss * samples, samples) from the loss, where samples is the number "
+    "of samples it was given"
 )
 PLACED = (
-    "the batch has tensors that do not have a row per sample, so they stay whole in each part, and "
-    "they seem to refer to samples by their places in the batch (the image of each target, the "
-    "graph of each node). In a part, these places are other samples. Pass a list with one tensor "
-    "per sample, or pad the samples into one tensor and add masks; or use one process with one "
+    "the batch has tensors without a row per sample, which stay whole in each part, and seem to "
+    "refer to samples by their position in the batch (the image of each target, the graph of each "
+    "node). In a part, the same positions are other samples. Pass a list with one tensor per "
+    "sample, or pad the samples into one tensor and add masks, or use one process with one "
     "micro-batch per step"
 )
 _SUMMED = (
-    "it seems to be a sum over samples, and outpace takes a scalar for their mean. To train the "
+    "it seems to be a sum over samples, but outpace takes a scalar as their mean. To train the "
     "same, return the mean (reduction='mean'), or (sum, count)"
 )
 _COUNTED = (
@@ -203,10 +204,10 @@ _COUNTED = (
 )
 _UNEQUAL = "the loss is not a mean over samples, or samples affect each other"
 _TOGETHER = (
-    "in-batch negatives, a statistic or a normalisation over the batch, padding to its longest "
+    "in-batch negatives, a statistic or a normalisation over the batch, padding to the longest "
     "sample that the module sees, or a root of a mean differ for every split. Use one micro-batch "
-    "per step with a strategy that does not split it (single, mp), compute it for each sample, or "
-    "accept the difference"
+    "per step with a strategy that does not split the batch (single, mp), compute such a term for "
+    "each sample, or accept the difference"
 )
 
 
@@ -242,9 +243,9 @@ def explain_cause(cause: CutCause, norm_cure: str = "") -> str:
 
 
 def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
-    """Return what makes batch normalisations use all samples of a step of `micro_batches`.
+    """Return the settings with which batch normalisations use all samples of a step.
 
-    `where` says to whom `sync_batchnorm` is given.
+    `micro_batches`: their number in a step. `where`: a phrase for where to set `sync_batchnorm`.
     """
     if plan.data_parallel == 1:
         return "one micro-batch per step"
@@ -252,10 +253,10 @@ def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
 
 
 def synchronised_cure(names: Sequence[str], setting: str) -> str:
-    """Return the cure `setting`, and why the shared statistics of layers do not cover a step."""
+    """Return the advice `setting`, and why the shared statistics of layers do not cover a step."""
     return (
-        f"{setting}, since with sync_batchnorm the statistics of {first_names(names)} are of each "
-        "micro-batch, over all ranks"
+        f"{setting}, because with sync_batchnorm the statistics of {first_names(names)} cover one "
+        "micro-batch of all ranks"
     )
 
 

@@ -45,18 +45,19 @@ from outpace.parallel.parity.read_buffers import Names, find_read_buffers
 from outpace.records.plan import Plan
 
 _SMALL = 4  # samples; halves of fewer may be a special case
-_MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of some pieces
+_MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of some batches
 _Compare = Callable[[], float | None]  # returns a difference, if it can be computed
 
 
 @dataclass(frozen=True)
 class FirstPiece:
-    """A rank's first piece: `mean` is its loss, `halves` each half's loss sum and count, if known.
+    """A rank's first micro-batch, `piece`.
 
-    `drops`: the module uses dropout, which is disabled for the losses of halves. `buffers` are the
-    saved buffers that the piece changed. `two`: the first two pieces, each with its loss sum and
-    count, if there are two and no forward changes anything. `affected`: on some rank, the loss of
-    a few samples is not the mean of their separate losses.
+    `mean` is its loss and `halves` has the loss sum and count of each half, if known. `drops`: the
+    module uses dropout, which is disabled for the losses of halves. `buffers` are the saved buffers
+    that the micro-batch changed. `two`: the first two micro-batches, each with its loss sum and
+    count, if there are two and no forward changes anything. `affected`: on some rank, the loss of a
+    few samples is not the mean of their separate losses.
     """
 
     piece: Batch
@@ -105,9 +106,9 @@ def compare_cut(
 
     The effects on buffers are also compared if the losses agree.
 
-    `first` is this rank's first piece, or None if the rank has run none or should run no more:
-    ranks with the same samples examine different pieces. Errors raised by halves (BatchNorm with
-    one sample) are ignored.
+    `first` is this rank's first micro-batch, or None if the rank has run none or should run no
+    more: ranks with the same samples examine different micro-batches. Errors raised by halves
+    (BatchNorm with one sample) are ignored.
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
         return CutDifference()
@@ -131,8 +132,8 @@ def _compare_beside_norms(
 ) -> CutDifference:
     """Compare a batch with its halves where ranks share the statistics of batch normalisations.
 
-    Ranks do not split these, so they are fixed to find what else mixes samples. Micro-batches do
-    split them.
+    Shared statistics are the same however ranks split the batch, so they are fixed to find what
+    else mixes samples. They do depend on the split into micro-batches.
     """
     by_norms = 0.0
     if len(passes) * plan.pp_microbatches > 1:
@@ -161,7 +162,7 @@ def _compare(
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
-    """Compare the first piece with its halves, or other parts, as `compare_cut` does."""
+    """Compare the first micro-batch with its halves, or other parts, as `compare_cut` does."""
     counts = _compare_counts(first, tolerance)
     if counts is not None:
         return CutDifference(counts=counts)
@@ -169,7 +170,7 @@ def _compare(
     ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
-        # Skipped if perhaps only some ranks have two pieces that can be joined.
+        # Skipped if ranks communicate, because only some may have two passes that can be joined.
         lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
     )
     apart = _run_first(ways, plain)
@@ -194,7 +195,7 @@ def _compare(
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Compute a piece's loss if its halves' losses are known; None if it draws random numbers."""
+    """Add the loss of `first` if its halves' losses are known; None if it draws random numbers."""
     if first.mean is not None or first.halves is None or first.two:
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -213,7 +214,7 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
             try:
                 apart = compare()
             except DrawsError:
-                return 0.0  # no pieces can be compared
+                return 0.0  # nothing can be compared
             if apart is not None:
                 return apart
     return 0.0
@@ -246,9 +247,9 @@ def compare_accumulated(
 def _compare_buffers(
     plain: nn.Module, first: FirstPiece, hooks: StepHooks, tolerance: float
 ) -> Names:
-    """Return the floating-point buffers that the first piece changes differently from its halves.
+    """Return the floating-point buffers that `first` changes differently from its halves.
 
-    Counters of calls, which a half changes just as the whole piece does, are left out.
+    Counters of calls, which a half changes just as the whole does, are left out.
     """
     if first.drops or samples_in(first.piece) % 2:
         return ()
@@ -273,7 +274,7 @@ def _compare_buffers(
 
 
 def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | None:
-    """Compare the count of the first piece with the sum of its halves' counts, if known."""
+    """Compare the count of the first micro-batch with the sum of its halves' counts, if known."""
     if not first.two or first.halves is None or first.two[0][0] is not first.piece:
         return None
     return _find_count_difference(first.two[0][1], first.halves, tolerance)
@@ -284,8 +285,8 @@ def _compare_alone(
 ) -> CountDifference | None:
     """Compare a single process's number of targets with the sum over the batch's halves.
 
-    A few samples are compared first; since these may be a special case, the whole first pass
-    follows.
+    A few samples are compared first. As they may be a special case, a difference is confirmed with
+    the whole first pass.
     """
     found = None
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -322,13 +323,13 @@ def explain_counts(found: CountDifference) -> str:
         said += f", and for their two halves together {found.parts:.6g}"
     return (
         "the loss returns a pair, which outpace takes as (sum of losses, count) and divides, but "
-        f"the second is not a count: {said}. Return only the loss if it is a mean (and log "
+        f"the second value is not a count: {said}. Return only the loss if it is a mean (and log "
         "accuracy elsewhere), or (sum, count) with a count such as (targets != -100).sum()."
     )
 
 
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first piece with its halves; None if it cannot be halved.
+    """Compare the first micro-batch with its halves; None if it cannot be halved.
 
     If no losses are known, one half is compared with its quarters, which takes half the time.
     """
@@ -343,9 +344,9 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first piece with parts that were not compared yet; None if there are none.
+    """Compare the first micro-batch with parts not compared so far; None if there are none.
 
-    A loss that is capped per batch may be below its cap in this piece and in two of its parts.
+    A loss that is capped per batch may be below its cap in the whole and in two of its parts.
     """
     piece, samples = first.piece, samples_in(first.piece)
     if samples % 4:
@@ -362,10 +363,10 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare two small pieces with their concatenation; None if their losses are not known.
+    """Compare two small micro-batches with their concatenation; None if losses are not known.
 
-    A single small piece may hide class weights: among two samples with different labels, no class
-    is rarer than another.
+    A single small micro-batch may hide class weights: among two samples with different labels, no
+    class is rarer than another.
     """
     if len(first.two) < 2:
         return None
@@ -377,7 +378,7 @@ def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_pair(
     mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
-    """Compare a pipeline's first two pieces with their concatenation; None if there are none."""
+    """Compare a pipeline's first two micro-batches with their concatenation, or return None."""
     samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)
     if micro_batches == 1 or samples % size:
         return None
@@ -387,7 +388,7 @@ def _compare_pair(
 
 
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
-    """Compare the first two of several passes with their concatenation; None if there are none.
+    """Compare the first two of several passes with their concatenation; None if not possible.
 
     This is for passes with an odd number of samples, which have no halves.
     """
@@ -406,7 +407,7 @@ def _mean_of(
     pieces: Sequence[Batch],
     alike: bool = True,
 ) -> float:
-    """Return the mean loss of several pieces, computed by `total_of`."""
+    """Return the mean loss of several batches, computed by `total_of`."""
     loss_sum, count = total_of(plain, hooks, drops, pieces, alike)
     return loss_sum / count if count else loss_sum * math.inf
 

@@ -1,11 +1,11 @@
 """Check of the first global batch: compare a strategy with the plain module before any step.
 
 A copy of the user's module, made before it is laid out, runs forward and backward on the same
-samples, split as in the plan; every rank takes a part of the pieces. Then the layout does the
+samples, split as in the plan; every rank runs some of the micro-batches. Then the layout does the
 same. The check compares the sums of losses, a projection of each parameter's gradient
-(comparison.py), and what the forward itself writes to parameters. Generators are unchanged;
-buffers, and weights that the forward changes, are restored. If the plain module and the layout use
-the same dropout masks, the layout's pass becomes the first step and is not repeated.
+(comparison.py), and what the forward itself writes to parameters. Generators, buffers, and weights
+that the forward changes are restored. If the plain module and the layout use the same dropout
+masks, the layout's pass becomes the first step and is not repeated.
 Tensor-parallel ranks use different masks. Their plain pass combines samples differently from the
 layout, so if the results are equal, no further forwards are needed.
 """
@@ -96,17 +96,17 @@ from outpace.records.ranks import Ranks
 Say = Callable[[str], None]
 Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # runs forward and backward of passes
 
-_BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
-_UNSEEN = "in the backward, or in another thread, where outpace cannot put it back to compare"
+_BY_SAMPLES = "each rank changes them by its own samples, so ranks would train different weights"
+_UNSEEN = "it does so in the backward or in another thread, where outpace cannot restore the values"
 
 
 class FirstBatch:
     """A one-time comparison of a layout with the plain module, before the first step.
 
-    Create it before the objective is laid out, because it copies the objective's structure. `say`
-    is called with sentences on rank 0. `by_command`: the reader uses flags, not their own loop.
-    `blocks` names the parts that recompute, if the user gives them. `resumed` may be set if earlier
-    steps were done.
+    Create this before the objective is laid out, because it copies the objective's structure. `say`
+    is called with warnings on rank 0. `by_command`: messages name flags of the command line, not
+    arguments of a user's loop. `blocks` names the blocks that recompute, if the user named them.
+    Set `resumed` if earlier steps were done.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class FirstBatch:
         reuse: bool = True,
         ready: Callable[[], None] = lambda: None,
     ) -> Tensor | None:
-        """Compare this rank's `passes`. Collective. Raises BadInputError on all ranks.
+        """Compare the layout with the plain module on this rank's `passes`. Collective.
 
-        `run` runs forward and backward of the first step (None: the layout's own). If the plain
-        module draws the same random numbers as the layout, and with `reuse`, the layout's pass is
-        used for the step: this returns its totals and leaves gradients, buffers and generators as
-        the pass left them. Otherwise, it returns None and restores everything. `ready` is called
-        before the layout's pass.
+        Raises BadInputError on all ranks if they differ. `run` runs forward and backward of the
+        first step (None: the layout's own). If the plain module draws the same random numbers as
+        the layout, and with `reuse`, the layout's pass is used for the step: this returns its
+        totals and leaves gradients, buffers and generators as the pass left them. Otherwise, it
+        returns None and restores everything. `ready` is called before the layout's pass.
         """
         self._compiled = self._plan.compile or has_compiled_parts(layout.objective)
         with run_eagerly(self._compiled):
@@ -300,12 +300,12 @@ class FirstBatch:
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
         """Return buffers that the loss depends on and that parts of the batch change differently.
 
-        If a rank has several micro-batches, any buffer that changes counts, because each
-        micro-batch reads what the previous ones left, unlike one process with all samples.
+        If a rank has several micro-batches, any buffer that changes counts: unlike in one process
+        with all samples, each micro-batch reads what the previous ones left.
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
-        # Ranks with the same samples each ran only some of them, so their fingerprints differ.
+        # Ranks with the same samples ran different micro-batches, so their fingerprints differ.
         by_ranks = _apart_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
         read = {name for report in found.reports for name in report.cut.read}
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
@@ -313,8 +313,8 @@ class FirstBatch:
     def _require_alike(self, found: PlainSums) -> None:
         """Refuse writes to parameters that are sharded, or that ranks change differently.
 
-        This includes writes that have changed nothing yet, such as those of an embedding with
-        max_norm, parameters that the forward creates, and buffers that a backward changes. Raises
+        Also refuse writes that have not changed anything yet (of an embedding with max_norm),
+        parameters that the forward creates, and buffers that a backward changes. Raises
         BadInputError on all ranks.
         """
         reports = found.reports
@@ -333,7 +333,7 @@ class FirstBatch:
         shards = sorted({name for report in reports for name in report.spread})
         if shards:
             raise _on_all_ranks(
-                self._explain_moves(shards, "what it writes is lost, since ranks hold shards")
+                self._explain_moves(shards, "what it writes is lost, because ranks hold shards")
             )
         moved_back = sorted({name for report in reports for name in report.moved_back})
         if moved_back:
@@ -342,7 +342,7 @@ class FirstBatch:
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
-        # Ranks with the same samples each ran only some of them, so their fingerprints differ.
+        # Ranks with the same samples ran different micro-batches, so their fingerprints differ.
         if self._plain.pieces.ranks_per_share == 1:
             prints = [report.prints for report in reports if report.prints is not None]
             apart = apart or _apart_names(prints)
@@ -352,10 +352,9 @@ class FirstBatch:
     def _require_one_loss(self, found: PlainSums) -> None:
         """Refuse a loss that differs between ranks, or gradients that do not scale with it.
 
-        The latter include gradients of a backward that the loss itself runs. A loss is also refused
-        if each rank would take targets of other ranks' samples.
-
-        Raises BadInputError on all ranks.
+        The latter include gradients of a backward that the loss itself runs. Tensors that refer to
+        samples by position are refused too: a rank would use other samples' targets. Raises
+        BadInputError on all ranks.
         """
         if any(one.cut.cause == "places" for one in found.reports):
             raise _on_all_ranks(f"{PLACED}. {WAYS_OUT[self._by_command]}")
@@ -395,8 +394,8 @@ class FirstBatch:
         Operators are observed only if those of the plain module have written to parameters on some
         rank. Otherwise, the version counters suffice, and they cost nothing.
 
-        A micro-batch may need a value that another micro-batch in flight has changed, or has
-        written to without changing it (max_norm, while no row exceeds the limit).
+        The layout may fail because a micro-batch needs a value that another one in flight has
+        changed, or has written to without changing it (max_norm, while no row exceeds the limit).
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
@@ -442,7 +441,7 @@ class FirstBatch:
         said = gather_objects(({*moved, *moved_too}, wrong_here, again))
         wrong = sorted(set().union(*(names for _, names, _ in said)))
         if wrong:
-            why = "it is changed more often, or by something else, than in one process"
+            why = "they are changed more often, or by something else, than in one process"
             raise _on_all_ranks(self._explain_moves(wrong, why))
         changed = set().union(*(names for names, *_ in said))
         if changed:

@@ -9,9 +9,9 @@ BY_THEMSELVES = "its samples are computed one by one"
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
-    "--check off to train all the same.",
+    "--check off to train anyway.",
     False: "Use another strategy (outpace.verify says which are equal to one process), or "
-    'parallelize(…, check="off") to train all the same.',
+    'parallelize(…, check="off") to train anyway.',
 }
 
 
@@ -39,14 +39,14 @@ def explain_hidden(names: Sequence[str]) -> str:
 
 
 def explain_moved_buffers(names: Sequence[str]) -> str:
-    """Return a message about running averages that no rank computes over all samples."""
+    """Return a message about buffers that no rank updates with all samples."""
     what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
-        f"the forward moves {first_names(names)}, {what} on which the loss or its gradient "
+        f"the forward updates {first_names(names)}, {what} on which the loss or its gradient "
         "depends, now or some steps later. Ranks and micro-batches see parts of the batch, so one "
-        "process with the whole batch would train differently: each rank changes its own copy, "
-        f"each step begins with rank 0's copy, and each micro-batch moves {it} once. Gather what "
-        f"moves {it} over the ranks (torch.distributed.all_reduce in the forward), and use one "
+        "process with the whole batch would train differently: each rank updates its own copy, "
+        f"each step begins with rank 0's copy, and each micro-batch updates {it} once. Sum what "
+        f"updates {it} over the ranks (torch.distributed.all_reduce in the forward), and use one "
         "micro-batch per step."
     )
 
@@ -55,8 +55,8 @@ def explain_repeated_writes(names: Sequence[str], count: int) -> str:
     """Return a message about a forward that writes to parameters in each micro-batch."""
     return (
         f"the forward writes to {first_names(names)}, and this plan runs it {count} times per "
-        "step, whereas one process with the whole batch runs it once. Values that move with each "
-        f"write (an EMA teacher, a decay) move {count} times as often. Move parameters between "
+        "step, whereas one process with the whole batch runs it once. Values that change with each "
+        f"write (an EMA teacher, a decay) change {count} times as often. Change parameters between "
         "steps, or use one micro-batch per step (a larger micro-batch, no pipeline). If writing "
         "twice is the same as writing once (clipped weights), nothing needs to be done."
     )
@@ -75,8 +75,9 @@ def explain_new_parameters(names: Sequence[str]) -> str:
 def explain_moved_back(names: Sequence[str], strategy: str) -> str:
     """Return a message about a backward that changes buffers on which the loss depends."""
     return (
-        "the module's backward (a hook on a gradient, or a Function of its own) changes "
-        f"{first_names(names)}, on which its loss depends, and under strategy {strategy} it would "
-        "see gradients of parts of the batch, with another scale and at other times. Change it "
-        "between steps instead, using values that are the same on all ranks."
+        "the module's backward (a hook on a gradient, or a custom autograd Function) changes "
+        f"{first_names(names)}, on which its loss depends, but under strategy {strategy} it would "
+        "see gradients of parts of the batch, with another scale and at other times. Change "
+        f"{'it' if len(names) == 1 else 'them'} between steps instead, using values that are the "
+        "same on all ranks."
     )

@@ -62,7 +62,7 @@ class KeptState:
     data-parallel ranks; 0 for counters, and for recurrent state that is separate for each sample.
     `failure`: why the check failed, although the samples have a loss. `writes`: a forward writes to
     parameters or saved buffers, or none has finished. `halves`: loss sum and count of each half of
-    the piece, if known and if the first half leaves nothing that may affect the second. `reshaped`:
+    the batch, if known and if the first half leaves nothing that may affect the second. `reshaped`:
     saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
     or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
     state, but the loss does not. `unused`: what changes from forward to forward without any effect.
@@ -88,7 +88,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """A failure of the first forward, with which training would fail too."""
+    """A failure of the first forward, which would fail in training too."""
 
 
 def find_kept_state(
@@ -103,7 +103,7 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Find state that an objective keeps, by running a few samples of a micro-batch forward.
+    """Find state that an objective keeps, by running forwards of a few samples of a micro-batch.
 
     The loss of samples is compared with their loss after other samples, with the same buffers,
     parameters and random numbers. `other` is another micro-batch, if any; its first sample runs
@@ -278,7 +278,7 @@ class _Comparison:
     ) -> tuple[float, dict[str, Any]]:
         """Return the mean loss of a batch after another one, and the state kept afterwards.
 
-        With `begin`, the state before both, record what the other batch changes.
+        If `begin`, the state before both, is given, record what the other batch changes.
         """
         with self._without_effects():
             drawn = random_state(self._device)
@@ -294,7 +294,7 @@ class _Comparison:
             return self._mean(batch), self._begin.attributes()
 
     def _keeps_weights(self, batch: Batch) -> bool:
-        """Return whether a loss depends on the weights of the first forward.
+        """Return whether a loss depends on the weights that the first forward has used.
 
         A table that is computed once, but not from weights, does not count.
         """
@@ -550,7 +550,7 @@ class _Comparison:
 
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
-    """Change the first values of each parameter inside the context, unobserved."""
+    """Change the first values of each parameter inside the context, hidden from dispatch modes."""
     some = [p.detach().view(-1)[:_MOST_CHANGED] for p in all_parameters(model) if p.is_contiguous()]
     some = [one for one in some if one.is_floating_point()]
     with _disable_current_modes():

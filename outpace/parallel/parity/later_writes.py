@@ -137,15 +137,15 @@ class LaterWrites:
     def _refusal(self, names: Sequence[str]) -> BadInputError:
         named = dict(self._layout.named_parameters())
         if any(name in named and is_spread(named[name]) for name in names):
-            why = "what it writes is lost, since ranks hold shards"
+            why = "what it writes is lost, because ranks hold shards"
         elif self._plan.pp > 1:
             why = "other micro-batches in flight may need the old values"
         else:
             why = "ranks may change them differently, each by its own samples"
         return BadInputError(
             f"the module's forward changes the values of {first_names(names)} in step "
-            f"{self._step} of this process, but did not in its first, which was compared with the "
-            f"plain module; under strategy {self._plan.strategy} {why}. "
+            f"{self._step} of this process, but did not in its first step, which was compared with "
+            f"the plain module. Under strategy {self._plan.strategy}, {why}. "
             f"{advise_change(self._plan.strategy)} {self._ways_out}"
         )
 
@@ -168,7 +168,7 @@ class _Writes(TorchDispatchMode):
         self._names: set[str] = set()
 
     def find_names(self) -> set[str]:
-        """Return the names so far, including tensors whose memory was replaced (p.data = …)."""
+        """Return the names recorded so far, and those whose memory was replaced (p.data = …)."""
         for name, tensor, storage in self._tensors:
             if storage_id(local(tensor)) != storage._cdata:
                 self._names.add(name)
@@ -188,7 +188,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _gathers() -> bool:
-    """Return whether an operator is one that `fully_shard` runs to fill gathered tensors."""
+    """Return whether `fully_shard` itself runs the current operator, to fill gathered tensors."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back  # skip the mode's frame

@@ -107,11 +107,11 @@ def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
 def explain_backwards(names: Sequence[str]) -> str:
     """Return a message about a forward or a loss that itself runs a backward."""
     return (
-        "the forward or the loss runs a backward of its own, which adds to the gradients of "
+        "the forward or the loss itself runs a backward, which adds to the gradients of "
         f"{first_names(names)}, but outpace scales the loss before its backward pass and the "
         "gradients after it, so gradients added in between would have the wrong weight. Return "
         "the sum of all losses (over parts of a sequence, for example, with states detached in "
-        "between), or compute gradients with torch.autograd.grad, which adds nothing."
+        "between), or compute gradients with torch.autograd.grad, which does not add to .grad."
     )
 
 

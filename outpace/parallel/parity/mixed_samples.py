@@ -67,8 +67,8 @@ class MixedSamples:
 
     It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
     backward of `plain` to a function instead of storing them; None restores storing. `strategy` is
-    named when a collective in the user's code is refused. `piece` is this rank's, or None if its
-    samples are not needed; `order` is the rank's index among those that have a piece.
+    named when a collective in the user's code is refused. `piece` is this rank's micro-batch, or
+    None if its samples are not needed; `order` is the rank's index among those with a micro-batch.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference, or None if it may have another cause on some rank. Collective."""
+        """Return the difference; an empty one if some rank may have another cause. Collective."""
         if self._found is None:
             return self._compare(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found

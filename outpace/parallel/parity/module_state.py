@@ -55,7 +55,7 @@ class _Draws(NamedTuple):
 class ModuleState:
     """A snapshot of a module's state, which can be restored any number of times.
 
-    `attributes` reads the current state. The places that the module's code may use are found once.
+    `attributes` reads the current state. Outer variables that the module may use are found once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -155,7 +155,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def parameter_versions(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return each tensor's address and how often it has been written to, by name."""
+    """Return each tensor's address and version counter, by name."""
     return {name: (one.data_ptr(), one._version) for name, one in named.items()}
 
 
@@ -164,7 +164,7 @@ def _is_module(value: Any) -> bool:
 
 
 def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return each buffer's tensor and how often it has been written to, by name."""
+    """Return the `id` and the version counter of each buffer, by name."""
     return {name: _version(one) for name, one in module.named_buffers()}
 
 
@@ -266,7 +266,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
         return type(value).__name__, len(value)
     seen.add(id(value))
     if type(value) in MAPPINGS:
-        # In brackets, since a key that is a number counts nothing.
+        # In brackets, so that a key that is a number does not pass for a value.
         return tuple((f"[{key!r}]", _comparable_entry(one, seen)) for key, one in value.items())
     if type(value) is set:
         return frozenset(map(repr, value))
@@ -288,7 +288,7 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
 def _find_undo(
     module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Any, Undo]]:
-    """Yield values that a module's buffers, attributes and functions refer to, and how to undo."""
+    """Yield values that a module's buffers, attributes and functions refer to, with restorers."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
     seen: dict[int, Any] = {id(p): p for p in parameters}
@@ -403,7 +403,7 @@ def restore_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
-    """Return whether a tensor's values have changed though its version has not."""
+    """Return whether a tensor's values have changed although its version has not."""
     some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before

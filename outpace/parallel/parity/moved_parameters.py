@@ -1,8 +1,8 @@
 """Parameters whose values a user's forward changes: clipped weights, teachers, max_norm.
 
-torch counts a tensor's changes in `_version`, but not those through `.data`, and comparing all
-values would need a copy of them. So writes are observed as operators run, and only tensors that are
-written to are copied.
+torch counts writes to a tensor in `_version`, but not those through `.data`, and comparing values
+would need a copy of all parameters. So writes are observed as operators run, and only tensors that
+are written to are copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class MovedParameters(TorchDispatchMode):
                 self._tensors[name] = tensor, held
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions = self._count_writes()
-        self.replaced: set[str] = set()  # names of those replaced by other tensors (p.data = …)
+        self.replaced: set[str] = set()  # names of those with other memory now (p.data = …)
         self.written: set[str] = set()  # including writes that changed no value
         self.written_by_samples: set[str] = set()
         self.communicates = False  # whether a forward called a collective
@@ -215,7 +215,7 @@ def advise_change(strategy: str) -> str:
     """Return where to change parameters under a strategy."""
     if strategy in SCHEDULES:
         return (
-            "Change parameters between steps instead, on each rank those of its own stages "
+            "Change parameters between steps instead; each rank changes those of its own stages "
             "(named_parameters() of what outpace.parallelize returned)."
         )
     return "Change parameters between steps instead, in the same way on all ranks."

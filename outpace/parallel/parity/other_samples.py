@@ -44,11 +44,11 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes, two of them with a sample of another rank. Collective.
+    """Return this rank's passes, the first two with a sample of another rank. Collective.
 
-    Each of the first two passes begins with the first sample of the next rank's other pass instead
-    of its own. The first pass is returned in two halves. Returns None if a pass has fewer than four
-    samples or an odd number of them, or if samples of several ranks cannot form a batch.
+    The first sample of each of these two passes is replaced by that of the next rank's other pass.
+    The first pass is returned in two halves. Returns None if a pass has fewer than four samples or
+    an odd number of them, or if samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -116,9 +116,9 @@ def _is_enough(samples: int) -> bool:
 def explain_dependence(
     plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
 ) -> str | None:
-    """Return what the losses of a few samples depend on other than each sample and the weights.
+    """Return what the losses of a few samples depend on besides the sample and the weights.
 
-    Return None if there is nothing else. The samples are computed together and one by one.
+    Returns None if there is nothing else. The samples are computed together and one by one.
     Everything is restored afterwards. `drops`: dropout is disabled and does not count.
     """
 
@@ -138,12 +138,11 @@ def explain_company(
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return what a sample's loss depends on other than the sample and the weights, or None.
+    """Return what a sample's loss depends on besides the sample and the weights, or None.
 
-    `others` are other samples, each with its own loss, if known. The sample's
-    loss must be bitwise equal before and after a forward of all of them together, and the loss of
-    all together must equal their separate losses. Dropout is disabled, and everything is restored
-    afterwards.
+    `others` are other samples, each with its own loss, if known. The sample's loss must be bitwise
+    equal before and after a forward of all of them together, and the loss of all together must
+    equal their separate losses. Dropout is disabled, and everything is restored afterwards.
     """
 
     def compare(run: _Run) -> bool:

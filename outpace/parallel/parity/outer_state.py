@@ -29,7 +29,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]  # outpace's own package
 
 @dataclass(frozen=True)
 class OuterVariable:
-    """A variable outside of a module. `kind` describes it, and `put` sets its value."""
+    """A variable outside of a module. `kind` is a phrase for messages, and `put` sets its value."""
 
     name: str
     kind: str
@@ -114,7 +114,7 @@ class _Walk:
             self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code refers to, or the names used of a user's Python module."""
+        """Add a global that code refers to, or all variables of a user's Python module."""
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):
@@ -145,7 +145,7 @@ class _Walk:
         if _is_code(value):
             self.add(value)
         else:
-            kind = f"a variable that {function} encloses"
+            kind = f"a closure variable of {function}"
             get = partial(getattr, cell, "cell_contents")
             self.places.append(
                 OuterVariable(name, kind, get, partial(setattr, cell, "cell_contents"))

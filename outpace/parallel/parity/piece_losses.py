@@ -1,4 +1,4 @@
-"""Losses of several pieces of a batch, without a backward or lasting effects."""
+"""Losses of parts of a batch, without a backward or lasting effects."""
 
 import math
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ class DrawsError(Exception):
 def total_of(
     plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
 ) -> Totals:
-    """Return the loss sum and the count over several pieces.
+    """Return the loss sum and the count over several parts of a batch (`pieces`).
 
-    Dropout is disabled, and all state is restored. Gradients are enabled, since the forward may
+    Dropout is disabled, and all state is restored. Gradients are enabled, because the forward may
     compute some (forces, penalties) or register hooks.
 
-    Raises DrawsError if random numbers are drawn, since different pieces draw different numbers,
-    unless the pieces are `alike`.
+    Raises DrawsError if random numbers are drawn and the parts are not `alike`, because different
+    parts then draw different numbers.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -38,16 +38,16 @@ def total_of(
             with hooks.cast():
                 loss_sum, count = run_forward(plain, piece)
             totals += torch.stack((loss_sum.detach().double(), count.detach().double()))
-            del loss_sum, count  # frees this graph before the next piece has one
+            del loss_sum, count  # frees this graph before the next one is built
         if drops and not alike and not same_random_state(begin, random_state(device)):
             raise DrawsError
     return float(totals[0]), float(totals[1])
 
 
 def run_forward(plain: nn.Module, piece: Batch) -> tuple[Tensor, Tensor]:
-    """Return the sum and count of a part of a batch, which alone may have a loss without gradient.
+    """Return the loss sum and count of a part of a batch, even if its loss has no gradient.
 
-    Only a step refuses such a loss (if all its targets are missing, say).
+    A part may have no targets. Only a step refuses a loss without a gradient.
     """
     try:
         loss_sum, count, *_ = plain(piece)
@@ -57,6 +57,6 @@ def run_forward(plain: nn.Module, piece: Batch) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(*totals: Totals) -> float:
-    """Return the mean loss of pieces with these totals; NaN without any count."""
+    """Return the mean loss over parts with these totals; NaN if the count is 0."""
     count = sum(one for _, one in totals)
     return sum(one for one, _ in totals) / count if count else math.nan

@@ -56,7 +56,8 @@ def fill_copy(
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
-    frozen = frozenset().union(*(one.frozen for one in holders))  # since the copy, by the loop
+    # The loop may have frozen parameters since the copy was made.
+    frozen = frozenset().union(*(one.frozen for one in holders))
     for name in frozen.intersection(names):
         model.get_parameter(name).requires_grad_(False)
     values = _values(model, layout, plan, ranks, holders)
@@ -132,7 +133,7 @@ def _swap(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Redirect references to the trained module's parts, such as in a loss's closure, to the copy.
+    """Redirect references to the trained module's submodules (in a loss's closure) to the copy.
 
     `trained`: the modules that `plain` was copied from, in order.
     """
@@ -248,7 +249,7 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
     """Explain why the weights of other ranks do not fit in memory; None if they do.
 
-    Gradients need hardly any memory, since only one exists at a time.
+    Gradients need hardly any memory, because only one exists at a time.
     """
     if plan.data_rank(ranks.rank) is None:
         return None  # this rank has no samples to run the copy on

@@ -85,8 +85,8 @@ def explain_failure(
 ) -> PlainFailure:
     """Find out whether the module fails because a batch is split, or split unevenly. Collective.
 
-    It does if the copy runs on the whole batch. If that cannot be tried, an uneven split is a
-    possible cause.
+    It does if the copy runs on the whole batch. If this cannot be tried, an uneven split counts as
+    a possible cause.
     """
     if reason.startswith(COLLECTIVE):
         return PlainFailure(reason, by_cut=True)

@@ -1,7 +1,7 @@
 """The plain module's forward and backward on the first global batch, before any step.
 
 A copy of the user's module, made before it is laid out, runs on the same samples, split as in the
-plan; each rank runs some of the pieces. If each rank has its own samples, or in a pipeline
+plan; each rank runs some of the micro-batches. If each rank has its own samples, or in a pipeline
 (stage_draws.py), the copy draws the same random numbers as the layout will; otherwise, dropout is
 disabled. Afterwards, generators, buffers, and weights that the forward changes are restored.
 """
@@ -77,9 +77,9 @@ from outpace.records.ranks import Ranks
 
 
 class PlainPass:
-    """A copy of the structure of an objective that has not been laid out yet.
+    """The plain module's pass, on a copy of an objective that is made before it is laid out.
 
-    `blocks` names the parts that recompute, if the user gives them.
+    `blocks` names the blocks that recompute, if the user named them.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class PlainPass:
         with self._fill(layout, holders) as (plain, found):
             self.release()
             model = model_of(plain)
-            if self.pieces.ranks_per_share > 1:  # each rank runs some of the pieces
+            if self.pieces.ranks_per_share > 1:  # each rank runs some of the micro-batches
                 piece = _reduce(self.pieces.find_first(passes), has_dropout(plain))
                 state = self._find_state(plain, piece, passes, hooks)
-            # The module's buffers, counters and generators depend on the previous pieces.
+            # The module's buffers, counters and generators depend on the previous micro-batches.
             in_order = state is not None and any(gather_objects(state.is_any or state.writes))
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
@@ -229,7 +229,7 @@ class PlainPass:
     ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
         """Return buffers and attributes whose changes depend on samples, and buffers that may.
 
-        A forward on only some ranks would wait in a module that communicates.
+        In a module that communicates, a forward on only some ranks would hang.
         """
         if self._plan.data_parallel == 1 or found.first is None:
             return (), (), ()
@@ -389,12 +389,12 @@ class PlainPass:
     def _first_of(
         self, found: PlainSums, state: KeptState, in_order: bool, state_piece: Batch | None
     ) -> FirstPiece | None:
-        """Return this rank's first piece, ready for comparison with its parts.
+        """Return this rank's first micro-batch, ready for comparison with its parts.
 
         If the search for state used only a part of it, `state_piece`, that part is compared. Among
-        ranks with the same samples, all but the first compare half of their piece with its
-        quarters, because halves with equal numbers of targets show nothing. `in_order`: the piece's
-        loss is computed after other pieces.
+        ranks with the same samples, all but the first compare half of their micro-batch with its
+        quarters, because halves with equal numbers of targets show nothing. `in_order`: its loss
+        was computed after other micro-batches.
         """
         if found.first is None:
             return None
@@ -412,7 +412,7 @@ class PlainPass:
     def _find_unscaled(
         self, plain: nn.Module, found: PlainSums, hooks: StepHooks, allowed: ComparisonLimits
     ) -> Sequence[str]:
-        """Return parameters whose gradients do not scale with the loss if user code may do that."""
+        """Return parameters whose gradients do not scale with the loss, by the user's backward."""
         if found.first is None or not (self._has_hooks or found.user_backward):
             return ()
         return find_unscaled_gradients(
@@ -423,7 +423,7 @@ class PlainPass:
     def _compare_ranks(self, plain: nn.Module, found: PlainSums, hooks: StepHooks) -> float:
         """Return how much the loss changes with the rank, if the user's code reads the rank.
 
-        No rank can act as another one in the user's own collectives.
+        Not tested with the user's own collectives, in which no rank can act as another one.
         """
         if found.first is None or not self._asks_for_rank or self.synchronised:
             return 0.0
@@ -510,7 +510,7 @@ class PlainPass:
 
 
 def _buffers_of_loss(objective: nn.Module) -> dict[int, Tensor]:
-    """Return copies of buffers outside of the model, which no rank sends, by `id`."""
+    """Return copies of the loss's buffers, which ranks do not send, by the buffers' `id`."""
     of_model = {id(buffer) for buffer in model_of(objective).buffers()}
     own = (buffer for buffer in objective.buffers() if id(buffer) not in of_model)
     return {id(buffer): buffer.detach().clone() for buffer in own}
@@ -525,9 +525,9 @@ def _run_backward(
     count: Tensor,
     versions: Mapping[str, Any],
 ) -> None:
-    """Run a piece's backward and count the piece; record the buffers that change.
+    """Run a micro-batch's backward and add its results; record the buffers that change.
 
-    `versions`: the versions of buffers before the first piece.
+    `versions`: the versions of buffers before the first micro-batch.
     """
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:
@@ -549,9 +549,10 @@ def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, .
 
 
 def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return a part, with at least four samples, of a piece whose loss without dropout is unknown.
+    """Return half or a quarter, with at least four samples, of a micro-batch with dropout.
 
-    It is half of the piece, or a quarter if that has enough samples.
+    Its loss without dropout is unknown, so the part is all that has to be computed. Return other
+    micro-batches unchanged.
     """
     if piece is None or not drops or samples_in(piece) % 8:
         return piece

@@ -78,10 +78,9 @@ class Pieces:
     def find_other(
         self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
     ) -> Batch | None:
-        """Return samples outside of a rank's first piece: from its next piece, or from another
-        rank.
+        """Return a micro-batch other than a rank's first: its second, or one of another rank.
 
-        If the piece is a single sample, two other ranks send theirs. Collective.
+        Other ranks' are available only if they are single samples, from two ranks. Collective.
         """
         mine = self.share
         sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)

@@ -26,8 +26,8 @@ class PlainReport:
     `cut`: differences between a batch and its halves. The next fields are names of parameters:
     those `made` by the forward; those `written` by it, and of these, those `spread` over ranks,
     those whose values depend on samples (`by_samples`), and those written without an observed
-    operator (`unseen`). `prints` are fingerprints of the `written` parameters, and `buffer_prints`
-    of the saved buffers that the first piece changed; None without samples. `counted`: buffers,
+    operator (`unseen`). `prints` are fingerprints of the parameters that changed, `buffer_prints`
+    of saved buffers that the first micro-batch changed; None without samples. `counted`: buffers,
     and `attributes`, whose changes depend on samples; `unsure`: buffers that may. `moved_back`:
     buffers that a backward changes and that the loss depends on. `unscaled`: parameters whose
     gradients do not scale with the loss. `by_rank`: by how much the loss changes with the rank.
@@ -55,7 +55,8 @@ class PlainReport:
 class PlainSums:
     """The plain module's results on this rank.
 
-    They are sums of loss, count and sizes, then the gradients' inner products, then their numbers.
+    `sums` has the sums of losses, counts and absolute losses, then each parameter's inner product
+    (`projection`), then its number of gradients.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
@@ -63,19 +64,19 @@ class PlainSums:
         largest = max((p.numel() for p in all_parameters(model)), default=1)
         self.projection = Projection(largest, device)
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
-        # This rank's first piece, and its mean loss if a forward can repeat it.
+        # This rank's first micro-batch, and its mean loss if a forward can repeat it.
         self.first: tuple[Batch, float | None] | None = None
-        self.two: list[tuple[Batch, Totals]] = []  # the first two pieces, with loss sums and counts
+        self.two: list[tuple[Batch, Totals]] = []  # the first two micro-batches, with their totals
         self.moved: dict[str, Tensor] = {}  # new values of the parameters that the forward changed
         self.written: set[str] = set()  # including writes that changed no value
         self.by_samples: list[str] = []  # of `written`, those whose values depend on samples
         self.unseen: Sequence[str] = ()  # those written without an observed operator
         self.hidden: list[str] = []  # written parameters of modules in plain attributes
-        self.buffers: dict[str, Tensor] = {}  # saved buffers that the first piece has changed
+        self.buffers: dict[str, Tensor] = {}  # saved buffers that the first micro-batch changed
         self.moved_buffers: set[str] = set()  # likewise, including buffers that are not saved
         self.moved_back: dict[str, Tensor] = {}  # saved buffers that only its backward has changed
         self.drops = True  # whether forwards draw random numbers, or would if dropout were on
-        self.user_backward = False  # whether the first piece's graph has a Function in Python
+        self.user_backward = False  # whether the first graph has a Function in Python
         self.keeps = False  # whether forwards change attributes, if recorded
         self.in_forward = False  # whether a forward is running
         self.backwards: set[str] = set()  # parameters that a forward's own backward has reached
@@ -99,7 +100,7 @@ class PlainSums:
         self.written, self.by_samples = watch.written, sorted(watch.written_by_samples)
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """Project the gradient of a piece, and free it.
+        """Project a parameter's gradient and free it.
 
         Dispatch modes are disabled meanwhile: observing the check's own operators would double the
         time for small gradients.
@@ -125,7 +126,7 @@ class PlainSums:
         self._taker = taker
 
     def add_up(self) -> None:
-        """Add the values of all pieces to the sums."""
+        """Write inner products and numbers of gradients of all micro-batches to the sums."""
         for place, product in enumerate(self._products):
             if product is not None:
                 self.sums[3 + place] = product
@@ -133,7 +134,7 @@ class PlainSums:
         self.sums[3 + len(self.names) :] = made
 
     def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
-        """Add a finished piece's loss and number of targets to the sums."""
+        """Add the loss and the number of targets of a finished micro-batch to the sums."""
         totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
         self.sums[:3] += totals
         if self.first is None:
@@ -145,7 +146,7 @@ class PlainSums:
 def sum_gradients(
     layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
 ) -> Tensor:
-    """Return this rank's share of gradients' products, squares and numbers, (3, names)."""
+    """Return this rank's share of inner products, squares and numbers of gradients, (3, names)."""
     named = dict(layout.named_parameters()) if layout.has_sums else {}
     sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
     for number, name in enumerate(plain.names):

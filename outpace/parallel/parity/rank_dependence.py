@@ -1,8 +1,8 @@
 """Losses that depend on the rank that computes them, or on the number of ranks.
 
-`if dist.get_rank() == 0: loss = loss + penalty` makes ranks train for different losses, and `loss *
-dist.get_world_size()` for a different loss than one process. A copy of the module on the same rank
-does the same, so comparing with it shows nothing.
+`if dist.get_rank() == 0: loss = loss + penalty` gives ranks different losses, and `loss *
+dist.get_world_size()` gives them another loss than one process. A copy of the module on the same
+rank does the same, so comparing with it shows nothing.
 """
 
 import os
@@ -71,7 +71,7 @@ def compare_ranks(
 def _act_as(rank: int, world_size: int) -> Iterator[None]:
     """Make user code see this rank and number of ranks inside the context.
 
-    torch's functions ask the default group, under whatever names they were imported.
+    torch's functions read both from the default group, also if imported under other names.
     """
     acted = SimpleNamespace(rank=lambda: rank, size=lambda: world_size)
     variables = {"RANK": rank, "LOCAL_RANK": rank}

@@ -39,11 +39,11 @@ def find_read_buffers(
     piece: Batch,
     later: bool = True,
 ) -> Names:
-    """Return the `moved` buffers that training on a few samples of a piece depends on.
+    """Return the `moved` buffers that training on a few samples of a batch depends on.
 
-    These are buffers whose new values affect the loss. With `later`, they include those that affect
-    its gradient, or affect it some steps later; ranks may then run unequal numbers of forwards.
-    Each forward draws the same random numbers.
+    These are buffers whose new values affect the loss. With `later`, they include buffers that
+    affect only its gradient, or the loss some steps later; ranks may then run unequal numbers of
+    forwards. Each forward draws the same random numbers.
     """
     if not moved:
         return ()
@@ -127,7 +127,7 @@ class _Search:
     def _list_used(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return the values that change the outcome: it differs if any of them is left out."""
+        """Return the names of values that change the outcome: without any of them it differs."""
         outcome = self._run(values)
         if not _are_apart(outcome, fresh):
             return ()

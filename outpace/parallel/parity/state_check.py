@@ -1,4 +1,4 @@
-"""Check before step 1 on a single process: state that checkpoints lack, and accumulation."""
+"""Check before the first step in a single process: unsaved state, and gradient accumulation."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,11 +15,11 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """A one-time search for hidden state that changes how a user's module or loss trains.
+    """FirstBatch's counterpart for a single process.
 
     It finds state outside of checkpoints, and losses that change when a batch is accumulated in
-    micro-batches: FirstBatch's counterpart for a single process. `say` is called with sentences.
-    `by_command`: the reader uses flags, not their own loop.
+    micro-batches. `say` is called with warnings. `by_command`: messages name flags of the command
+    line, not arguments of a user's loop.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:

@@ -9,20 +9,21 @@ from outpace.records.errors import first_names
 def explain_reshaped(names: Sequence[str]) -> str:
     """Return a message about saved buffers whose shape a forward changes."""
     return (
-        f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
-        "checkpoint with it does not fit a newly built module, and ranks end up with different "
-        "shapes. Give it its full size in __init__, with the number of rows in use in another "
-        "buffer, or run a batch through the module once if it keeps its size from then on, or use "
-        "persistent=False if each forward creates it again."
+        f"the forward changes the shape of {first_names(names)}, which state_dict() contains, so "
+        "a checkpoint does not fit a newly built module, and ranks end up with different shapes. "
+        "Create the buffer with its full size in __init__, and keep the number of rows in use in "
+        "another buffer. If its size changes only in the first forward, run a batch through the "
+        "module once. If each forward creates it again, use persistent=False."
     )
 
 
 def explain_kept_state(
     found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return a message about state that ranks have `found` and that is equal on all ranks.
+    """Return a warning about state that ranks have `found`.
 
-    `by_command`: the reader uses flags, not their own loop. `resumed`: earlier steps were done.
+    `by_command`: name flags of the command line, not arguments of a user's loop. `resumed`: earlier
+    steps were done.
     """
     said = []
     states = [one for one in found if one.found]
@@ -76,8 +77,8 @@ _EITHER = (
 def _explain_generators(names: Sequence[str]) -> str:
     return (
         f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
-        "generator of its own, whose position is in no checkpoint: a resumed run draws its "
-        "numbers from the start again, and is not bitwise equal. Draw from torch's own "
+        "separate generator whose state is in no checkpoint, so a resumed run draws the same "
+        "numbers from the start again and is not bitwise equal. Draw from torch's default "
         "generator, which is seeded for each step."
     )
 
@@ -121,8 +122,8 @@ def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str
 
 CURE = (
     "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
-    "saved, and set to rank 0's at the start of each step. On one process, values other than "
-    "tensors can be returned by get_extra_state and accepted by set_extra_state."
+    "saved, and set to rank 0's values at the start of each step. In one process, get_extra_state "
+    "and set_extra_state can save and load values other than tensors."
 )
 
 

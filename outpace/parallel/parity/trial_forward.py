@@ -1,4 +1,4 @@
-"""A forward and backward of a module that leave no trace."""
+"""A forward and backward of a module without lasting effects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +14,7 @@ from outpace.parallel.plain import without_dropout
 
 @contextmanager
 def trial_forward(plain: nn.Module, drops: bool) -> Iterator[None]:
-    """Restore parameters and state on exit; enable gradients, and disable dropout if it `drops`.
+    """Restore parameters and state on exit; enable gradients, and disable dropout if `drops`.
 
     The module must have parameters; its state is on their device.
     """

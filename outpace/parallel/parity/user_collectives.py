@@ -47,7 +47,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def _is_over_all(given: Any) -> bool:
-    """Return whether a call refers to the group of all ranks, by object or by name."""
+    """Return whether a call's arguments contain the group of all ranks, as object or name."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     for leaf in tree_leaves(given):
         if isinstance(leaf, str) and leaf == name:

@@ -128,7 +128,7 @@ def test_counted_buffers_are_reported_once_with_size_and_cure(tmp_path, strategy
     [said], [place] = first["warnings"], first["files"]
     assert place.endswith("first_batch_cases.py"), "the line of the user's own code"
     assert f"counts or averages samples in {NAMES} (buffers)" in said
-    assert "in the first batch these differ by" in said and "cover 1/2 of each batch" in said
+    assert "in the first batch ranks differ by" in said and "cover 1/2 of each batch" in said
     assert "all_reduce(counts)" in said and "sync_batchnorm" not in said
 
 

@@ -97,8 +97,8 @@ def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
         ),
         (
             NormalisedStack, squares, True,
-            f"micro_batch={SAMPLES // 2} (all samples of a rank), since with sync_batchnorm the "
-            "statistics of norm are of each micro-batch", ("(sum, count)", "negatives"),
+            f"micro_batch={SAMPLES // 2} (all samples of a rank), because with sync_batchnorm the "
+            "statistics of norm cover one micro-batch of all ranks", ("(sum, count)", "negatives"),
         ),
     ],
 )  # fmt: skip
@@ -174,7 +174,7 @@ def test_buffers_that_move_are_the_cause_that_is_told(tmp_path, loss):
     """Slopes need a graph: forwards without one would only fail."""
     first, second = run_first_step(tmp_path, "ddp", Following, loss)
     assert "refused" not in first and second["warnings"] == []
-    assert first["warnings"][0].startswith("the forward moves mean")
+    assert first["warnings"][0].startswith("the forward updates mean")
 
 
 class Chosen(Stack):
@@ -449,7 +449,7 @@ def test_tensors_that_name_samples_by_their_places_are_refused(tmp_path, strateg
     """Else each rank's images would have the targets of rank 0's."""
     asked = tmp_path, strategy, Quiet, of_their_images
     for said in run_first_step(*asked, batch=targets_in_one(), change=change):
-        assert "refer to samples by their places" in said["refused"] and said["warnings"] == []
+        assert "refer to samples by their position" in said["refused"] and said["warnings"] == []
         assert "a list with one tensor per sample" in said["refused"]
 
 
@@ -499,7 +499,7 @@ def with_nothing_right(module, batch):
 )
 def test_a_pair_whose_second_value_is_no_count_is_told(tmp_path, strategy, make, loss):
     said, _ = run_first_step(tmp_path, strategy, make, loss, samples=16)
-    words = "(sum of losses, count) and divides, but the second is not a count"
+    words = "(sum of losses, count) and divides, but the second value is not a count"
     assert any(words in sentence for sentence in said["warnings"])
 
 

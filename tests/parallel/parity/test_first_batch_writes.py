@@ -63,7 +63,7 @@ def test_buffers_that_samples_change_and_the_loss_reads_are_reported(tmp_path):
     first, second = run_first_step(tmp_path, "ddp", Codebook, change={"micro_batch": 4})
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
-    assert "the forward moves" in said and "codes" in said and "each step begins with" in said
+    assert "the forward updates" in said and "codes" in said and "each step begins with" in said
 
 
 class AnnealingStack(Stack):
@@ -85,7 +85,7 @@ def test_a_share_of_progress_is_reported_if_several_micro_batches_move_it(
     change = {"micro_batch": micro_batch}  # of the four samples of a rank
     first, _ = run_first_step(tmp_path, "ddp", AnnealingStack, change=change)
     assert "refused" not in first
-    assert any("the forward moves progress" in said for said in first["warnings"]) == told, first
+    assert any("the forward updates progress" in said for said in first["warnings"]) == told, first
 
 
 class Clamped(Stack):
@@ -104,8 +104,8 @@ class Clamped(Stack):
 @pytest.mark.parametrize(
     ("strategy", "by_samples", "words"),
     [
-        ("ddp", True, "each rank changes it by its own samples"),
-        ("zero2", False, "what it writes is lost, since ranks hold shards"),
+        ("ddp", True, "each rank changes them by its own samples"),
+        ("zero2", False, "what it writes is lost, because ranks hold shards"),
         ("zero1", False, None),
     ],
 )

@@ -503,7 +503,7 @@ def test_forwards_are_few_and_give_the_losses_of_halves(tmp_path, make, number, 
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
-        (loss_that_encloses, "mean (a variable that loss encloses)"),
+        (loss_that_encloses, "mean (a closure variable of loss)"),
         (LossModule, "loss.mean (a buffer of the loss)"),
     ],
 )
@@ -683,7 +683,7 @@ def test_a_pair_whose_second_value_is_no_count_is_told_on_one_process(reduce, mi
         )
         model.forward_backward((x,))
     sentences = [
-        str(one.message) for one in seen if "the second is not a count" in str(one.message)
+        str(one.message) for one in seen if "the second value is not a count" in str(one.message)
     ]
     assert len(sentences) == (told is not None)
     assert told is None or told in sentences[0]

@@ -111,9 +111,9 @@ def alone(write, first=FIRST):
 @pytest.mark.parametrize(
     ("strategy", "write", "step", "words"),
     [
-        ("zero3", clamp, 3, "lost, since ranks hold shards"),
-        ("zero2", clamp_data, 4, "lost, since ranks hold shards"),  # seen in steps 2, 4, 8, …
-        ("hsdp", replace_data, 4, "lost, since ranks hold shards"),
+        ("zero3", clamp, 3, "lost, because ranks hold shards"),
+        ("zero2", clamp_data, 4, "lost, because ranks hold shards"),  # seen in steps 2, 4, 8, …
+        ("hsdp", replace_data, 4, "lost, because ranks hold shards"),
         ("1f1b", clamp, 3, "other micro-batches"),
         ("ddp", clamp_by_samples, 3, "by its own samples"),
         ("ddp", replace_by_samples, 4, "by its own samples"),

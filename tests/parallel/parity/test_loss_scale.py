@@ -139,7 +139,7 @@ def pairs():
 
 
 WORDS = (
-    r"a backward of its own, which adds to the gradients of "
+    r"itself runs a backward, which adds to the gradients of "
     r"(change.bias, change.weight, )?first.bias.*Return the sum of all"
 )
 
