@@ -101,7 +101,10 @@ def test_every_module_is_recorded_and_nothing_is_wrong():
 
 def test_strategies_that_pipelines_name_in_refusals_do_not_refuse():
     """Those of known causes; a refusal without one names zero3, which may refuse another way."""
-    to_ddp = "but a stage of a pipeline", "has those of its own blocks alone", "within a transform"
+    to_ddp = (
+        "but a pipeline stage", "has only the parameters of its own blocks",
+        "inside a torch.func transform",
+    )  # fmt: skip
     refusing, seen = [], 0
     for name, cells in ((name, one["cells"]) for name, one in RECORDED.items()):
         for strategy, cell in cells.items():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from outpace.parallel.refusals import refuse_between_steps
 from outpace.records.errors import BadInputError
 
-# Functions that need no values, by name; of properties, those that do need them.
+# Functions that need no values. Of properties, `_WITH_VALUES` lists those that do need values.
 _WITHOUT_VALUES = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
     "is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "has_names",
@@ -31,15 +31,15 @@ _WITHOUT_VALUES = frozenset({
 })  # fmt: skip
 _VIEWS = frozenset({"detach", "detach_", "alias", "view_as", "requires_grad_"})
 _WITH_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# Functions of nn.Module that save or load values, and what they call first, out of any `try`.
+# Functions of nn.Module that save or load values, and what each calls first, outside any `try`.
 _STATE = {"_save_to_state_dict": "detach", "_load_from_state_dict": "shape"}
 _MOST_FRAMES = 12  # from an optimizer's method to where it reads a gradient
 
 
 class Owner(NamedTuple):
-    """The place of a parameter: its name in the module, the stage that has it, and its rank.
+    """The owner of a parameter: its name in the module, the stage that has it, and its rank.
 
-    `outside` of all blocks: the first stage has it, and the last one.
+    `outside`: it is in no block, so the first and the last stage both have it.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Owner(NamedTuple):
 
 
 class AbsentParameters:
-    """The parameters that stages of this rank do not have. `owners` maps parameters' `id`s.
+    """The parameters that this rank's stages do not have. `owners` maps their `id`s to owners.
 
-    They may be used until `refuse_use`, and then inside of `allow`.
+    They may be used until `refuse_use`, and after it only inside `allow`.
     """
 
     def __init__(self, owners: Mapping[int, Owner], rank: int) -> None:
@@ -72,11 +72,11 @@ class AbsentParameters:
             self.refused = before
 
     def refusal(self, sentence: str) -> BadInputError:
-        """Return an error, also for the other ranks if this one has no call in common with them."""
+        """Return an error for this rank to raise; between steps, also publish it to other ranks."""
         return refuse_between_steps(sentence) if self.refused else BadInputError(sentence)
 
     def replace(self, stub: nn.Parameter, parameter: Tensor) -> nn.Parameter:
-        """Make a stub for a parameter of another stage refuse what needs its values."""
+        """Return a stub that refuses what needs values, if another stage has the parameter."""
         owner = self.owners.get(id(parameter))
         if owner is None or has_torch_function_unary(stub) or isinstance(stub, FakeTensor):
             return stub
@@ -112,7 +112,7 @@ class AbsentParameters:
 
 
 class _AbsentTensor(Tensor):
-    """A mixin for a class of parameters."""
+    """A mixin for parameter classes that refuses uses of absent values."""
 
     _absent: tuple[AbsentParameters, Owner] | None = None
 
@@ -189,10 +189,10 @@ def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
 
 
 def _needs_no_gradient(frame: FrameType | None, here: bool) -> bool:
-    """Return whether a gradient is read by code that does the same to each gradient.
+    """Return whether a gradient is read by code that treats each gradient separately.
 
-    Optimizers step the parameters that have one, so each rank's steps its own stages'. `here`: the
-    parameter is trained on this rank, so an optimizer would miss it.
+    Optimizers skip parameters without a gradient, so each rank's steps those of its own stages.
+    `here`: the parameter is trained on this rank, so an optimizer would miss it.
     """
     for _ in range(_MOST_FRAMES):
         if frame is None:

@@ -28,7 +28,7 @@ _CONSTANTS = (int, float, str, bool, type(None))
 class Form:
     """The structure of a value: where its tensors are, and the parts that never change.
 
-    Complex tensors are sent as real tensors, since not every backend supports complex numbers.
+    Complex tensors are sent as real tensors, because not every backend supports complex numbers.
     """
 
     spec: TreeSpec
@@ -75,7 +75,7 @@ Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
 
 
 def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
-    """Record the state, for `changes` to compare with."""
+    """Record the modules' attributes and buffers, for `changes` to compare with."""
     return {key: (value, _state(value)) for key, value in collect_values(modules).items()}
 
 
@@ -194,8 +194,8 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
     found = split(_value(modules, key))
     if found is None:
         raise BadInputError(
-            f"block part {key[0]!r} stores a {type(_value(modules, key)).__name__} in {key[1]!r}, "
-            "which is read outside of the block, but pipeline stages can only send tensors and "
+            f"module {key[0]!r} stores a {type(_value(modules, key)).__name__} in {key[1]!r}, "
+            "which is read outside of its block, but pipeline stages can only send tensors and "
             "numbers, and lists and dicts of them. Store only these, or use zero3."
         )
     return found

@@ -1,4 +1,4 @@
-"""Messages between the stages of a custom model's pipeline, each sent with its form."""
+"""Messages between the stages of a custom model's pipeline, each sent after its form."""
 
 import warnings
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class _DetachableCopy(torch.autograd.Function):
 
 
 def make_sendable(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of a tensor that is a graph node of its own."""
+    """Return a contiguous tensor to send, as a separate graph node if it requires gradients."""
     tensor = tensor.contiguous()
     if not tensor.requires_grad:
         return tensor
@@ -81,7 +81,7 @@ def make_sendable(tensor: Tensor) -> Tensor:
 
 
 def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
-    """Return a message about a dtype that cannot be sent between processes; None if all can."""
+    """Return an error about a dtype that cannot be sent between processes; None if all can."""
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
             return BadInputError(
@@ -104,7 +104,7 @@ def refuse_transforms(name: str, output: Any) -> None:
             raise BadInputError(
                 f"block {name!r} runs inside a torch.func transform (jvp, grad, vmap) or a "
                 "forward-mode derivative that spans all blocks, but each pipeline stage runs only "
-                "some of them. Apply it inside a block, or use ddp."
+                "some of them. Apply the transform inside a block, or use ddp."
             )
 
 
@@ -114,7 +114,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message after its form, which lets the receiver allocate it; None is a refusal."""
+    """Send a message after its form, from which the receiver allocates it; None is a refusal."""
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:

@@ -77,7 +77,7 @@ class CustomPipelineStage(Stage):
     ) -> None:
         """Run a backward; if it recomputes activations, do not defer weight gradients.
 
-        If deferred, they would recompute the activations again for each weight.
+        Deferred weight gradients would recompute the activations once more for each weight.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
@@ -113,9 +113,9 @@ class CustomPipelineStage(Stage):
 
 
 class CustomPipeline(SpreadLayout):
-    """This rank's stages of a custom model; `parts` maps stage numbers to their blocks.
+    """This rank's stages of a custom model; `parts` has the numbers of each stage's blocks.
 
-    `rows` knows which values of batches are split.
+    `rows` records which values of batches are split.
     """
 
     # The state of the current step: before torch 2.13, the schedule passes no arguments to the
@@ -178,7 +178,7 @@ class CustomPipeline(SpreadLayout):
     def _find_owners(
         self, model: nn.Module, blocks: Sequence[nn.Module], rest: Mapping[str, nn.Parameter]
     ) -> dict[int, Owner]:
-        """Return the stage of each parameter, by the parameter's `id`."""
+        """Return the owner of each parameter, by the parameter's `id`."""
         names = {id(p): name for name, p in nn.Module.named_parameters(model)}
         owners = {id(p): Owner(n, 0, self._ranks_of[0], outside=True) for n, p in rest.items()}
         for stage, part in enumerate(self._parts):
@@ -202,7 +202,7 @@ class CustomPipeline(SpreadLayout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Let stages use other stages' parameters, which are NaN."""
+        """Allow uses of other stages' parameters, which are NaN, during the call."""
         self._place.announce()
         self._settings.apply()
         try:
@@ -251,7 +251,7 @@ class CustomPipeline(SpreadLayout):
         self._schedule_for(self.rows.cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do what `learn_forms` does on this rank alone, with all stages, which have no values."""
+        """Do what `learn_forms` does, by running all stages, without values, on this rank alone."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -303,14 +303,14 @@ class CustomPipeline(SpreadLayout):
             return
         part, attribute = sorted(last.unsent_used)[0]
         raise BadInputError(
-            f"the forward or the loss reads {attribute!r} of block part {part!r} in this step, "
-            "but did not for the first batch of these shapes, so it is not sent to the last "
-            "stage of the pipeline. Read it in every step (times 0 while it should have no "
-            "effect), or use zero3."
+            f"the forward or the loss reads {attribute!r} of module {part!r} in this step, but did "
+            "not for the first batch of these shapes, so the value is not sent to the last stage "
+            "of the pipeline. Read it in every step (times 0 while it should have no effect), or "
+            "use zero3."
         )
 
     def plain_draws(self) -> PlainDraws:
-        """Return seeds that let a plain module draw what the stages draw in the next step."""
+        """Return the seeding with which a plain module draws what the stages draw in a step."""
         told = gather_objects(self._draws.peek(), self._group)
         if self._draws.shared:
             after = {name: number + 1 for number, name in enumerate(self._names)}
@@ -415,7 +415,7 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights with fp32 copies, including those received from other ranks."""
+        """Replace weights with master weights, and prepare `whole_model` to receive others'."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
@@ -465,7 +465,7 @@ class CustomPipeline(SpreadLayout):
         return {name: main.get(id(value), name) for name, value in state.items()}
 
     def _first_of(self, value: Any, owner: int) -> Any:
-        """Return the owner's value of an entry that is not a tensor. Valid on the first rank."""
+        """Return the owner's value of a non-tensor entry on the first rank; elsewhere `value`."""
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)

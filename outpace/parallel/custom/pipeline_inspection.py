@@ -50,7 +50,10 @@ class StageFindings:
 
 
 class PipelineInspection:
-    """Inspections of a pipeline, each with one micro-batch. All but two methods are collective."""
+    """Inspections of a pipeline, each with one micro-batch.
+
+    `inspect` and `settle_buffers` are collective.
+    """
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class PipelineInspection:
     def _run_stage(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        """Inspect a stage, ignoring the values that it computes."""
+        """Inspect a stage without checking the values that it computes."""
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
@@ -214,8 +217,8 @@ class PipelineInspection:
                 "does so for a part of the batch (a mean over no target), return (sum, count) "
                 "from the loss. Otherwise, the forward needs something besides the previous "
                 "block's output (an earlier block's output, or parameters outside of all "
-                "blocks), or the loss uses all parameters. Move what it needs into blocks, cut "
-                "the blocks elsewhere (lists of names, one for each stage), or use zero3 (ddp if "
+                "blocks), or the loss uses all parameters. Move what it needs into blocks, divide "
+                "the blocks differently (lists of names, one for each stage), or use zero3 (ddp if "
                 "it uses a block's parameters outside of that block)."
             )
 
@@ -277,9 +280,8 @@ class PipelineInspection:
             whole = self._single_process_totals(batch, hooks)
             inside = None if whole is None else _find_lent_parameter(whole)
             differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
-            if self._broadcast_from_last(
-                differs
-            ):  # a forward that draws different numbers each time cannot be compared
+            # A forward that draws different numbers each time cannot be compared.
+            if self._broadcast_from_last(differs):
                 again = self._single_process_totals(batch, hooks)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
@@ -374,7 +376,7 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Tell stages which values to pass on, from the stage that stores one to its last reader.
+        """Set which values stages pass on, from the stage that stores a value to its last reader.
 
         Returns an error if one of this rank's stages cannot send its values.
         """
@@ -463,14 +465,14 @@ def _means(*totals: Tensor) -> list[float]:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the difference of two mean losses; 0 if the single process's is not finite."""
+    """Return the relative difference of two mean losses; 0 if that of `other` is not finite."""
     return difference(*_means(one, other))
 
 
 _ADVICE = (
     "the forward or the loss uses something from blocks that is not sent between stages (values "
     "that hooks collect inside of blocks, lists that blocks append to, router logits, all "
-    "parameters). Let blocks return it, or store it on themselves (self.aux = …), or use zero3 or "
+    "parameters). Let blocks return it or store it in an attribute (self.aux = …), or use zero3 or "
     "ddp."
 )
 
@@ -486,7 +488,7 @@ def _say(staged: Tensor, whole: Tensor) -> str:
 def _find_lent_parameter(totals: Tensor) -> str | None:
     """Find a borrowed parameter in the graph of a loss whose block outputs are detached.
 
-    The loss then depends on the parameter in a way other than through what its block returns and
+    The loss then depends on the parameter in another way than through what its block returns and
     stores.
     """
     waiting, done = [totals.grad_fn], set()

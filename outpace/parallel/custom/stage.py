@@ -64,7 +64,7 @@ class CustomStage(nn.Module):
 
     Parameters and buffers are shared with the original objective. `holds_rest`: this stage has the
     real parameters outside of blocks. `in_place`: use the objective itself instead of a copy, for
-    losses that refer to the module by more than their argument. `splits`: the backward is split.
+    losses that refer to the module not only by their argument. `splits`: the backward is split.
     `draws` seeds the random numbers of stage `number`. `absent` are the parameters of other stages.
     """
 
@@ -87,7 +87,7 @@ class CustomStage(nn.Module):
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
         self.leaves: tuple[Key, ...] = ()  # the values that are sent to the next stage
-        self.unsent_used: set[Key] = set()  # values that are read although they are not sent here
+        self.unsent_used: set[Key] = set()  # values that were read although they are not sent here
         self.taken: Message | None = None  # form of the incoming message, found by the inspection
         self.given: Message | None = None
         self.recomputes = False  # whether the user's forward uses checkpointing around blocks
@@ -172,9 +172,9 @@ class CustomStage(nn.Module):
             known, old = seen.values[key]
             if form != known or [t.shape for t in tensors] != [t.shape for t in old]:
                 raise BadInputError(
-                    f"the value that block part {key[0]!r} stores in {key[1]!r} changes its "
-                    "structure or shape between micro-batches, but pipeline stages can only send "
-                    "tensors of known shapes. Store tensors of one shape, or use zero3."
+                    f"the value that module {key[0]!r} stores in {key[1]!r} changes its structure "
+                    "or shape between micro-batches, but pipeline stages can only send tensors of "
+                    "known shapes. Store tensors of one shape, or use zero3."
                 )
         name = self._names[self.mine.stop - 1]
         if message.form != seen.form:
@@ -193,7 +193,7 @@ class CustomStage(nn.Module):
             raise BadInputError(
                 f"block {name!r} returns a tensor of shape {shape[0]} ({shape[1]}), but for the "
                 f"first micro-batch it was {expected[0]} ({expected[1]}), and pipeline stages "
-                "expect the same shape each time. Pad to one shape, cut the blocks elsewhere "
+                "expect the same shape each time. Pad to one shape, divide the blocks differently "
                 "(lists of names, one for each stage), or use zero3."
             )
 
@@ -204,7 +204,7 @@ class CustomStage(nn.Module):
         # Other stages of this rank and micro-batches that share memory must see the batch
         # unchanged.
         given = batch
-        # Inspections run in training mode, so they tell nothing about evaluation.
+        # Inspections run in training mode, so evaluation always gets a copy.
         if self._inspects or self._writes or self._takes or not self.objective.training:
             given = copy_batch(batch, tensors=self._inspects or self._writes)
         before = copy_batch(given, tensors=False) if self._inspects else None
@@ -346,7 +346,8 @@ class CustomStage(nn.Module):
             raise BadInputError(
                 f"block {leaving.name!r} returns a {type(leaving.output).__name__}, but pipeline "
                 "stages send only tensors, alone or in tuples and dicts. Return the hidden "
-                "states from it, or cut elsewhere."
+                "states from the block, or divide the blocks differently (lists of names, one for "
+                "each stage)."
             )
         form, tensors = found
         parts = self.modules_of(self.mine)
@@ -414,7 +415,7 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return and store the values of another stage's block: those received, or NaN."""
+        """Return another stage's block output and store its values: those received, or NaN."""
         if message is None:
             return nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():

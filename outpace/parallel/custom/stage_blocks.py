@@ -58,7 +58,10 @@ def _find_stage_blocks(model: nn.Module) -> list[str]:
 def require_separate_blocks(
     model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]
 ) -> None:
-    """Refuse parameters that two stages would share, and batch normalisation outside of blocks."""
+    """Refuse blocks that cannot be on separate stages.
+
+    These share a parameter, end a stage with a backward hook, or leave a BatchNorm outside.
+    """
     where: dict[int, int] = {}
     everything = [id(p) for p in parameters_outside(model, blocks).values()]
     numbered = iter(blocks)

@@ -14,7 +14,7 @@ class _NotReentrant:
     CheckpointFunction runs its part without a graph, runs a backward within the backward, and
     passes on only the gradients of its inputs. So a stage that ends inside it would have no
     gradient, and a split backward could not use it. Values and gradients are the same here.
-    `always`: treat inputs as needing gradients even if they do not seem to.
+    `always`: checkpoint with gradients even if no input requires them.
     """
 
     def __init__(self, reentrant: Any, always: bool) -> None:
@@ -34,8 +34,7 @@ class _NotReentrant:
 def without_reentry(always: bool) -> Iterator[None]:
     """Make all activation checkpointing inside the context non-reentrant.
 
-    `always`: compute gradients even if no input seems to need one, such as outputs of absent
-    blocks.
+    `always`: compute gradients even if no input requires them, such as outputs of absent blocks.
     """
     kept = torch_checkpoint.CheckpointFunction
     torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]

@@ -16,9 +16,7 @@ _OTHERWISE = "Use strategy ddp or zero1."
 
 
 def explain_known(error: Exception) -> str | None:
-    """Return advice about an error if its cause is known, provided that a single process does not
-    raise it.
-    """
+    """Return advice about an error of known cause that a single process does not raise, or None."""
     return explain_writes_outside() if _SHARED_MEMORY in str(error) else None
 
 
@@ -35,10 +33,10 @@ def explain_cut_graph(error: Exception) -> str | None:
 
 
 EXPLAIN_COPY = (
-    "the module or one of its blocks is copied (copy.deepcopy) after it was laid out, but a "
-    "pipeline stage has only its own blocks. Copy it before outpace.parallelize, and load into the "
-    "copy on rank 0 what state_dict() of the parallel module returns there, or use strategy ddp or "
-    "zero1."
+    "the module or one of its blocks is copied (copy.deepcopy) after outpace.parallelize, but a "
+    "pipeline stage has only its own blocks. Copy the module before outpace.parallelize, and on "
+    "rank 0 load the state_dict() of what parallelize returned into the copy, or use strategy ddp "
+    "or zero1."
 )
 
 
@@ -57,16 +55,16 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
         return (
             "the forward or the loss writes to parameters of blocks from outside of them (masks "
             "over all weights, or an EMA teacher, for example), or to parameters outside of all "
-            "blocks (a first layer that masks its weight), but each pipeline stage has those of "
-            "its own blocks alone, and the first and the last stage those outside. Write to a "
-            "block's parameters in the forward of that block, add such a layer to `blocks`, or use "
-            "ddp."
+            "blocks (a first layer that masks its weight), but each pipeline stage has only the "
+            "parameters of its own blocks, and the first and the last stage also those outside. "
+            "Write to a block's parameters in the forward of that block, add such a layer to "
+            "`blocks`, or use ddp."
         )
     return (
-        f"the forward or the loss writes to {first_names(names)} by parameters of blocks (masks "
-        "over all weights, or an EMA teacher, for example), but each pipeline stage has those of "
-        "its own blocks alone. Write to a block's parameters in the forward of that block, or use "
-        "ddp."
+        f"the forward or the loss writes to {first_names(names)} from parameters of blocks (masks "
+        "over all weights, or an EMA teacher, for example), but each pipeline stage has only the "
+        "parameters of its own blocks. Write to a block's parameters in the forward of that block, "
+        "or use ddp."
     )
 
 
@@ -78,8 +76,8 @@ def explain_failure(rank: int, error: str, alone: bool, batch: Batch, cuts: bool
     said = f"rank {rank} failed in the forward: {error}"
     if not alone:
         return (
-            f"{said}. On each stage, the forward needs values that blocks of other stages return "
-            "or hold. Name other parts as `blocks`, or use zero3."
+            f"{said}. The forward of a stage needs values that blocks of other stages return or "
+            "hold. Name other submodules as `blocks`, or use zero3."
         )
     same = f"{said}, and a single process fails on these {samples_in(batch)} samples, too"
     if not cuts:

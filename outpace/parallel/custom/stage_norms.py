@@ -1,9 +1,9 @@
-"""Norms of gradients that a user's loop computes by torch, over all stages of a pipeline.
+"""Norms of gradients over all stages of a pipeline, for loops that call torch's functions.
 
-`torch.nn.utils.clip_grad_norm_` clips by the norm of the gradients that it gets, which are those of
-this rank's stages only. It uses `_get_total_norm` of its module, which is replaced while pipelines
-exist, and so is `get_total_norm`, its public name; a loop that has imported that name before
-`parallelize` has torch's own.
+`torch.nn.utils.clip_grad_norm_` clips by the norm of the gradients that it gets, here only those of
+this rank's stages. It calls `_get_total_norm` of its module. This function and `get_total_norm`,
+its public name, are replaced while pipelines exist. A loop that imported `get_total_norm` before
+`parallelize` keeps torch's function.
 """
 
 import inspect
@@ -30,8 +30,8 @@ _SAME = 1e-5  # relative difference of a norm that ranks have each computed
 def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
     """Make torch's `get_total_norm` and `clip_grad_norm_` use all stages' gradients of `layout`.
 
-    Each is counted once; see `StageNorms.measure`. Every rank calls this for the same layouts in
-    the same order. Torch's own functions return when the layouts are gone.
+    Each gradient is counted once; see `StageNorms.measure`. Every rank calls this for the same
+    layouts in the same order. torch's functions are restored when all layouts are gone.
     """
     norms = _find_stage_norms()
     if norms is None:
@@ -41,7 +41,7 @@ def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
 
 
 def _find_stage_norms() -> "StageNorms | None":
-    """Return what has replaced torch's function."""
+    """Return the `StageNorms` that has replaced torch's function; None if none has."""
     function: Any = clip_grad._get_total_norm
     owner = function.__self__ if inspect.ismethod(function) else None
     return owner if isinstance(owner, StageNorms) else None
@@ -49,10 +49,10 @@ def _find_stage_norms() -> "StageNorms | None":
 
 @dataclass(frozen=True)
 class _GivenGradients:
-    """Norms of the gradients that one rank's loop gives, by the numbers of their pipelines.
+    """Norms of the gradients that one rank's loop has passed, by pipeline number.
 
-    `norms` are of the given gradients that count on this rank. `left_out` are parameters whose
-    gradients are not given. `other` is the norm of gradients that belong to no pipeline.
+    `norms` are of the passed gradients that count on this rank. `left_out` are parameters whose
+    gradients were not passed. `other` is the norm of gradients that belong to no pipeline.
     """
 
     order: float
@@ -62,7 +62,7 @@ class _GivenGradients:
 
 
 class StageNorms:
-    """Norms of gradients where this process has stages of pipelines."""
+    """A replacement of torch's `get_total_norm` that covers all stages of pipelines."""
 
     def __init__(self, place: CommonPlace) -> None:
         self._place = place
@@ -70,7 +70,7 @@ class StageNorms:
         self._added = 0
 
     def add(self, layout: SpreadLayout) -> None:
-        """Measure a layout's gradients until it is gone."""
+        """Cover a layout's gradients until the layout is deleted."""
         self._layouts[self._added] = ref(layout)
         finalize(layout, self._remove, self._added).atexit = False
         self._added += 1
@@ -87,12 +87,12 @@ class StageNorms:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the norm of tensors; of all stages' gradients if this rank gives all of its own.
+        """Return the norm of tensors; that of all stages if these are all gradients of this rank.
 
-        A parameter or gradient by itself (not in a list) and other modules' gradients have torch's
-        norm. Collective otherwise: raises BadInputError on all ranks if one gives only some of its
-        gradients, since ranks cannot know what others select. A rank without gradients takes an
-        empty list for its part of the pipelines.
+        A single tensor (not in a list) and other modules' gradients get torch's norm. Otherwise
+        this is collective, and raises BadInputError on all ranks if one passes only some of its
+        gradients, because ranks cannot know what others select. On a rank without gradients, an
+        empty list stands for its gradients.
         """
         alone = _is_one_tensor(tensors)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -107,15 +107,15 @@ class StageNorms:
             "rank without gradients it stands for those of the pipeline)"
         )
         order = float(norm_type)
-        total = _join(gather_objects(_look_at(given, live, order)), order)
+        total = _join(gather_objects(_measure_given(given, live, order)), order)
         like = given[0] if given else total
         return get_total_norm(total.to(like.device, like.dtype), norm_type, *args, **kwargs)
 
 
 def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
-    """Return whether a loop gives one tensor, not a list: also to `clip_grad_norm_`.
+    """Return whether a loop has passed one tensor, not a list, here or to `clip_grad_norm_`.
 
-    That makes a list of it, so the arguments of the calls of torch's module are looked at.
+    The latter makes a list of it, so the arguments of the calls in torch's module are inspected.
     """
     if isinstance(tensors, Tensor):
         return True
@@ -129,16 +129,16 @@ def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
 
 
 def _concerns(given: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
-    """Return whether gradients are of a pipeline, or none where this rank has none of one."""
+    """Return whether gradients belong to a pipeline, or may be those of a rank without any."""
     ids = {id(tensor) for tensor in given}
     held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]
     return any(ids & some if ids else not some for some in held)
 
 
-def _look_at(
+def _measure_given(
     given: Sequence[Tensor], layouts: Mapping[int, SpreadLayout], order: float
 ) -> _GivenGradients:
-    """Return what this rank is given, for the others."""
+    """Return the norms of the gradients that this rank's loop has passed, for other ranks."""
     ids = {id(tensor) for tensor in given}
     norms: dict[int, float] = {}
     left_out: dict[int, list[str]] = {}
@@ -156,9 +156,9 @@ def _look_at(
 
 
 def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
-    """Return the norm of what all ranks gave together, in float64.
+    """Return the norm of the gradients of all ranks together, in float64.
 
-    Raises BadInputError, on all ranks, if it is not of whole pipelines.
+    Raises BadInputError, on all ranks, if it does not cover whole pipelines.
     """
     if any(one.order != order for one in told) or order <= 0:
         seen = ", ".join(f"{one:g}" for one in sorted({one.order for one in told}))
@@ -175,8 +175,8 @@ def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
                 f"{first_names(lost)} on rank {rank}. Each rank has other parameters, so ranks "
                 "cannot know whether the same selection is meant. Use clip_grad_norm of what "
                 "parallelize returned, or torch.nn.utils.clip_grad_norm_ over all of its "
-                "named_parameters(); or give clip_grad_norm_ one parameter at a time, which is "
-                "clipped by its own norm."
+                "named_parameters(). To clip each parameter by its own norm, pass clip_grad_norm_ "
+                "one parameter at a time."
             )
     norms = _as_tensor([one for rank in told for one in rank.norms.values()] or [0.0])
     others = _as_tensor([one.other for one in told if one.other is not None])
@@ -185,8 +185,8 @@ def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
         if highest - lowest > _SAME * highest:
             raise BadInputError(
                 "a norm of a pipeline's gradients together with other gradients is computed, but "
-                f"the others differ by rank (norms from {lowest:.6g} to {highest:.6g}). Clip them "
-                "separately."
+                f"the other gradients differ by rank (norms from {lowest:.6g} to {highest:.6g}). "
+                "Clip them separately."
             )
         norms = torch.cat((norms, highest[None]))
     joined: Tensor = torch.linalg.vector_norm(norms, order)

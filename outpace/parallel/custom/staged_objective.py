@@ -21,8 +21,8 @@ class StagedObjective(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all stages.
 
-        Raises BadInputError if the user's module overrides `train` and changes parameters there:
-        each stage has a copy of the module, so they would be changed once per copy.
+        Raises BadInputError if the user's module overrides `train` and changes parameters there,
+        which would happen once for each stage's copy of the module.
         """
         own = any(type(part).train is not nn.Module.train for part in self.model.modules())
         before = _print_parameters(self.model) if own else {}

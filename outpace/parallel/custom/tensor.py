@@ -61,7 +61,7 @@ class CustomTensorParallel(ShardedLayout):
         ]
 
     def _list_watched(self) -> set[nn.Module]:
-        """Return the module, and its parts that communicate."""
+        """Return the module and its submodules that communicate."""
         split = (
             part for part in self.model.modules()
             if any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
@@ -69,10 +69,9 @@ class CustomTensorParallel(ShardedLayout):
         return super()._list_watched().union(split)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer.
+        """Build the optimizer, with plain tensors and DTensors in separate groups for its kernels.
 
-        Without `guard`, its kernels require plain and split tensors in separate groups. A loop,
-        which knows its groups by number, keeps them.
+        Groups of a user's loop are kept (see `guard`), because the loop knows them by number.
         """
         if self._place is not None:
             return build(groups)
@@ -140,10 +139,10 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
 
 
 def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve a transformers model's plan, except for modules with a part that cannot be split.
+    """Resolve a transformers model's plan, except for modules with a child that cannot be split.
 
-    The parts of a module belong together, because each expects the previous one to be split.
-    Embeddings and heads are independent of these, since their inputs and outputs are whole.
+    The children of a module belong together, because each expects the previous one to be split.
+    Embeddings and heads are independent of these, because their inputs and outputs are whole.
     """
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}

@@ -131,7 +131,7 @@ REFUSED = {
     "lists_of_lists:gpipe": "turns its input into NaN",
     "forces_by_gradients:1f1b": "computes gradients in the forward.*ddp or zero1",
     "state_for_eight_samples:gpipe": "a single process fails on these 2.*refers to other.*mp",
-    "teacher_moved_by_the_forward:mp": "writes to teacher.*by parameters of blocks.*use ddp",
+    "teacher_moved_by_the_forward:mp": "writes to teacher.*from parameters of blocks.*use ddp",
 }
 STRATEGIES = ("mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev")
 
