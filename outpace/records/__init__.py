@@ -1,1 +1,1 @@
-"""Frozen, validated values that packages pass to each other, saved as JSON. Imports no torch."""
+"""Frozen, validated records with a JSON form, passed between packages. Does not import torch."""

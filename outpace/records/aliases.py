@@ -1,9 +1,9 @@
-"""Names that other tools have for outpace's options, keys and values.
+"""Other tools' names for outpace's options, keys and values.
 
-They come from transformers' TrainingArguments (4 and 5), accelerate's launcher and configuration,
-torchtitan, Megatron-LM, DeepSpeed, axolotl, nanoGPT, Lightning's Trainer, torchrun, and from the
-names that nvidia-smi and cloud providers give to machines. An alias is only suggested; it sets
-nothing.
+Options come from transformers' TrainingArguments (4 and 5), accelerate's launcher and
+configuration, torchtitan, Megatron-LM, DeepSpeed, axolotl, nanoGPT, Lightning's Trainer and
+torchrun; machine names come from nvidia-smi and cloud providers. Aliases are only suggested, never
+applied.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """Possible names in outpace, of which a command suggests only those that it has, and a remark.
+    """outpace's names for an alias, with an optional remark.
 
-    A name may be followed by a space and a value.
+    A command suggests only the names that it accepts. A name may include a value after a space.
     """
 
     names: tuple[str, ...]
@@ -26,10 +26,10 @@ class Meaning(NamedTuple):
 
 @lru_cache
 def read_tables() -> tuple[dict[str, Meaning], dict[str, Meaning]]:
-    """Read the meanings of settings and of values, by alias, from aliases.json.
+    """Return the meanings of setting aliases and of value aliases from aliases.json.
 
-    An entry of the file is a meaning, with all its aliases as the key: outpace's names, between |,
-    alone or in a list with a remark.
+    A key in the file lists aliases separated by blanks. Its value lists outpace's names separated
+    by |, either alone or in a list with a remark.
     """
     tables = json.loads(Path(__file__).with_name("aliases.json").read_text("utf-8"))
     return _read_meanings(tables["settings"]), _read_meanings(tables["values"])
@@ -51,7 +51,7 @@ def _plain(name: str) -> str:
 
 
 def format_setting(name: str, value: str) -> str:
-    """Format a setting with its value, for a command line, or for a file and Python."""
+    """Format a flag as `--name value`, and any other setting as an assignment."""
     if name.startswith("--"):
         return f"{name} {value}"
     return f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"'
@@ -60,12 +60,12 @@ def format_setting(name: str, value: str) -> str:
 def translate_alias(
     word: str, choices: Iterable[str], form: Callable[[str, str], str] = format_setting
 ) -> tuple[list[str], str]:
-    """Return outpace's names for another tool's word, and a remark.
+    """Return the choices that another tool's term stands for, and a remark.
 
-    Some names have a value; `form` writes both.
+    `form` formats a choice that comes with a value.
     """
     known = {_plain(choice): choice for choice in choices}
-    if _plain(word) in known:  # apart from dashes and capitals
+    if _plain(word) in known:  # the same apart from case and punctuation
         return [known[_plain(word)]], ""
     for table in read_tables():
         meaning = table.get(_plain(word))

@@ -1,4 +1,4 @@
-"""Sizes of a plan's axes on a number of ranks, and the words for a layout."""
+"""Sizes of the mesh axes for a given world size, and the text that describes a layout."""
 
 import math
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ from typing import Literal
 from outpace.records.errors import BadInputError
 from outpace.records.strategies import AXES, TRAITS, Axis, Strategy
 
-# Schedules of a pipeline that is one of several axes. outpace plans schedules that split the
-# backward, but does not train with them here.
+# Pipeline schedules of strategy 3d. outpace plans those that split the backward, but cannot train
+# with them under 3d.
 ProductSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
 ]  # fmt: skip
-# The axes that a strategy splits; the last gets the remaining ranks, the others two each.
+# Axes that each strategy splits. The last takes the remaining ranks; the others get 2 if possible.
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {name: traits.axes for name, traits in TRAITS.items()}
 
 
 def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
-    """Return a strategy with its number of processes, or with its axes if these are not obvious."""
+    """Format a layout as "ddp 4", or with its mesh if several axes are split."""
     if processes == 1:
         return strategy
     several = "," in mesh or len(TRAITS[strategy].axes) > 1
@@ -25,7 +25,7 @@ def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
 
 
 def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
-    """Return the name of the pipeline's schedule; without a pipeline, the strategy."""
+    """Return 3d's pipeline schedule; for other strategies, or without a pipeline, the strategy."""
     return pp_schedule if strategy == "3d" and pp > 1 else strategy
 
 
@@ -36,7 +36,10 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
     """
     if strategy != "ps":
         if asked is not None:
-            raise BadInputError(f"servers {asked}: strategy {strategy} has none. Use strategy ps.")
+            raise BadInputError(
+                f"servers {asked}: strategy {strategy} has no parameter servers. Leave out "
+                "servers, or use strategy ps."
+            )
         return 0
     servers = asked or 1
     if servers >= world_size:
@@ -51,14 +54,13 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
 def fill_axes(
     strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """Return the size of every axis on `world_size` ranks, without parameter servers.
+    """Return the size of every mesh axis for `world_size` ranks, not counting parameter servers.
 
-    `asked` has the user's values, with −1 for the remaining ranks. Other axes are 1, or the
-    strategy's default. Raises BadInputError if the product differs from the world size.
+    `asked` has the user's sizes; −1 means all remaining ranks. Other axes get the strategy's
+    default, or else 1. Raises BadInputError if the product differs from the world size.
     """
     given = any(asked.get(axis) is not None for axis in AXES)
-    # Of 3d's axes, dp_shard takes the remaining ranks; if none is given, pp and tp are split as
-    # well.
+    # Under 3d, dp_shard takes the remaining ranks. If no axis is given, pp and tp are split, too.
     product: tuple[Axis, ...] = ("pp", "tp", "dp_shard")
     open_axes = [axis for axis in AXES if asked.get(axis) == -1]
     if given:
@@ -73,7 +75,8 @@ def fill_axes(
             sizes[axis] = 2
     if len(open_axes) > 1:
         raise BadInputError(
-            f"{' and '.join(open_axes)} are both -1, but only one axis can have the remaining ranks"
+            f"{' and '.join(open_axes)} are -1, but only one axis can take the remaining ranks. "
+            "Give the other a size."
         )
     fixed = math.prod(size for axis, size in sizes.items() if axis not in open_axes)
     for axis in open_axes:
@@ -96,6 +99,6 @@ def fill_axes(
         axes = " × ".join(split) or "all axes are 1"
         raise BadInputError(
             f"{axes}: the number of processes must be {needed}, but there {are}. Start {needed} "
-            f"(--nproc {needed}), or use other axes."
+            f"(--nproc {needed}), or use other axis sizes."
         )
     return sizes

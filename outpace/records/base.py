@@ -1,4 +1,4 @@
-"""The base of every record: frozen, no unknown keys, JSON in and out, readable errors."""
+"""Base class of all records: frozen, no unknown keys, JSON in and out, readable errors."""
 
 import errno
 import json
@@ -19,24 +19,24 @@ from outpace.records.errors import BadInputError, excerpt, json_error, shorten, 
 
 Value = TypeVar("Value")
 OnChange = Callable[[str], None]  # called with a message about a changed file
-# Prefix of temporary files: folders with nothing else count as empty.
+# Prefix of temporary files. A folder with only such files counts as empty.
 TEMPORARY_PREFIX = ".outpace-"
 # Maximum number of problems to report for a record.
 _MOST_PROBLEMS = 8
 
-_MOST_BYTES = 64 << 20  # limit for a record; a file may be endless
-_CHECKSUM = "xxh3_128"  # entry of a record
+_MOST_BYTES = 64 << 20  # size limit of a record's file, since devices such as /dev/zero never end
+_CHECKSUM = "xxh3_128"  # key of the checksum in a record's file
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Errors of file systems that cannot sync a folder (CIFS, some of FUSE).
+# Errors from file systems that cannot sync a folder (CIFS, some FUSE ones).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
-# Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
-_UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
+# Suffixes of unfinished downloads by huggingface_hub, curl, wget, aria2 and browsers.
+_UNFINISHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
 _JSON_KINDS = {list: "list", str: "string", bool: "true or false", type(None): "null"}
-_MOST_LEVELS = 100  # nested objects; Python's own limit is a few hundred, fewer in deep calls
+_MOST_LEVELS = 100  # of nested values; Python's recursion limit allows a few hundred
 
 
 def entry(text: str, default: Any = None) -> Any:
-    """Return a record's field that has a default; `text` describes it."""
+    """Declare a record's field with a default and a description."""
     return Field(default=default, description=text)
 
 
@@ -55,7 +55,7 @@ class Record(BaseModel):
 
     # Whether `save` writes a checksum into the file, which readers verify.
     has_checksum: ClassVar[bool] = False
-    # Values to show in a row of a notebook's table, such as "estimate.step_time_s"; default: all.
+    # Columns of a notebook's table, such as "estimate.step_time_s"; default: all scalar fields.
     summary_fields: ClassVar[tuple[str, ...]] = ()
 
     def _repr_html_(self) -> str:
@@ -68,7 +68,7 @@ class Record(BaseModel):
     def parse(cls, values: dict[str, Any], where: str) -> Self:
         """Build the record from plain values.
 
-        `where` names their origin in the error ("plan.json"). Raises BadInputError with one
+        `where` says in errors where they come from ("plan.json"). Raises BadInputError with one
         sentence per problem.
         """
         try:
@@ -78,20 +78,19 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
-        """Read the record from a JSON file. `option`: the flag that names the file.
+        """Read the record from a JSON file. `option` is the flag that named it, for errors.
 
-        Raises BadInputError if the file cannot be read, or its values are invalid. If the file was
-        edited since it was written, `on_change` is called with a message; without it, this is an
-        error, too.
+        Raises BadInputError if the file cannot be read or its values are invalid. If its checksum
+        does not match, calls `on_change` with a message, or raises without `on_change`.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, completely or not at all. Raises OSError."""
+        """Write the record as JSON, atomically. Raises OSError."""
         write_atomic(path, self.as_file())
 
     def as_file(self) -> str:
-        """Return the record as `save` writes it."""
+        """Return the JSON text that `save` writes."""
         text = self.model_dump_json(indent=2)
         if self.has_checksum:
             values = json.loads(text)
@@ -101,16 +100,16 @@ class Record(BaseModel):
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """Hash a record's values, regardless of how they are formatted."""
+    """Hash a record's values, independently of JSON formatting."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
-    """Return the content of a JSON file, without a record's checksum. `option`: its flag.
+    """Parse a JSON file, and verify and remove its checksum. `option`: the flag, for errors.
 
-    Raises BadInputError, including for a file that is too large for a record. If the checksum does
-    not match, `on_change` is called with a message; without it, this is an error, too.
+    Raises BadInputError if the file is unreadable, too large or not JSON. If the checksum does not
+    match, calls `on_change` with a message, or raises without `on_change`.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)
@@ -135,7 +134,7 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
 
 
 def read_object(path: Path, on_change: OnChange | None = None, option: str = "") -> dict[str, Any]:
-    """Return the values of a JSON object by key. Raises the same errors as `read_json`."""
+    """Parse a JSON file that must contain an object. Raises the same errors as `read_json`."""
     values = read_json(path, on_change, option)
     if not isinstance(values, dict):
         kind = _JSON_KINDS.get(type(values), "number")
@@ -144,20 +143,19 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
 
 
 def require_fetched(folder: Path) -> None:
-    """Refuse a folder that contains broken links or partly downloaded files.
+    """Refuse a folder that contains broken links or unfinished downloads.
 
-    A reader would ignore such files, and weights would be drawn at random.
+    Loaders would ignore these files and initialise the missing weights at random.
     """
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
             raise BadInputError(
-                f"{path} is a link to {path.readlink()}, which does not exist. Fetch {folder} "
-                "again, or copy it with the files that its links lead to (cp -rL)."
+                f"{path} is a broken link to {path.readlink()}. Download {folder} again, or copy "
+                "it with the targets of its links (cp -rL)."
             )
-        if path.suffix in _UNFETCHED and not path.with_suffix("").exists():
+        if path.suffix in _UNFINISHED and not path.with_suffix("").exists():
             raise BadInputError(
-                f"{path} is the beginning of a file whose download was not finished. Fetch "
-                f"{folder} again, or remove the file."
+                f"{path} is an unfinished download. Download {folder} again, or remove the file."
             )
 
 
@@ -174,14 +172,14 @@ def require_no_pointer(path: Path) -> None:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     if begin == _LFS_POINTER:
         raise BadInputError(
-            f"{path} is a pointer of Git LFS, not the file itself. Fetch the file with git lfs pull"
+            f"{path} is a Git LFS pointer, not the file itself. Download the file with git lfs pull"
         )
 
 
 def read_toml(path: Path, option: str = "") -> dict[str, Any]:
-    """Read the table of a TOML file. `option`: the flag that names it.
+    """Parse a TOML file. `option`: the flag that named the file, for errors.
 
-    Raises BadInputError if the file cannot be read.
+    Raises BadInputError if the file is unreadable or not TOML.
     """
     import tomllib
 
@@ -192,9 +190,9 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
 
 
 def refuse_pipe(path: Path) -> None:
-    """Raise OSError for a named pipe, since reading would wait until somebody writes to it.
+    """Raise OSError for a named pipe, since reading it would block until someone writes to it.
 
-    Pipes of a shell's `<(…)` are in /dev and have a writer, so they are accepted.
+    A shell's `<(…)` creates pipes in /dev that have a writer, so these are accepted.
     """
     if path.parts[:2] != ("/", "dev") and path.is_fifo():
         raise OSError(errno.EINVAL, "it is a named pipe, not a file", str(path))
@@ -202,14 +200,14 @@ def refuse_pipe(path: Path) -> None:
 
 @contextmanager
 def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[None]:
-    """Turn errors of reading a file into a message for the user."""
+    """Convert errors from reading a file to BadInputError."""
     try:
         yield
     except OSError as error:
         raise BadInputError(f"cannot read {option}{format_path(path)}: {error.strerror}") from None
     except RecursionError as error:
         raise BadInputError(
-            f"{format_path(path)} is not {kind} that can be read: {json_error(error)}"
+            f"cannot read {format_path(path)} as {kind}: {json_error(error)}"
         ) from None
     except ValueError as error:
         require_no_pointer(path)
@@ -219,23 +217,23 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
         ) from None
 
 
-def _line_of(path: Path, said: str) -> str:
-    """Return the line at which a TOML error occurred; the last line if the error does not say."""
+def _line_of(path: Path, message: str) -> str:
+    """Quote the line that a TOML error names; the last line if it names none."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
-        found = re.search(r"at line (\d+)", said)
+        found = re.search(r"at line (\d+)", message)
         number = int(found[1]) if found else len(lines)
         return f". Line {number} is {excerpt(lines[number - 1])}"
     return ""
 
 
 def format_path(path: Path) -> str:
-    """Format a path for a sentence, in quotes if its characters would break the line."""
+    """Format a path for a message, quoted if it has unprintable characters."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _check_depth(value: Value) -> Value:
-    """Return the value. Raises RecursionError if it is nested too deeply to process."""
+    """Return `value` unchanged. Raises RecursionError if it is nested too deeply."""
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -250,9 +248,9 @@ def _check_depth(value: Value) -> Value:
 
 
 def explain(error: ValidationError, where: str, known: Any) -> str:
-    """Turn the first few of pydantic's errors into sentences."""
+    """Format the first few errors from pydantic, one sentence each."""
     problems = error.errors()
-    # A bad key leaves derived values missing: report the cause, not its consequences.
+    # A misspelled key also leaves the correct one missing: report only the cause.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
     chosen = wrong or problems
     sentences = [f"{where}: {_sentence(one, known)}" for one in chosen[:_MOST_PROBLEMS]]
@@ -299,12 +297,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def temporary_name(path: Path) -> str:
-    """Return a temporary path for a file, no longer than file systems allow."""
+    """Return a name for a temporary copy of a file, short enough for any file system."""
     return f"{TEMPORARY_PREFIX}{zlib.crc32(path.name.encode()):08x}-{os.getpid()}.tmp"
 
 
 def _is_written_into(path: Path) -> bool:
-    """Return whether `path` must be written in place, not replaced. This includes links in /dev."""
+    """Return whether `path` must be written in place: a device, a pipe, or a link in /dev."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -317,7 +315,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 def _keep_access(descriptor: int, before: os.stat_result) -> None:
-    """Give a new file the mode of the file that it replaces, and its owner if allowed."""
+    """Give a new file the mode of the file it replaces, and its owner if permitted."""
     made = os.fstat(descriptor)
     if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
         with suppress(OSError):
@@ -327,9 +325,9 @@ def _keep_access(descriptor: int, before: os.stat_result) -> None:
 
 
 def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> Path:
-    """Rename an unusable file to `NAME.kind-1` and return the new path. Raises OSError.
+    """Rename a file to the first free `NAME.kind-1`, `NAME.kind-2`, … and return the new path.
 
-    The new path is next to the old one, or in a `folder` on the same disk.
+    The file stays in its folder, or moves to `folder` on the same file system. Raises OSError.
     """
     folder, number = folder or path.parent, 1
     folder.mkdir(exist_ok=True)
@@ -339,8 +337,9 @@ def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> 
 
 
 def keep_memo(path: Path, content: str | bytes) -> None:
-    """Save a result for the next call, in a folder that is created if needed. A memo is a
-    convenience: if it cannot be written, the next call computes the result again.
+    """Cache a result in a file, and create its folder if needed.
+
+    Errors are ignored: if the file cannot be written, the next call computes the result again.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,13 +347,14 @@ def keep_memo(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until every file is on the disk; some file systems report a full disk only then."""
+    """Sync a folder and everything in it. Some file systems report a full disk only then."""
     sync_paths(*folder.rglob("*"), folder)
 
 
 def sync_paths(*paths: Path) -> None:
-    """Wait until the contents of each file and the entries of each folder are on the disk. On a
-    file system that cannot sync folders, only files are synced.
+    """Sync the contents of files and the entries of folders to the disk.
+
+    Folders are skipped on file systems that cannot sync them. Raises OSError.
     """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Folders for files that outpace can produce again."""
+"""Cache folders, for files that outpace can regenerate."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outpace.records.errors import BadInputError
 
-_ELSEWHERE = "Choose another folder with --cache-dir, or with XDG_CACHE_HOME."
+_ELSEWHERE = "Choose another folder with --cache-dir or XDG_CACHE_HOME."
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
@@ -21,15 +21,15 @@ def user_cache(environ: Mapping[str, str]) -> Path:
         return Path.home() / ".cache" / "outpace"
     except RuntimeError:  # no HOME, and no entry for the user in the password file
         raise BadInputError(
-            f"there is no folder for a cache: HOME is not set, and user {os.getuid()} has no "
-            f"home on this host. {_ELSEWHERE}"
+            f"there is no cache folder: HOME is not set, and user {os.getuid()} has no home "
+            f"directory on this host. {_ELSEWHERE}"
         ) from None
 
 
 def cache_folder(asked: Path | None, environ: Mapping[str, str]) -> Path:
-    """Return the requested cache folder, or the user's; it is created if needed.
+    """Return the requested cache folder, or the user's by default, and create it if needed.
 
-    Raises BadInputError if it can neither be created nor read.
+    Raises BadInputError if it cannot be created or read.
     """
     folder = user_cache(environ) if asked is None else asked
     try:
@@ -38,6 +38,6 @@ def cache_folder(asked: Path | None, environ: Mapping[str, str]) -> Path:
             pass
     except OSError as error:
         raise BadInputError(
-            f"the cache {folder} cannot be used ({error.strerror}). {_ELSEWHERE}"
+            f"cannot use the cache folder {folder}: {error.strerror}. {_ELSEWHERE}"
         ) from None
     return folder

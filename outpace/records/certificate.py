@@ -10,9 +10,10 @@ from outpace.records.model import ModelSpec
 
 
 class TensorDifference(Record):
-    """A tensor that differs from the single process's by `relative` of its scale (None: missing).
+    """A tensor that differs from that of a single process.
 
     `kind` is loss, gradient, norm, parameter or buffer, or one of these "after resuming".
+    `relative` is the difference divided by the tensor's scale; None if the tensor is missing.
     """
 
     kind: str
@@ -24,18 +25,19 @@ class TensorDifference(Record):
 class ParityVerdict(Record):
     """Comparison of one plan with a single process.
 
-    `worst_relative_difference` is the largest |difference| of any tensor over its scale, which in
-    fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
-    other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
-    the busiest rank sends in a step, computed from the collectives that it called (see
-    `planner.communication.volume`). `collectives` and `bytes_by_kind` are by kind of collective,
-    each next to the value of the strategy's formula for that rank (None if there is none).
+    `worst_relative_difference` is the largest |difference| / scale over all tensors, and
+    `worst_tensor` names the tensor. In fp64, a tensor's scale is its largest magnitude, but at
+    least 1e-6 of the largest magnitude of its kind; for other precisions see
+    `experiment.tolerance`. `bytes_on_wire` is what the busiest rank sends in a step, computed from
+    the collectives that it called (see `planner.communication.volume`); `collectives` and
+    `bytes_by_kind` have the counts and bytes of each kind of collective. Each is followed by the
+    value of the strategy's formula for the same rank (None without a formula).
 
-    For custom models, `refused` means that outpace does not train the model this way, for the given
-    `reason`; `differences` are the tensors that differ, in the order in which they were computed,
-    and `cause` is the likely cause. If some differ for other reasons than the split of the batch,
-    the worst is one of these; its difference is None if it is not finite. Bytes on the wire are
-    not counted.
+    For custom models, bytes on the wire are not counted. `refused` means that outpace does not
+    train the model with this plan, for the given `reason`. `differences` are the tensors that
+    differ, in order of computation, and `cause` is the likely cause. Tensors that differ only
+    because the batch is split are left out if others differ, too. A difference that is not finite
+    is None.
     """
 
     strategy: str
@@ -74,11 +76,11 @@ WITHOUT_DROPOUT = "without dropout, so the ranks' dropout masks are not verified
 
 
 class Certificate(Record):
-    """All verdicts, with the conditions under which they were reached.
+    """All verdicts of `outpace verify`, and the conditions under which they hold.
 
-    `skipped` says why strategies that were not requested by name could not be tried.
-    `model` is None for a user's `module`. `notes` say how the proof's conditions differ from
-    training. `seq_len` is None if samples are not sequences of tokens.
+    `skipped` has the strategies of "all" that could not be tried, each with the reason. `model` is
+    None for a custom `module`. `notes` say how the conditions differ from training. `seq_len` is
+    None if samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True
@@ -100,7 +102,7 @@ class Certificate(Record):
 
     @property
     def passed(self) -> bool:
-        """Return whether every plan passed, apart from those that are refused."""
+        """Return whether every plan passed or was refused."""
         return all(verdict.passed or verdict.refused for verdict in self.verdicts)
 
     def __str__(self) -> str:

@@ -13,11 +13,11 @@ from outpace.records.run import resume_command
 
 CHECKSUMS_FILE = "checksums.json"
 _BLOCK_BYTES = 1 << 22
-_LARGE = (".safetensors", ".bin")  # compared when read, not when a folder is opened
+_LARGE = (".safetensors", ".bin")  # verified when read, not when the folder is opened
 
 
 def checksum(blocks: Iterable[bytes | memoryview]) -> str:
-    """xxh3_128 of a file's contents, in hexadecimal."""
+    """Return the xxh3_128 digest of a file's blocks in hexadecimal."""
     digest = xxhash.xxh3_128()
     for block in blocks:
         digest.update(block)
@@ -30,7 +30,7 @@ def file_checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the size and checksum of every file in `folder`, without subfolders."""
+    """Write a file with the size and checksum of every file in `folder`, except in subfolders."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     entries = {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)}
@@ -41,9 +41,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def added_names(folder: Path) -> list[str]:
-    """Return what was added to a folder after its checksums were written, or all without these.
+    """Return the names in a folder that its checksum file does not list.
 
-    Hidden files and caches of Python do not count. Raises BadInputError for a damaged list.
+    Skips hidden files and Python caches. Raises BadInputError if the checksum file is damaged.
     """
     listed = {CHECKSUMS_FILE, *_entries(folder)}
     names = sorted(path.name for path in folder.iterdir())
@@ -51,7 +51,7 @@ def added_names(folder: Path) -> list[str]:
 
 
 def folder_damage(folder: Path) -> str | None:
-    """Describe how a folder's files were damaged; None if they are unchanged."""
+    """Describe the first damage found in a folder; None if all files match their checksums."""
     try:
         names = _entries(folder)
         return next((found for name in names if (found := _damage(folder / name, names))), None)
@@ -60,7 +60,7 @@ def folder_damage(folder: Path) -> str | None:
 
 
 def require_small_files(folder: Path) -> None:
-    """Compare all small files by checksum and large ones by size.
+    """Verify the checksums of a folder's small files, and the sizes of its large ones.
 
     Raises BadInputError if a file is damaged.
     """
@@ -70,9 +70,9 @@ def require_small_files(folder: Path) -> None:
 
 
 def require_readable(path: Path) -> None:
-    """Refuse a file that cannot be read, is a Git LFS pointer, or has the wrong checksum.
+    """Refuse a file that is unreadable, is a Git LFS pointer, or does not match its checksum.
 
-    The checksum is verified if the folder has one for the file.
+    Files without a saved checksum pass the last check.
     """
     require_no_pointer(path)
     entries = _entries(path.parent)
@@ -84,10 +84,10 @@ def _refuse(folder: Path, damage: str | None) -> None:
     if damage is None:
         return
     run = folder.parent
-    again = f"to have it written again, run {resume_command(run)}"
-    way = again if (run / "run.json").is_file() else "restore the original"
+    again = f"run {resume_command(run)} to write it again"
+    remedy = again if (run / "run.json").is_file() else "restore the original"
     raise BadInputError(
-        f"{damage}. If it was damaged, {way}. If you changed it on purpose, remove "
+        f"{damage}. If it was damaged, {remedy}. If you changed it on purpose, remove "
         f"{folder / CHECKSUMS_FILE}."
     )
 
@@ -102,8 +102,8 @@ def _entries(folder: Path) -> dict[str, Any]:
         known = isinstance(entry, dict) and {"bytes", "xxh3_128"} <= entry.keys()
         if not known or Path(name).name != name:
             raise BadInputError(
-                f"{path} is damaged: it has no checksum of {name!r}. Restore it, or remove it "
-                "to skip the comparison."
+                f"{path} is damaged: its entry for {name!r} is invalid. Restore the file, or "
+                "remove it to skip the verification."
             )
     return entries
 

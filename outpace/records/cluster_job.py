@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from outpace.records.base import Record, entry
 
-# Kubernetes' rule for the name of a Service (RFC 1035); such a name needs no quotes anywhere.
+# A valid name for a Kubernetes Service (RFC 1035), which also needs no quoting anywhere.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -21,7 +21,7 @@ class ClusterJob(Record):
     gpus_per_node: NonNegativeInt = 0
     cpus_per_rank: PositiveInt | None = None
     command: tuple[str, ...] = Field(min_length=1)
-    folder: Path = Field(description="where the command runs, as all nodes see it")
+    folder: Path = Field(description="the command's working directory, the same on all nodes")
     out: Path | None = entry("the run's folder, if it is known")
 
     @field_validator("name")
@@ -29,8 +29,8 @@ class ClusterJob(Record):
     def _check_name(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError(
-                "at most 40 lower-case letters, digits and hyphens, starting with a letter "
-                "and ending with a letter or digit"
+                f"{value!r} is not a valid name: use at most 40 lower-case letters, digits and "
+                "hyphens, starting with a letter and ending with a letter or digit"
             )
         return value
 
@@ -39,14 +39,14 @@ class ClusterJob(Record):
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ValueError(
                 f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each "
-                "rank needs its own GPU"
+                f"rank needs its own GPU. Use at most {self.gpus_per_node} ranks per node"
             )
-        unseen = [word for word in (*self.command, str(self.folder)) if _is_unsafe_word(word)]
-        if unseen:
-            raise ValueError(f"{unseen[0]!r} contains a line break or another control character")
+        unsafe = [word for word in (*self.command, str(self.folder)) if _is_unsafe_word(word)]
+        if unsafe:
+            raise ValueError(f"{unsafe[0]!r} contains a line break or an unprintable character")
         return self
 
 
 def _is_unsafe_word(word: str) -> bool:
-    """Return whether a word would break a line of a script, or look different from its content."""
+    """Return whether a word contains line breaks or unprintable characters."""
     return any(not character.isprintable() for character in word)

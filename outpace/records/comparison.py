@@ -1,4 +1,4 @@
-"""A comparison: its arms, the outcome of each round, and the conclusions."""
+"""Comparison: the arms, the outcome of each round, and the conclusions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
@@ -18,7 +18,7 @@ from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_share
 
-_FAILS = 2  # failures after which an arm is left out
+_FAILS = 2  # failures after which an arm is dropped
 
 
 class Arm(Record):
@@ -29,23 +29,23 @@ class Arm(Record):
         "settings of outpace train, in addition to the common ones", {}
     )
     environment: dict[str, str] = entry("environment variables to set", {})
-    command: str | None = entry("any command, instead of settings")
+    command: str | None = entry("command to run, instead of settings")
 
 
 class Experiment(Record):
-    """The arms of a comparison and its length. A round runs every arm once, in random order."""
+    """Arms and limits of a comparison. A round runs every arm once, in random order."""
 
     has_checksum: ClassVar[bool] = True
 
     arms: tuple[Arm, ...]
     common: dict[str, Any] = entry("settings of every arm", {})
-    metric: str | None = entry("regular expression of a command's output; its group is the figure")
-    rounds: PositiveInt = entry("at most", 40)
+    metric: str | None = entry("regular expression whose group matches the figure in the output")
+    rounds: PositiveInt = entry("maximum number of rounds", 40)
     budget_s: PositiveFloat = entry("no round starts after this time", 600.0)
-    within: PositiveFloat = entry("differences below this share are ignored", 0.015)
+    within: PositiveFloat = entry("relative differences below this are ignored", 0.015)
     seed: NonNegativeInt = entry("random seed of the order of the arms", 0)
-    price: PositiveFloat | None = entry("price per device and hour; on processors, per host")
-    in_turn: bool = entry("False: comparison of finished runs", True)
+    price: PositiveFloat | None = entry("price per device-hour; on CPUs, per host-hour")
+    in_turn: bool = entry("whether arms run in turn; False: finished runs are compared", True)
 
     @model_validator(mode="after")
     def _comparable(self) -> Self:
@@ -64,7 +64,7 @@ class Experiment(Record):
             )
         commands = sum(arm.command is not None for arm in self.arms)
         if commands not in (0, len(names)):
-            raise ValueError("some arms are commands and some are settings. Use one kind")
+            raise ValueError("some arms are commands and others settings. Use only one of the two")
         if commands and self.metric is None:
             raise ValueError(
                 "commands need a metric: a regular expression with one group around the number, "
@@ -84,8 +84,7 @@ class Experiment(Record):
         if commands and settings:
             raise ValueError(
                 f"commands run unchanged, so {', '.join(sorted(settings))} would have no effect. "
-                "Write settings into the commands. A grid may vary environment "
-                "variables"
+                "Put the settings into the commands. A grid can vary environment variables"
             )
 
 
@@ -93,16 +92,16 @@ class Verdict(Record):
     """Slowdown of an arm relative to the first (0.08: 8 % slower), with its confidence interval."""
 
     rounds: NonNegativeInt
-    slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")
-    low: float | None = Field(description="end of the interval; None: too few rounds")
+    slowdown: float | None = Field(description="median over the rounds; None: no rounds")
+    low: float | None = Field(description="lower end of the interval; None: too few rounds")
     high: float | None
     level: float
     claimed: bool = Field(
-        description="whether there is a difference at level `alpha`, however often it is checked"
+        description="whether there is a difference at level `alpha` (an anytime-valid test)"
     )
-    slower: bool | None = entry("direction of most rounds; None: no claim")
+    slower: bool | None = entry("whether most rounds were slower; None: no claim")
     alpha: float
-    in_turn: bool = entry("False: rounds are blocks of two runs, so there is no claim", True)
+    in_turn: bool = entry("False: rounds are blocks of two finished runs, so no claim", True)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -111,23 +110,26 @@ class Verdict(Record):
 
     @property
     def claimed_faster(self) -> bool:
-        """Return whether the arm is claimed to be faster and also has a shorter median."""
+        """Return whether the arm is claimed to be faster and its median agrees."""
         return self.claimed and not self._slower and (self.slowdown or 0.0) < 0
 
     @property
     def claimed_slower(self) -> bool:
-        """Return whether the arm is claimed to be slower and also has a longer median."""
+        """Return whether the arm is claimed to be slower and its median agrees."""
         return self.claimed and self._slower and (self.slowdown or 0.0) > 0
 
     @property
     def _slower(self) -> bool:
-        """Return whether the claim is "slower": in most rounds if recorded, else in the median."""
+        """Return whether most rounds were slower or, if that was not recorded, the median."""
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(
         self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
     ) -> str:
-        """Return the verdict as a sentence."""
+        """Return the verdict as a sentence.
+
+        `quantity` has the words for a larger and a smaller value.
+        """
         if self.slowdown is None:
             return f"{arm} and {against}: nothing was measured"
         if not self.in_turn:
@@ -139,8 +141,8 @@ class Verdict(Record):
             size = self.slowdown if slower else -self.slowdown
             if size < 0:  # claimed early, but the median has changed its sign since
                 return (
-                    f"{arm} was {quantity[not slower]} than {against} in most rounds when that "
-                    f"was claimed, but the median is now {_percent(self.slowdown)} "
+                    f"{arm} was {quantity[not slower]} than {against} in most rounds at the time "
+                    f"of the claim, but the median is now {_percent(self.slowdown)} "
                     f"({100 * self.level:.0f} %: {_format_interval(self.low, self.high)})"
                 )
             if self.low > 1 and quantity[0] == "slower":
@@ -156,31 +158,31 @@ class Verdict(Record):
             if self.rounds < fewest_rounds(self.alpha):
                 return self._so_far(self.slowdown, arm, against, quantity)
             return (
-                f"{arm} and {against}: no difference at {100 * self.alpha:.2g} %: between "
-                f"{_percent(self.low)} and {_percent(self.high)} ({100 * self.level:.0f} %)"
+                f"{arm} and {against}: no significant difference at {100 * self.alpha:.2g} %: "
+                f"{_percent(self.low)} to {_percent(self.high)} ({100 * self.level:.0f} %)"
             )
         largest = max(abs(self.low), abs(self.high))
         return (
             f"{arm} and {against} are within the noise: no difference larger than "
-            f"{show_share(largest)} either way; run more rounds to detect smaller ones"
+            f"{show_share(largest)} either way. Run more rounds to detect smaller ones"
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Return the sentence for a comparison with too few rounds to support any claim."""
+        """Return the sentence for a comparison with too few rounds for a claim."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
             size = f"takes {1 + slowdown:.1f} times as long as"
         elif slowdown == 0:
-            size = "is like"
+            size = "equals"
         return (
             f"{rounds} cannot decide between {arm} and {against}: at least "
             f"{fewest_rounds(self.alpha)} are needed. In the median so far, {arm} {size} {against}"
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two runs without a claim, since starting a run again also changes its speed."""
-        parts = "of too few steps to measure how much they vary"
+        """Describe two finished runs, without a claim: speed also varies from start to start."""
+        parts = "with too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
         if slowdown > 1:  # as factors, which are easier to read than hundreds of per cent
@@ -191,9 +193,8 @@ class Verdict(Record):
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
             f"a step of {arm} took {took} one of {against} in these two runs ({parts}). Two "
-            "identical runs may differ by as much: to claim a difference, give outpace compare "
-            "the "
-            "arms instead of runs, so that it trains them in turn"
+            "identical runs may differ by as much. To claim a difference, let outpace compare "
+            "train the arms in turn: give it arms instead of runs"
         )
 
 
@@ -209,7 +210,7 @@ def _format_interval(low: float, high: float) -> str:
     return " to ".join(map(show_share, ends))
 
 
-# The value to compare, above 0 since ratios are formed.
+# A compared value, which is positive because ratios are taken.
 _Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -220,8 +221,8 @@ class Outcome(Record):
     round: NonNegativeInt
     value: _Figure | None = Field(description="step time in seconds, or the metric; None: failed")
     failure: str | None = None
-    run: str | None = entry("the run's directory, within the experiment's")
-    took_s: NonNegativeFloat = entry("including start and end", 0.0)
+    run: str | None = entry("the run's directory, relative to the experiment's")
+    took_s: NonNegativeFloat = entry("duration, including startup and shutdown", 0.0)
 
 
 def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
@@ -251,7 +252,7 @@ class ArmResult(Record):
     parts: TimeParts | None = None
     sent_bytes: int | None = entry("bytes that all ranks send in a step")
     idle_share: float | None = entry(
-        "share of the ranks' time in which main threads, or devices, waited"
+        "share of time in which the ranks' devices, or on CPUs their main threads, were idle"
     )
     device_utilisation: float | None = entry(
         "mean share of time in which the run's devices computed"
@@ -263,22 +264,22 @@ class ArmResult(Record):
     metric: float | None = None
     verdict: Verdict | None = entry("against the first arm; None for the first arm")
     facts: dict[str, str] = entry(
-        "facts that determined its runs; → if they changed between runs", {}
+        "facts that determined the arm's runs, joined by → if they changed between runs", {}
     )
 
 
 class Comparison(Record):
-    """A comparison's result; comparison.json."""
+    """Result of a comparison, saved as comparison.json."""
 
     has_checksum: ClassVar[bool] = True
 
     experiment: Experiment
-    command: tuple[str, ...] = Field(description="command that repeats it")
+    command: tuple[str, ...] = Field(description="command that repeats the comparison")
     arms: tuple[ArmResult, ...]
     outcomes: tuple[Outcome, ...]
     differing: tuple[str, ...] = entry("unintended differences between the arms", ())
     differences: tuple[str, ...] = entry(
-        "for finished runs: how they differ, and in which parts of a step", ()
+        "how finished runs differ, and in which parts of a step", ()
     )
     losses: str | None = entry("whether the loss curves agree, as a sentence")
     stopped: str = Field(description="why no further round was run")
@@ -286,7 +287,7 @@ class Comparison(Record):
     machine: Machine
     started: str
     beside: tuple[str, ...] = entry(
-        "for a repeated comparison: whether the result is the same, and what is new", ()
+        "for a repeated comparison: whether the result is the same, and what changed", ()
     )
 
     def verdicts(self) -> Mapping[str, Verdict]:

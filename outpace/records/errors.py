@@ -17,22 +17,22 @@ EXIT_DIVERGED = 3
 EXIT_OUT_OF_MEMORY = 4
 EXIT_HANG = 5  # a rank was stopped, or never joined a collective
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
-# Exit codes of a run that was out of memory, reported or killed by the system.
+# Exit codes of a run that ran out of memory: reported by outpace, or killed by the system.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
-# Maximum line length of a message; longer lines quote a whole text.
+# Longest line of a message to print in full, and what is printed of longer ones, which quote data.
 _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
-# Limits for suggestions by spelling: difference in length, and similarity.
+# Limits for suggestions by spelling: difference in length, similarity, length of a short word.
 _MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
-# A parameter count in a model's name, and how far suggested counts may differ by a factor.
+# A parameter count in a model's name, and the largest ratio of a suggested count to it.
 _SIZE, _SIZE_RATIO = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])"), 2.0
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tabs and line ends
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
 
 
 class OutpaceError(Exception):
     """A failure whose message is meant for the user. `exit_code` is the command's exit status.
 
-    `on_all_ranks`: rank 0 raises the same error and will report it. `answered`: the command has
-    printed its answer, so that `--json` adds no second document.
+    `on_all_ranks`: rank 0 raises the same error and reports it. `answered`: the command has already
+    printed its answer, so `--json` must not print a second document.
     """
 
     exit_code = 1
@@ -41,7 +41,7 @@ class OutpaceError(Exception):
 
 
 class BadInputError(OutpaceError):
-    """A request that is not possible."""
+    """Invalid input from the user."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -59,18 +59,18 @@ class OutOfMemoryError(OutpaceError):
 
 
 class InterruptedRunError(OutpaceError):
-    """A signal asked the run to stop: the step was finished and a checkpoint saved."""
+    """A signal stopped the run after it had finished its step and saved a checkpoint."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Return the beginning of a text that is too long to read."""
+    """Truncate a text to `most` characters, with … at the end."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def error_summary(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
+    """Return an error's type and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -87,18 +87,18 @@ def readable(message: str) -> str:
 
 
 def excerpt(value: object) -> str:
-    """Return the `repr` of a value, cut if it is long."""
+    """Return a value's `repr`, truncated if it is long."""
     try:
         return shorten(repr(value))
     except (RecursionError, ValueError):  # nested too deeply, or too many digits
         return f"a {type(value).__name__} that is too large to show"
 
 
-_MOST_BEGUN = 40  # characters of a text that is not JSON
+_MOST_QUOTED = 40  # characters quoted of a text that is not JSON
 
 
 def json_error(error: Exception) -> str:
-    """Return why a JSON text cannot be read, without Python's advice about its limits."""
+    """Return why a JSON text cannot be parsed, without Python's advice about its own limits."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
@@ -107,12 +107,12 @@ def json_error(error: Exception) -> str:
         if "integer string conversion" in str(error):
             return f"it has a number with more than {sys.get_int_max_str_digits():,} digits"
         return str(error)
-    begins = error.doc.strip()[:_MOST_BEGUN]
+    begins = error.doc.strip()[:_MOST_QUOTED]
     return f"{error}; it begins with {begins!r}" if error.pos == 0 and begins else str(error)
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of several names for a sentence: "a, b, c and 40 more"."""
+    """List the first few names and count the others: "a, b, c and 40 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -130,15 +130,15 @@ def join_and(names: Iterable[object]) -> str:
 
 
 def quote_names(names: Iterable[object], most: int = 24) -> str:
-    """Return names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
+    """List names that come from data, each in quotes: "'a', 'b' and 40 more".
 
-    Long names are cut, since a broken file may have its whole content as a column name.
+    Long names are truncated: in a broken file, a column name may be the whole content.
     """
     return first_names([excerpt(name) for name in names], most)
 
 
 def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
-    """List names in a sentence, those that resemble `word` first: "a, b, c and 40 more"."""
+    """List the choices most similar to `word` and count the others: "a, b, c and 40 more"."""
     known = list(choices)
     first = difflib.get_close_matches(word, known, n=count, cutoff=0.0)
     more = len(known) - len(first)
@@ -148,23 +148,23 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
 def suggest(
     word: str, choices: Iterable[str], form: Callable[[str, str], str] = format_setting
 ) -> str:
-    """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
+    """Return ' Did you mean …?' with the choices that `word` may stand for, or '' without any.
 
-    Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
-    a name. Names that merely share some letters are not suggested. `form` writes a setting that
-    another tool's word means together with a value.
+    Looks for another tool's name for a choice (`aliases`), then for a typo or the beginning of a
+    choice. Choices that only share some letters are not suggested. `form` formats a choice that
+    comes with a value.
     """
     known = list(dict.fromkeys(choices))
     names, remark = translate_alias(word, known, form)
     names = names or _similar_names(word, known)
     if not names:
         return ""
-    said = f" Did you mean {join_or(map(repr, names[:3]))}?"
-    return f"{said} ({remark[0].upper()}{remark[1:]}.)" if remark else said
+    question = f" Did you mean {join_or(map(repr, names[:3]))}?"
+    return f"{question} ({remark[0].upper()}{remark[1:]}.)" if remark else question
 
 
 def _similar_names(word: str, known: list[str]) -> list[str]:
-    """Return the names that begin with a word or are one typing error away, closest first."""
+    """Return up to three names that begin with `word` or are a typo away, most similar first."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
     ratio = {
@@ -183,17 +183,17 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
 
 
 def _one_slip(one: str, other: str) -> bool:
-    """Return whether words differ in one letter; short words must also use the same letters."""
+    """Return whether words differ in one letter. Short words must also use the same letters."""
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """Return suggestions for a model's name: the same family, generation and size, respelled.
+    """Return ' Did you mean …?' with models that `word` may stand for, or '' if there are none.
 
-    If there are none, return those of the family and generation with the closest size; for a size
-    or family alone ("405b", "llama-3.1"), all that have it. Mixtral is not a typing error for
-    Mistral, nor Llama 4 for Llama 3, so neither is suggested.
+    Suggests other spellings of the same family, generation and size; else similar sizes of the same
+    family and generation; else all models that have a given part ("405b", "llama-3.1"). Mixtral is
+    not a typo for Mistral, nor Llama 4 for Llama 3, so neither is suggested for the other.
     """
     known = list(names)
     by_family: dict[str, list[str]] = {}
@@ -212,13 +212,13 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
 
 
 def _parts_of(name: str) -> set[str]:
-    """Split a model's name at dashes and blanks: "llama-3.1-8b"; a lone number is a size."""
+    """Split a model's name at dashes, underscores and blanks. A lone number counts as a size."""
     parts = re.split(r"[-_\s]+", name.casefold().strip())
     return {f"{parts[0]}b"} if len(parts) == 1 and parts[0].isdigit() else set(parts)
 
 
 def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
-    """Return the models of a generation with half to twice the parameters, closest first."""
+    """Return the models of the same generation with half to twice the size, closest first."""
     frame, size = _size_of(word)
     ratios = {
         name: max(size, other) / min(size, other)
@@ -230,7 +230,7 @@ def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
 
 
 def _size_of(name: str) -> tuple[str, float]:
-    """Split a model's name from its parameter count: "llama-3.1-8b"; 0 if it has none."""
+    """Split a model's name into the rest and its billions of parameters, 0 if it names none."""
     found = _SIZE.findall(name.lower())
     if len(found) != 1:
         return name, 0.0
@@ -240,7 +240,7 @@ def _size_of(name: str) -> tuple[str, float]:
 
 
 def _same_numbers(one: str, other: str) -> bool:
-    """Return whether two names have the same generation and size; BLOOM-175B is 176B, too."""
+    """Return whether the numbers in two names agree within 1 % (BLOOM-175B is also called 176B)."""
     mine, theirs = (list(map(int, re.findall(r"\d{1,6}", name))) for name in (one, other))
     return len(mine) == len(theirs) and all(
         abs(a - b) <= max(a, b) / 100 for a, b in zip(mine, theirs, strict=True)
@@ -253,5 +253,5 @@ def _letters(name: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text for a terminal, with control characters escaped."""
+    """Replace control characters in a text for a terminal with U+FFFD."""
     return _CONTROL.sub("\ufffd", text)

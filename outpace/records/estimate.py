@@ -14,10 +14,10 @@ RateSource = Literal["probed", "catalog", "guessed"]
 
 
 class OffloadingPart(Record):
-    """A part of the time that offloading takes in a step on one rank.
+    """One contribution of offloading to a rank's step time.
 
-    `nbytes` cross the host's link or go to and from the disk; 0 means that nothing is copied.
-    `exposed_s` is the time that computation does not hide, which lengthens the step.
+    `nbytes` cross the host link, or are read from and written to disk; 0 if nothing is copied.
+    `exposed_s` is the time that computation does not hide.
     """
 
     what: Literal["weights", "activations", "optimizer", "host step", "disk"]
@@ -26,14 +26,14 @@ class OffloadingPart(Record):
 
 
 class Estimate(Record):
-    """Time and memory of a plan's step on a machine.
+    """Predicted time and memory of one step of a plan on a machine.
 
-    `step_time_s` lies between `low_s` and `high_s` with probability `level`, according to the
-    errors for published or measured steps. `parts_s` add up to the step; `memory` adds up to
-    `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
-    separately, per node, in host memory or on disk: that rank's bytes times the ranks per node. MFU
-    counts the FLOPs that the model needs, and HFU also the FLOPs of recomputation, both relative to
-    the dense peak; None if no peak is known.
+    `step_time_s` lies between `low_s` and `high_s` with probability `level`, judging by the errors
+    for published or measured steps. `parts_s` add up to the step time, and `memory` to
+    `peak_memory_bytes`, the peak of the device that needs the most. Offloaded memory is separate:
+    bytes per node in host memory or on disk, which are that device's rank times the ranks per node.
+    MFU counts the model's FLOPs, and HFU also those of recomputation, relative to the dense peak;
+    None if no peak is known.
     """
 
     depth: Depth
@@ -49,31 +49,31 @@ class Estimate(Record):
     hfu: NonNegativeFloat | None
     peak_memory_bytes: NonNegativeInt
     memory_bytes: NonNegativeInt | None = Field(
-        description="memory of a device that its driver leaves free; None: unknown"
+        description="device memory that the driver leaves free; None: unknown"
     )
     memory: dict[str, NonNegativeInt]
-    host_offloaded_bytes: NonNegativeInt = entry("memory on a node's host", 0)
-    host_memory_bytes: NonNegativeInt | None = entry("memory of a node's host; None: unknown")
-    disk_offloaded_bytes: NonNegativeInt = entry("memory on a node's disks", 0)
+    host_offloaded_bytes: NonNegativeInt = entry("offloaded bytes in a node's host memory", 0)
+    host_memory_bytes: NonNegativeInt | None = entry("a node's host memory; None: unknown")
+    disk_offloaded_bytes: NonNegativeInt = entry("offloaded bytes on a node's disks", 0)
     parts_s: dict[str, NonNegativeFloat]
     offloading: tuple[OffloadingPart, ...] = entry(
-        "the parts of offloading's time; empty: none, or unknown", ()
+        "contributions of offloading to the step time; empty: none, or unknown", ()
     )
     ranks: PositiveInt
     tokens: PositiveInt | None = entry("tokens to train on")
     time_s: PositiveFloat | None = entry("time to train on all tokens")
-    cost: NonNegativeFloat | None = entry("cost of all devices' hours")
+    cost: NonNegativeFloat | None = entry("cost of all device-hours")
 
     @property
     def rate(self) -> tuple[float, str]:
-        """Return the units of training data per second, and the name of the unit."""
+        """Return the throughput and its unit: tokens/s, or samples/s for data without tokens."""
         if self.samples_per_s is None:
             return self.tokens_per_s, "tokens/s"
         return self.samples_per_s, "samples/s"
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan fits into those memories whose sizes are known."""
+        """Return whether the plan fits into device and host memory, if their sizes are known."""
         device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
         host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
         return device and host
@@ -97,7 +97,7 @@ class MeasuredCase(Record):
 
     @property
     def error(self) -> float:
-        """Return the relative error; 0.1 means predicted 10 % longer than measured."""
+        """Return the relative error; 0.1: the prediction is 10 % longer than the measurement."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -109,12 +109,12 @@ class MeasuredCase(Record):
 
 
 class RankedPlan(Record):
-    """A plan, its cost, and the reason for its rank.
+    """A plan, its estimate, and the reason for its rank.
 
-    `roles` say why it is listed: `recommended`, the simplest with the most free memory among those
-    about as fast as the fastest; `fastest`; `leanest`, the plan with the least memory among those
-    that are nearly as fast; `with headroom`, if all of these fill a device's memory, the fastest
-    plan that does not. A plan without a role is the fastest of another kind.
+    `roles` say why the plan is listed: `recommended` is the simplest, with the most free memory, of
+    those about as fast as the fastest; `fastest`; `leanest` uses the least memory of those nearly
+    as fast; `with headroom` is the fastest that does not fill a device's memory, if all the others
+    do. A plan without a role is the fastest of its family.
     """
 
     summary_fields: ClassVar[tuple[str, ...]] = (
@@ -127,24 +127,24 @@ class RankedPlan(Record):
     identity: str = Field(description="the batch equation with its numbers")
     estimate: Estimate
     why: str
-    untrained: str | None = entry("why outpace cannot train it")
+    untrained: str | None = entry("why outpace cannot train with the plan")
     roles: tuple[Role, ...] = ()
     cases: tuple[MeasuredCase, ...] = entry(
-        "published steps that are nearest to it, nearest first", ()
+        "published steps most similar to the plan, most similar first", ()
     )
-    extrapolated: tuple[str, ...] = entry("features of it that no measured step has", ())
+    extrapolated: tuple[str, ...] = entry("features of the plan that no measured step has", ())
     placement: dict[str, str] = Field(
         default_factory=dict, description="the link that each split axis uses"
     )
 
     @property
     def listed_title(self) -> str:
-        """Return the title, after the plan's roles."""
+        """Return the title, preceded by the plan's roles."""
         return f"{join_and(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
 class RejectedFamily(Record):
-    """A family of plans that is not listed, and why, with its best or smallest plan."""
+    """A family of plans that is not listed, the reason, and its best or smallest plan."""
 
     family: str
     reason: str
@@ -168,7 +168,7 @@ class Plans(Record):
     idle_nodes: NonNegativeInt = entry("nodes that no plan uses", 0)
     devices_per_node: PositiveInt
     nominal_memory_bytes: NonNegativeInt | None = entry(
-        "memory of a device according to its maker; None: unknown"
+        "a device's memory according to its maker; None: unknown"
     )
     seq_len: PositiveInt
     global_batch: PositiveInt
@@ -182,7 +182,7 @@ class Plans(Record):
     defaults: dict[str, str] = entry("options that were not given, with the values used", {})
 
     def plan_for(self, role: Role) -> RankedPlan | None:
-        """Return the plan that is listed with this role; None if there is none."""
+        """Return the plan with this role; None if there is none."""
         return next((planned for planned in self.plans if role in planned.roles), None)
 
     @property

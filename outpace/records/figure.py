@@ -1,4 +1,4 @@
-"""A number about a machine: measured here, with all its samples, or from the catalog."""
+"""Figure: a property of a machine, either measured with all samples or from the catalog."""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from outpace.records.units import show_count, show_seconds, show_share
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
 
 
-# Range of plausible figures, up to far above the fastest machines; the planner ignores all others.
-# Shares may have any size and sign.
+# Plausible range of each unit, up to far above the fastest machines; other values are refused.
+# Ratios may have any sign.
 _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "FLOP/s": (1e3, 1e19),
     "B/s": (1.0, 1e16),
@@ -22,12 +22,12 @@ _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "samples/s": (1e-6, 1e15),
     "ratio": (-1e9, 1e9),
 }
-# Words for matmuls in the keys of older files.
+# What keys in older files call a matmul.
 _PRODUCT = re.compile(r"\b(matrix )?product")
 
 
 class Key(Record):
-    """Identity of a figure, by which two probes of a machine are compared."""
+    """Identity of a figure, by which the figures of two probes are matched."""
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="the quantity: rate, time, latency, …")
@@ -36,7 +36,7 @@ class Key(Record):
     @field_validator("what", "of", mode="before")
     @classmethod
     def _read_old_words(cls, value: Any) -> Any:
-        """Read a key of a file in which matmuls are called products."""
+        """Accept older files, which call matmuls products."""
         if isinstance(value, Mapping):
             return {name: cls._read_old_words(word) for name, word in value.items()}
         return _PRODUCT.sub("matmul", value) if isinstance(value, str) else value
@@ -48,21 +48,21 @@ class Key(Record):
         return " ".join([self.kind, self.what, *(f"{k}={v}" for k, v in self.of.items())])
 
     def number(self, name: str) -> int:
-        """Return a number by its name; 0 if it is not given."""
+        """Return the integer `of[name]`; 0 if there is none."""
         found = self.of.get(name, 0)
         return found if isinstance(found, int) else 0
 
     def has(self, **wanted: str | int) -> bool:
-        """Return whether the key has all these values."""
+        """Return whether `of` has all these values."""
         return all(self.of.get(name) == value for name, value in wanted.items())
 
 
 class Figure(Record):
-    """A figure of a machine; `value` is the median of all samples, which are in order.
+    """A property of a machine; `value` is the median of all samples.
 
-    Rounds of samples are spread over the time of the probe. A probe that is repeated immediately
-    gives a value from `low` to `high` with probability `level`. If the machine was not steady
-    enough, `value` is None and `unstable` says why.
+    Samples are in order, in rounds spread over the duration of the probe. A probe repeated
+    immediately gives a value from `low` to `high` with probability `level`. If the machine was not
+    steady enough, `value` is None and `unstable` says why.
     """
 
     key: Key
@@ -72,7 +72,7 @@ class Figure(Record):
     low: FiniteFloat | None = None
     high: FiniteFloat | None = None
     level: FiniteFloat | None = None
-    rounds: tuple[tuple[FiniteFloat, ...], ...] = entry("of samples", ())
+    rounds: tuple[tuple[FiniteFloat, ...], ...] = entry("samples of each round", ())
     unstable: str | None = None
     source: str | None = entry("source of a catalog figure")
 
@@ -89,7 +89,7 @@ class Figure(Record):
         least, most = _POSSIBLE[self.unit]
         if self.value is not None and not least <= self.value <= most:
             raise ValueError(
-                f"{self.key}: {self.value:g} {self.unit} is not possible: machines have "
+                f"{self.key}: {self.value:g} {self.unit} is not possible. The value must be "
                 f"between {least:g} and {most:g} {self.unit}. Measure again with outpace probe"
             )
         return self
@@ -101,7 +101,7 @@ class Figure(Record):
 
     @property
     def half_width(self) -> float | None:
-        """Return half the interval's width as a share of the value; None without an interval."""
+        """Return half the interval's width relative to the value; None without an interval."""
         if not self.value or self.low is None or self.high is None:
             return None
         return (self.high - self.low) / 2 / self.value
@@ -117,7 +117,7 @@ class Figure(Record):
         return show_count(self.value, self.unit)
 
     def contains(self, other: "Figure") -> bool | None:
-        """Return whether a repeated probe's value is in the interval; None if either is missing."""
+        """Return whether a repeated probe's value is within the interval; None if unknown."""
         if self.low is None or self.high is None or other.value is None or self.value is None:
             return None
         return self.low <= other.value <= self.high

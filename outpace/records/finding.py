@@ -12,7 +12,7 @@ SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
 
 
 class Slowdown(Record):
-    """A factor by which `of` becomes slower, or a range if only that is known."""
+    """The factor by which `of` gets slower, as a range if it is not known exactly."""
 
     low: PositiveFloat
     high: PositiveFloat
@@ -46,7 +46,7 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """All findings, the most costly first, and what was examined, or why it could not be."""
+    """Findings, most costly first; the checks that were made; why others could not be made."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
@@ -61,6 +61,6 @@ class Examination(Record):
 
 
 def cost_order(finding: Finding) -> tuple[int, float]:
-    """Return a key that sorts findings: the most severe kind first, then the highest cost."""
+    """Return a key that sorts findings by severity, then by cost, both highest first."""
     known = 0.0 if finding.costs is None else finding.costs.high
     return SEVERITIES.index(finding.severity), -known

@@ -1,4 +1,4 @@
-"""Hang report: what each rank was doing when the job hung; standstill.json in a run's folder."""
+"""HangReport: what each rank was doing when a job hung (standstill.json in the run's folder)."""
 
 from typing import ClassVar, Literal
 
@@ -19,18 +19,18 @@ class CollectiveEvent(Record):
 
 
 class RankSnapshot(Record):
-    """State of a rank when it was queried. `silent`: it did not answer."""
+    """State of a rank when it was queried; `silent` if it did not answer."""
 
     rank: int
     host: str
     pid: int
-    doing: str = entry("as text, such as 'step 12'", "")
+    doing: str = entry("what the rank was doing, such as 'step 12'", "")
     state: State
     place: str = Field(
-        description="the call in which it waits, its Python line, or why it is silent"
+        description="the call in which the rank waits, its Python line, or why it is silent"
     )
     processes: dict[int, str] = entry(
-        "the kernel's state of each process, by rank on this host", {}
+        "kernel state of each rank's process on this host, by rank", {}
     )
     stacks: str = entry("stacks of all Python threads", "")
     collectives: tuple[CollectiveEvent, ...] = Field(

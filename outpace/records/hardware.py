@@ -1,4 +1,4 @@
-"""Hardware as it is sold: the capabilities of chips, links and hosts, with sources."""
+"""Hardware as sold: the capabilities of chips, links and hosts, with sources."""
 
 from typing import Literal, Self
 
@@ -10,7 +10,7 @@ Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
 
 class Peak(Record):
-    """Dense peak rates of one chip by dtype, in FLOP/s, and where they are published."""
+    """Published dense peak rates of one chip by dtype, in FLOP/s."""
 
     flops_per_s: dict[Dtype, PositiveFloat]
     source: str
@@ -27,10 +27,10 @@ LinkKind = Literal[
 
 
 class Link(Record):
-    """A link or port as it is used (for PCIe, a ×16 slot).
+    """A link or port; for PCIe, a ×16 slot.
 
     `bytes_per_s` is the rate in one direction after line coding, before packet headers. Datasheets
-    often print the sum of both directions, which is twice as much.
+    often state twice as much, the sum of both directions.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Bundle(Record):
 
 
 class Accelerator(Record):
-    """One kind of accelerator, as one process sees it.
+    """A model of accelerator, as one process sees it.
 
-    `memory_bytes` is the memory in the datasheet, `usable_bytes` what the driver leaves to a
-    process: torch's total_memory. `driver_name` is the name that the driver reports, without the
-    maker. `power_w` is the board's power limit for which its rates are published, if known;
-    `power_variants_w` are other limits with which it is sold or that can be set. `multiprocessors`
-    are NVIDIA's SMs and AMD's compute units. `device_link` has all links to other accelerators;
+    `memory_bytes` is the memory in the datasheet, and `usable_bytes` what the driver leaves to a
+    process (torch's total_memory). `driver_name` is the name that the driver reports, without the
+    maker. `power_w` is the board's power limit at the published rates, if known;
+    `power_variants_w` are other limits at which it is sold or that can be set. `multiprocessors`
+    counts NVIDIA's SMs or AMD's compute units. `device_link` has all links to other accelerators;
     PCIe cards need a bridge for them.
 
-    `has_collectives`: torch communicates between accelerators of this kind. `compiles`: outpace
-    compiles for them. `shares_host_memory`: their memory is the host's.
+    `has_collectives`: torch supports collectives between these accelerators. `compiles`: outpace
+    compiles for them. `shares_host_memory`: their memory is host memory.
     """
 
     name: str
@@ -87,10 +87,10 @@ class ValueRange(Record):
 
 
 class Processor(Record):
-    """Maximum FLOPs per cycle, by dtype, of a core with a vector or matrix extension.
+    """Peak FLOPs per cycle and core, by dtype, of a CPU's vector or matrix extension.
 
-    `feature` is its name in Linux's /proc/cpuinfo. `vector_bits` is the width of a register, None
-    if each maker chooses it.
+    `feature` is the extension's name in Linux's /proc/cpuinfo. `vector_bits` is the width of a
+    register, None if the CPU's maker chooses it.
     """
 
     feature: str
@@ -105,11 +105,11 @@ Topology = Literal["switch", "mesh", "cube-mesh", "pairs", "none"]
 
 
 class Node(Record):
-    """A machine as it is sold: one host, or a rack whose hosts share one fast domain.
+    """A machine as sold: one host, or a rack whose hosts share one fast interconnect.
 
     All counts are for the whole machine. `accelerator` is a name in the catalog, None if there is
-    none; `device_link` is one accelerator's links to all others; `nics` carry training traffic to
-    other machines, and are empty if they depend on the buyer.
+    none. `device_link` has one accelerator's links to all others. `nics` carry training traffic to
+    other machines; they are empty if the buyer chooses them.
     """
 
     name: str

@@ -9,23 +9,23 @@ from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, excerpt
 
-# A host for ssh, with or without a user, that ssh cannot mistake for an option.
+# A host name for ssh, optionally with a user, that ssh cannot mistake for an option.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
 _LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]slots\s*=\s*\S+)?")
 
 
 class Host(Record):
-    """A host, by its name for ssh, and its number of ranks."""
+    """A host's name for ssh, and its number of ranks."""
 
     name: Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
     slots: PositiveInt
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse 'a:4,b:4'.
+    """Parse hosts in the form 'a:4,b:4'.
 
-    Raises BadInputError if the text has another form, or a host is named twice.
+    Raises BadInputError if the text has another form or names a host twice.
     """
     found = []
     for part in text.split(","):
@@ -40,7 +40,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Read a file with lines 'a slots=4', as for Open MPI and Horovod. # starts a comment."""
+    """Read a hostfile of Open MPI or Horovod, with lines 'a slots=4' and # comments.
+
+    Raises BadInputError if the file is unreadable, has another form or names a host twice.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -59,7 +62,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
     if not found:
         raise BadInputError(
-            f"--hostfile {path} names no host. Write a line 'HOST slots=4' for each"
+            f"--hostfile {path} names no host. Write one line 'HOST slots=4' per host"
         )
     return _distinct(found, f"--hostfile {path}")
 
@@ -85,7 +88,7 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
 
 
 class Elastic(Record):
-    """Limits of an elastic run: hosts with which it may start and continue, and restarts."""
+    """Limits of an elastic run: the hosts it may use, and how often it may restart."""
 
     min_nodes: PositiveInt
     max_nodes: PositiveInt
@@ -93,7 +96,7 @@ class Elastic(Record):
 
 
 class HostQuery(Record):
-    """Questions to ask a host before starting anything on it."""
+    """Query for a host, sent before anything is started on it."""
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must exist
@@ -103,9 +106,9 @@ class HostQuery(Record):
 class HostFacts(Record):
     """A host's answer to a query.
 
-    `address`: the address at which the first host reached it; `asked_from`: the first host's
-    address; None if they are the same host. `port`: a free port. `left`: processes of earlier
-    starts that are still running.
+    `address`: this host's address as seen from the first host; `asked_from`: the first host's
+    address; both are None on the first host itself. `port`: a free port. `left`: processes of
+    earlier starts that are still running.
     """
 
     versions: dict[str, str]
@@ -118,7 +121,7 @@ class HostFacts(Record):
 
 
 class HostCommand(Record):
-    """The command that a host runs as its part of a job."""
+    """The command that one host runs for a job."""
 
     folder: str
     command: tuple[str, ...]

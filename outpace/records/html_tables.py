@@ -1,4 +1,4 @@
-"""Records as HTML tables, which notebooks show."""
+"""HTML tables of records, for notebooks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -15,9 +15,9 @@ _MOST_VALUES = 8
 
 
 def record_html(record: BaseModel) -> str:
-    """Return a record's name and a table of its values that differ from their defaults.
+    """Return a record's name and a table of its required and non-default values.
 
-    Records and lists within it unfold.
+    Nested records and lists can be expanded.
     """
     return f"<p><b>{type(record).__name__}</b></p>{_fields_table(record)}"
 
@@ -27,7 +27,7 @@ def _fields_table(record: BaseModel) -> str:
 
 
 def _given_values(record: BaseModel) -> Iterator[tuple[str, Any]]:
-    """Yield fields with values other than their defaults."""
+    """Yield required fields, and others whose values differ from the default."""
     for name, field in type(record).model_fields.items():
         value = getattr(record, name)
         if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -57,7 +57,7 @@ def _list_cell(name: str, values: Sequence[Any]) -> str:
 
 
 def _records_cell(records: Sequence[BaseModel]) -> str:
-    """Tabulate records by their `summary_fields`, by default all scalar values."""
+    """Tabulate records, with `summary_fields` as columns; by default, all scalar fields."""
     first, shown = type(records[0]), records[:_MOST_ROWS]
     summary: Sequence[str] = getattr(first, "summary_fields", ())
     names = summary or [
@@ -88,7 +88,7 @@ def _value_at(record: BaseModel, path: str) -> Any:
 
 
 def _text(name: str, value: Any) -> str:
-    """Format a scalar in the unit with which its name ends."""
+    """Format a scalar by the unit at the end of its name."""
     if value is None:
         return "n/a"
     if isinstance(value, bool):
@@ -107,7 +107,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of HTML cells. Without a header row, the first column contains the names."""
+    """Return an HTML table. Without `head`, the first column contains the names."""
     lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
     for first, *rest in rows:
         begin = f"<td>{first}</td>" if head else f"<th>{escape(first)}</th>"

@@ -2,5 +2,5 @@
 
 import sys
 
-# Without the current folder in the path, since a file json.py there would be imported.
+# -P keeps the current folder off sys.path: a file json.py there would shadow the module.
 PYTHON = (sys.executable, "-P")

@@ -7,10 +7,7 @@ from outpace.records.topology import CpuTopology, Placement, Topology
 
 
 class GpuState(Record):
-    """A GPU's current state as its driver reports it.
-
-    None stands for not supported or not permitted.
-    """
+    """A GPU's current state as its driver reports it. None: not supported or not permitted."""
 
     index: NonNegativeInt
     name: str | None = None
@@ -30,19 +27,19 @@ class GpuState(Record):
     ecc: bool | None = None
     ecc_pending: bool | None = None
     ecc_uncorrected: int | None = entry("errors since the driver's start")
-    remap_pending: bool | None = entry("memory rows to be remapped at the next reset")
+    remap_pending: bool | None = entry("whether the next reset will remap memory rows")
     pcie_generation: int | None = None
     pcie_generation_max: int | None = entry("maximum of card and slot together")
     pcie_generation_card: int | None = entry("maximum of the card alone")
     pcie_width: int | None = None
     pcie_width_max: int | None = None
-    nvlinks: int | None = entry("number of them")
+    nvlinks: int | None = entry("number of NVLinks")
     nvlinks_active: int | None = None
     nvlink_version: int | None = None
     cpu_affinity: str | None = None
     mig: bool | None = None
     persistence: bool | None = None
-    other_processes: int | None = entry("processes that compute on it now")
+    other_processes: int | None = entry("number of other processes that compute on the GPU now")
     not_told: dict[str, str] = entry("queries that the driver refused, and why", {})
 
 
@@ -63,7 +60,7 @@ class NetworkPort(Record):
 
 
 class BusyProgram(Record):
-    """Another user's or task's program that uses the CPU now."""
+    """Another program that is using the CPU now."""
 
     program: str
     cores: float
@@ -71,11 +68,11 @@ class BusyProgram(Record):
 
 
 class Inventory(Record):
-    """Facts that the doctor examines, without names of users, hosts or paths. None: unreadable."""
+    """Facts that the doctor checks, without names of users, hosts or paths. None: unreadable."""
 
     cpu: CpuTopology
     usable_cpus: str = Field(description="CPUs that this process may run on")
-    cpu_quota: float | None = entry("CPU time that its cgroup may use")
+    cpu_quota: float | None = entry("CPU time that the cgroup allows, in cores")
     cpu_quota_known: bool = True
     governors: tuple[str, ...] | None = None
     scaling_driver: str | None = None
@@ -107,16 +104,16 @@ class Inventory(Record):
 
 
 def omp_threads(text: str) -> int | None:
-    """Return the number of threads that OMP_NUM_THREADS requests: the first number of a list.
+    """Return the threads that OMP_NUM_THREADS requests, the first of a list; None if it is invalid.
 
-    This follows OpenMP 5.2, §21.2.2. Returns None if it is not a valid number.
+    OpenMP 5.2, §21.2.2.
     """
     first = text.partition(",")[0].strip()
     return int(first) or None if first.isascii() and first.isdigit() else None
 
 
 class HostTopology(Record):
-    """Links between a host's devices, the best groups of them, and the state of its GPUs."""
+    """Links between a host's devices, the best groups of GPUs, and the state of the GPUs."""
 
     topology: Topology | None = None
     placement: Placement | None = None

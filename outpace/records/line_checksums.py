@@ -1,6 +1,6 @@
-"""Logs with one record per line, each with the checksum of its text: metrics.jsonl and others.
+"""Logs of one JSON record and its checksum per line, such as metrics.jsonl.
 
-With one checksum per line, lines can be appended, and a kill loses only the line it cut short.
+Lines can be appended, and a killed process loses at most the line that it was writing.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import xxhash
 
 from outpace.records.base import Record, refuse_pipe
 
-CHECKSUM = "xxh3_64"  # entry of a line
+CHECKSUM = "xxh3_64"  # key of the checksum in a line
 _NAME = b'"%b"' % CHECKSUM.encode()
 _HEX_DIGITS = 16
 _LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS
@@ -20,21 +20,21 @@ class ChangedLineError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "it was changed since outpace wrote it: its checksum does not match. If you did so on "
-            f"purpose, remove its entry {_NAME.decode()}"
+            "it was changed since outpace wrote it: its checksum does not match. If you changed it "
+            f"on purpose, remove its entry {_NAME.decode()}"
         )
 
 
 def encode_line(record: Record) -> bytes:
-    """Encode a record as a line of a log: JSON with its checksum as last entry, and a newline."""
+    """Encode a record as a log line: JSON with the checksum as its last entry, and a newline."""
     body = record.model_dump_json().encode(errors="surrogatepass")
     return b"%b,%b:%b}\n" % (body[:-1], _NAME, _checksum(body))
 
 
 def strip_checksum(line: bytes) -> bytes:
-    """Return a line's JSON without its checksum; a line without one is returned unchanged.
+    """Verify a line's checksum, if it has one, and return its JSON without the checksum.
 
-    Raises ChangedLineError if the checksum does not match the line.
+    Raises ChangedLineError if the checksum does not match.
     """
     line = line.strip()
     if _NAME not in line:
@@ -46,7 +46,7 @@ def strip_checksum(line: bytes) -> bytes:
 
 
 def describe_changes(path: Path) -> str | None:
-    """Say which lines of a log were changed since they were written, if any. Raises OSError."""
+    """Name the lines of a log that do not match their checksums; None if all do. Raises OSError."""
     changed = []
     refuse_pipe(path)
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -64,5 +64,5 @@ def describe_changes(path: Path) -> str | None:
 
 
 def _checksum(body: bytes) -> bytes:
-    """Return the checksum of a line's JSON, as JSON."""
+    """Return the checksum of a line's JSON as a JSON string."""
     return b'"%b"' % xxhash.xxh3_64_hexdigest(body).encode()

@@ -10,7 +10,7 @@ from outpace.records.topology import Topology
 
 
 class Device(Record):
-    """A device in a machine. `accelerator` is its name in the catalog, None if it is not there."""
+    """A device of a machine. `accelerator` is its name in the catalog, None if it has no entry."""
 
     name: str
     memory_bytes: PositiveInt | None = None
@@ -18,7 +18,7 @@ class Device(Record):
 
 
 class Machine(Record):
-    """This host. It names no user, path or address, since records are shared with others."""
+    """A host's hardware, without users, paths or addresses, since records are shared."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -29,12 +29,12 @@ class Machine(Record):
     devices: tuple[Device, ...] = ()
     system: str = ""
     topology: Topology | None = entry(
-        "links between devices, by the driver's numbers; None if it reports none"
+        "links between devices, numbered as by the driver; None if it reports none"
     )
     probed: ProbeRecord | None = entry("results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
-        """Return the properties that affect speed and differ in another machine."""
+        """Return the names of properties that affect speed and differ from another machine's."""
         names = tuple(device.name for device in self.devices)
         theirs = tuple(device.name for device in other.devices)
         compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),

@@ -16,14 +16,14 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 # Medians exclude the first steps, which warm up caches, allocator and compiler.
 WARMUP_STEPS = 3
-NEAR_SHARE = 0.03  # share of the expected step time that counts as equal
-_FEW_STEPS = 20  # so few that another program may run during all of them
+NEAR_SHARE = 0.03  # relative difference from the expected step time that counts as equal
+_FEW_STEPS = 20  # another program may disturb all of fewer steps
 # Ratio of mean to median step time above which the median is misleading.
 _UNEVEN = 1.1
 
 
 class TimeParts(Record):
-    """Parts of a step's time, in seconds. Communication is the part that no computation hides."""
+    """Parts of a step's time, in seconds. Communication is only what no computation hides."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
@@ -34,9 +34,10 @@ class TimeParts(Record):
 
     @classmethod
     def of_steps(cls, seconds: Mapping[str, Sequence[float]]) -> Self:
-        """Return the parts of a median step, which add up to it. Each is the part's mean over the
-        half of the steps whose length is nearest the median, scaled to the median: the medians of
-        the parts would not add up to the length of a step.
+        """Return the parts of a step of median length, which add up to that length.
+
+        Each is the part's mean over the half of the steps closest to the median, scaled to the
+        median. (Medians of the parts would not add up to a step.)
         """
         columns = [seconds[name] for name in cls.model_fields]
         lengths = [sum(step) for step in zip(*columns, strict=True)]
@@ -50,12 +51,12 @@ class TimeParts(Record):
 
     @property
     def total_s(self) -> float:
-        """Time of the whole step in seconds."""
+        """Return the time of the whole step in seconds."""
         return float(sum(getattr(self, f"{part}_s") for part in PARTS))
 
     @property
     def computing_s(self) -> float:
-        """Time in which this rank computes: forward and backward passes and the optimizer."""
+        """Return the time that this rank computes: forward, backward and optimizer."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -67,7 +68,7 @@ class RunInfo(Record):
     identity: str = Field(description="the batch equation with its numbers")
     model: str = Field(description="as the user gave it, or a short name")
     parameters: int
-    device: str = Field(description="its name for users: cpu, or the GPU's name")
+    device: str = Field(description="name to show: cpu, or the GPU's name")
     total_steps: int
     start_step: int = entry("steps already done, if resumed", 0)
     hosts: int = 1
@@ -107,7 +108,7 @@ class StepRecord(Record):
 
 
 class Evaluation(Record):
-    """A loss on held-out data, and the other metrics of the task."""
+    """The loss on held-out data, and the task's other metrics."""
 
     step: int
     loss: float = Field(
@@ -115,7 +116,7 @@ class Evaluation(Record):
         "with its own data, what its loss computes"
     )
     perplexity: float | None = Field(description="of tokens; None for a custom model's own data")
-    tokens: int = Field(description="targets")
+    tokens: int = Field(description="number of targets")
     tokens_per_s: float
     seq_len: int | None = entry("upper bound; None if outpace did not train the model")
     left_over_tokens: int = entry("unused tokens after the last whole sample of each source", 0)
@@ -124,7 +125,7 @@ class Evaluation(Record):
 
 
 class StepTimeCheck(Record):
-    """Expected step time, and the median of the run's first steps after warm-up."""
+    """Comparison of the expected step time with the first steps after warm-up."""
 
     expected_s: float
     step_time_s: float = Field(description="median of the first steps")
@@ -134,7 +135,7 @@ class StepTimeCheck(Record):
 
     @property
     def ratio(self) -> float:
-        """Return measured over expected step time: below 1 if steps were faster."""
+        """Return measured / expected step time; below 1 if steps were faster."""
         return self.compared_s / self.expected_s
 
     @property
@@ -159,7 +160,7 @@ class StepTimeCheck(Record):
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in three words."""
+        """Return the verdict in two or three words."""
         if self.as_expected:
             return "As expected"
         return "Slower than expected" if self.slower else "Faster than expected"
@@ -169,22 +170,21 @@ class StepTimeCheck(Record):
         """Return the comparison as a sentence."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         expected = f"{show_seconds(self.expected_s)} was expected ({self.ratio - 1:+.1%})"
-        few = ", a weak result from so few steps: up to 100 are compared"
+        few = ", which is weak evidence: up to 100 steps are compared"
         few *= self.steps < _FEW_STEPS
         if not self.uneven:
             which = "" if self.steps == 1 else " (median)"
             took = f"{show_seconds(self.step_time_s)}{which}"
             return f"the first {steps} took {took}; {expected}{few}"
         return (
-            f"the first {steps} took {show_seconds(self.compared_s)} on average where "
-            f"{expected}, though half of them took at most {show_seconds(self.step_time_s)} "
-            "(median): the others were delayed, for example by another program on this "
-            f"machine{few}"
+            f"the first {steps} took {show_seconds(self.compared_s)} on average; {expected}. Half "
+            f"of them took at most {show_seconds(self.step_time_s)} (median), so the others were "
+            f"delayed, for example by another program on this machine{few}"
         )
 
 
 class Measurement(Record):
-    """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
+    """Result of a run, saved as result.json. Medians leave out the warm-up steps."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -197,8 +197,8 @@ class Measurement(Record):
     world_size: PositiveInt
     strategy: Strategy | None = None
     device: str | None = entry("cpu, cuda or mps")
-    first_step_s: float | None = entry("from the start of the job to the end of its first step")
-    compile_s: float = entry("the part of it in torch.compile", 0.0)
+    first_step_s: float | None = entry("from the start of the job to the end of the first step")
+    compile_s: float = entry("time in torch.compile, a part of first_step_s", 0.0)
     step_time_s: float | None = Field(gt=0, allow_inf_nan=False, description="median")
     tokens_per_s: Rate | None
     samples_per_s: Rate | None
@@ -208,22 +208,22 @@ class Measurement(Record):
     hfu: Rate | None
     peak_memory_bytes: int | None
     peak_memory_by_rank: tuple[int, ...] = entry(
-        "bytes per rank, of which the maximum is above; empty: unknown", ()
+        "peak_memory_bytes of each rank; empty: unknown", ()
     )
     parts: TimeParts = Field(description="of a step of median length")
     parts_by_rank: tuple[TimeParts, ...] = entry(
-        "the same by each rank's clock; `parts` is rank 0's", ()
+        "`parts` of each rank, by its own clock; `parts` is rank 0's", ()
     )
     first_loss: float | None
     final_loss: float | None
     initial_eval: Evaluation | None = None
     final_eval: Evaluation | None = None
-    unigram_entropy: float | None = entry("nats per validation token of a unigram model")
+    unigram_entropy: float | None = entry("entropy of the validation tokens' frequencies, nats")
     sample: str | None = entry("text generated at the end")
     skipped_steps: int = 0
     cache_freed_bytes: int | None = entry("median over steps")
     utilisation: tuple[Load, ...] = entry(
-        "average for each host and its devices over the training", ()
+        "averages over the training, for each host and its devices", ()
     )
     step_time_check: StepTimeCheck | None = Field(
         default=None, alias="promise", description="if a step time was expected"
@@ -233,12 +233,12 @@ class Measurement(Record):
         "bytes that all ranks send in a step, counted in the last warm-up step"
     )
     idle_share: float | None = entry(
-        "mean share of the time after warm-up that ranks' main threads spent waiting, if they do "
-        "the computing (cpu)"
+        "share of time after warm-up in which main threads waited, mean over ranks; only on CPUs, "
+        "where they compute"
     )
-    start_step: NonNegativeInt = entry("steps done before this part of a resumed run", 0)
-    # Hugging Face Trainer's names, to compare results. Times and rates of a resumed run are those
-    # of its last part.
+    start_step: NonNegativeInt = entry("steps done before the last resume", 0)
+    # Names as in Hugging Face's Trainer, to compare results. In a resumed run, times and rates
+    # cover the steps since the last resume.
     train_runtime: float
     train_samples_per_second: float
     train_steps_per_second: float
@@ -246,12 +246,12 @@ class Measurement(Record):
 
     @property
     def worse_than_unigrams(self) -> str | None:
-        """Return a warning if token frequencies alone would have a lower validation loss."""
+        """Return a warning if token frequencies alone would give a lower validation loss."""
         last, entropy = self.final_eval, self.unigram_entropy
         if last is None or entropy is None or not last.loss > entropy:
             return None
         return (
             f"The validation loss of {last.loss:.4f} is above the unigram entropy of "
-            f"{entropy:.4f}: the frequencies of tokens alone predict them better. Train for more "
+            f"{entropy:.4f}: token frequencies alone predict the text better. Train for more "
             "steps, or with another learning rate"
         )

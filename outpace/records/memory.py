@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from outpace.records.base import Record
 
 Kind = Literal[
-    "weights",  # this rank's part, kept between steps
+    "weights",  # this rank's weights, kept between steps
     "weight copies",  # copies in another dtype, for computation
     "unsharded",  # weights gathered from other ranks
     "gradients",
@@ -29,7 +29,7 @@ Source = Literal["traced", "measured", "estimated"]
 
 
 class Moment(Record):
-    """A point in a step, and the bytes in memory at that point, by kind."""
+    """A point in a step, and the bytes in memory at that point by kind."""
 
     step: NonNegativeInt
     part: Part
@@ -44,21 +44,25 @@ class Moment(Record):
 
     @property
     def location(self) -> str:
-        """Position in the step: "backward of blocks.11.mlp"."""
+        """Return the position in the step: "backward of blocks.11.mlp"."""
         return f"{self.part} of {self.module}" if self.module else self.part
 
 
 class MemoryAccount(Record):
-    """One rank's memory over the first two steps (the first starts without optimizer state). For a
-    model that outpace does not train, an account is estimated by the planner's formula: it has the
-    bytes of the fullest moment, but does not say which moment that is. `peak` is the moment with
-    the most bytes in live tensors, `timeline` the moments of the second step.
-    `activations_by_module` is at the peak. Measured: `allocated_bytes` is the allocator's maximum,
-    including kernels' workspaces; `resident_bytes` is the growth of the process. `reserved_bytes`
-    is what CUDA's allocator holds for tensors, `unseen_bytes` is memory outside of tensors
-    (contexts, libraries), and `library_bytes` the planner's formula for it; None if unknown.
-    `flops`: FLOPs of matmuls in one step on this rank, including recomputation; `bytes_moved` is
-    the number of bytes that its operators read and write.
+    """One rank's memory over the first two steps; the first starts without optimizer state.
+
+    `peak` is the moment with the most bytes in live tensors, and `activations_by_module` are the
+    activations at that moment. `timeline` has the moments of the second step. For a model that
+    outpace does not train, the planner's formula estimates the peak, but not its position in the
+    step.
+
+    Measured accounts: `allocated_bytes` is the allocator's maximum, including kernels' workspaces;
+    `resident_bytes` is the growth of the process. `reserved_bytes` is what CUDA's allocator holds
+    for tensors. `unseen_bytes` is memory outside of tensors (contexts, libraries), and
+    `library_bytes` the planner's formula for it. None means unknown.
+
+    `flops` counts the FLOPs of matmuls in one step of this rank, including recomputation, and
+    `bytes_moved` the bytes that its operators read and write.
     """
 
     source: Source
@@ -78,23 +82,24 @@ class MemoryAccount(Record):
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Return the maximum of the bytes in use."""
+        """Return the bytes in live tensors at the peak."""
         return self.peak.nbytes
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes that the allocator reserves if known, otherwise bytes in use."""
+        """Return the bytes that the allocator reserves or, if unknown, those of live tensors."""
         return self.reserved_bytes or self.peak_memory_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of a device: those that the allocator reserves, contexts and buffers."""
+        """Return the device memory in use: `needed_bytes`, contexts and libraries."""
         return self.needed_bytes + (self.library_bytes or 0)
 
 
 class MemoryUse(Record):
-    """A rank's memory in a run, traced and measured; None if not (yet) measured. In the
-    measurement, `peak` covers one step, and the bytes of the allocator or process the whole run.
+    """A rank's memory in a run, traced and measured; None if that was not done (yet).
+
+    `measured.peak` covers one step; bytes of the allocator or process cover the whole run.
     """
 
     has_checksum: ClassVar[bool] = True

@@ -6,24 +6,24 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "z
 
 
 def misplaced_content(head: bytes) -> str | None:
-    """Describe what a file with these first bytes is, and what to do; None if nothing is wrong.
+    """Explain why a file with these first bytes is not UTF-8 text, and the remedy; None if it is.
 
-    It detects web pages, empty and compressed files, and text in an encoding other than UTF-8.
+    Detects web pages, empty and compressed files, and other encodings.
     """
     if not head:
-        return "it is empty. Fetch it again"
+        return "it is empty. Download it again"
     for begin, kind in COMPRESSED.items():
         if head.startswith(begin):
             return f"it is compressed ({kind}). Decompress it"
     if head.lstrip().startswith(b"<?xml"):
         return (
-            "it holds XML, probably an error message of the server from which it was fetched. "
-            "Fetch the file itself"
+            "it contains XML, probably an error message from the download server. Download the "
+            "file itself"
         )
     if head.lstrip()[:1] == b"<":
         return (
-            "it holds a web page (HTML), probably saved from the page that links to the file, or "
-            "from a download that needs a login. Fetch the file itself"
+            "it contains a web page (HTML), probably the page that links to the file, or a login "
+            "page. Download the file itself"
         )
     if head.startswith((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")):
         return "it is in UTF-32. Save it as UTF-8"

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from outpace.records.base import Record, entry
 from outpace.records.model_families import FAMILY_TRAITS, Family
 
-# Larger numbers are typing errors, and would overflow the size of a tensor.
+# Larger values are typos, and would overflow the size of a tensor.
 Layers = Annotated[int, Field(gt=0, le=100_000)]
 Width = Annotated[int, Field(gt=0, le=2**24)]
 Heads = Annotated[int, Field(gt=0, le=2**16)]
@@ -24,7 +24,7 @@ class RopeScaling(Record):
 
 
 class ModelSpec(Record):
-    """A complete description of a transformer. Values that are not given follow from `family`."""
+    """Complete description of a transformer. Missing values follow from `family`."""
 
     family: Family
     layers: Layers = Field(description="transformer blocks")
@@ -59,7 +59,7 @@ class ModelSpec(Record):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Fill in the values that the family and the given dimensions determine."""
+        """Fill in missing values from the family and the given dimensions."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}
@@ -71,8 +71,8 @@ class ModelSpec(Record):
             if isinstance(hidden, int) and heads > 0:
                 if "head_dim" not in filled and hidden % heads:
                     raise ValueError(
-                        f"hidden {hidden} is not a multiple of heads {heads}; "
-                        "change one of them or give head_dim"
+                        f"hidden {hidden} is not a multiple of heads {heads}. "
+                        "Change one of them, or give head_dim"
                     )
                 filled.setdefault("head_dim", hidden // heads)
         if isinstance(hidden, int):
@@ -82,18 +82,21 @@ class ModelSpec(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise ValueError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}. Change one of "
+                "them"
+            )
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
         return self
 
     @property
     def objective(self) -> Literal["causal", "masked"]:
-        """Training objective: the next token, or masked tokens (BERT)."""
+        """Return the training objective: the next token, or masked tokens (BERT)."""
         return "causal" if self.causal else "masked"
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of one layer, None for full attention."""
+        """Return a layer's sliding window; None for full attention."""
         if self.window_layers is not None and layer not in self.window_layers:
             return None
         return self.sliding_window

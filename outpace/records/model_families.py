@@ -1,6 +1,6 @@
-"""Families of models: their meaning, and their names in `transformers`, in one table.
+"""Table of model families: their architecture, and their names in `transformers`.
 
-Specs, configs, weights and exports derive what they know about a family from here.
+Specs, configs, weights and exports take family-specific facts from here.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,13 @@ Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
 
 @dataclass(frozen=True)
 class FamilyTraits:
-    """Traits of a family, whose name is its `model_type` in config.json.
+    """Traits of a model family. Its name is the `model_type` in config.json.
 
-    `defaults`: the meaning of settings that a ModelSpec does not give. `classes`: the prefix of its
-    class names in transformers; the class of the language model ends with `head`, that of a layer
-    with `block`. `form`: the family whose names its settings and tensors use. `dropouts`: the names
-    of its dropout settings. `biases`: the names of its settings for optional biases.
-    `has_head_dim`: its settings include the width of a head. `windows`: whether none, all or some
-    of its layers have sliding windows.
+    `defaults`: defaults of ModelSpec's fields. `classes`: prefix of the family's class names in
+    transformers; the language model's class ends with `head`, and a layer's class with `block`.
+    `form`: the naming scheme of its settings and tensors. `dropouts` and `biases`: the names of its
+    settings for dropout and for optional biases. `has_head_dim`: its settings include the width of
+    a head. `windows`: which of its layers can have sliding windows.
     """
 
     classes: str
@@ -34,12 +33,12 @@ class FamilyTraits:
 
     @property
     def language_model(self) -> str:
-        """Class name of the model with its head over the vocabulary."""
+        """Class name of the model with a language-modelling head."""
         return self.classes + self.head
 
     @property
     def classifier(self) -> str:
-        """Class name of the model with a classification layer."""
+        """Class name of the model with a classification head."""
         return f"{self.classes}ForSequenceClassification"
 
     @property

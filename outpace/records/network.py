@@ -12,7 +12,7 @@ Origin = Literal["measured", "catalog", "asked"]
 
 
 class Network(Record):
-    """Bandwidth of a node's network cards together, or of a device's link, in one direction."""
+    """Unidirectional bandwidth of all network cards of a node, or of a device's link."""
 
     name: str
     bytes_per_s: PositiveFloat
@@ -23,8 +23,9 @@ class Network(Record):
 class Traffic(Record):
     """Traffic for one purpose in a step.
 
-    `node_bytes` leave the busiest node, summed over its devices; `link_bytes` use each device's
-    link within a node. `hide_s` is the computation that can hide it.
+    `node_bytes` leave the busiest node, summed over its devices; `link_bytes` cross each device's
+    link within a node. `behind` names the computation that can hide the traffic, and `hide_s` is
+    its time.
     """
 
     part: str
@@ -39,7 +40,7 @@ class Traffic(Record):
 class NetworkCost(Record):
     """Step time on a network or link.
 
-    A `slowdown` of 0.1 is 10 % more than on an infinitely fast network.
+    A `slowdown` of 0.1 means 10 % longer than on an infinitely fast network.
     """
 
     network: Network
@@ -50,11 +51,11 @@ class NetworkCost(Record):
 class Need(Record):
     """Network bandwidth that one plan needs.
 
-    `compute_s`: the time of a step with its bubble on an infinitely fast network.
+    `compute_s` is the step time on an infinitely fast network, including the pipeline bubble.
 
-    The required bandwidths in bytes/s are for a node's network cards together, and for a device's
-    link within the node; 0 if 1 kB/s is enough, for example if nothing is sent. They always exist,
-    since latency is left out.
+    `least_node_bytes_per_s` is the bandwidth that all network cards of a node need together, and
+    `least_device_bytes_per_s` that of a device's link within the node; 0 if 1 kB/s is enough. They
+    always exist, because latency is ignored.
     """
 
     title: str
@@ -79,10 +80,10 @@ class Need(Record):
 
 
 class NetworkReport(Record):
-    """Network requirements of a model on a machine, with one answer per plan.
+    """Network requirements of a model on a machine, for each plan.
 
-    `rate` and `memory_rate` are the assumed rates of computation and memory; `share` of the
-    catalog's peak is an assumption, None if the rate was measured.
+    `rate` and `memory_rate` are the assumed rates of computation and memory. `share` is the assumed
+    fraction of the catalog's peak, None if the rate was measured.
     """
 
     model: str

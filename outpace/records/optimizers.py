@@ -1,6 +1,6 @@
-"""Optimizers: the states, memory traffic and features of each, in one table.
+"""Table of optimizers: their states, memory traffic and features.
 
-The planner, training and messages derive what they know about an optimizer from here.
+The planner, training and messages take optimizer-specific facts from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +13,15 @@ OptimizerName = Literal[
     "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
-# How moments other than fp32 are stored.
+# Formats of moments that are not in fp32.
 Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Number of operators per update of a matrix, a vector, or joined matrices or vectors. Joining
-    adds `each` per tensor. Random numbers for rounding need `counted` operators if a counter
-    generates them, or `drawn` for each joined tensor that draws its own.
+    """Number of operators that update a matrix, a vector, or a stack of matrices or vectors.
+
+    Stacking adds `each` per tensor. Random numbers for rounding need `counted` operators if they
+    come from a counter, or `drawn` for each stacked tensor that draws its own.
     """
 
     matrix: float
@@ -33,10 +34,9 @@ class Operators(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Temporary tensors of a step in fp32, in units of the largest parameter.
+    """Temporary fp32 tensors of an update, in units of the largest parameter, by weight dtype.
 
-    They depend on the dtype of the weights: fp32 (or master weights), fp16, or bf16 without
-    masters, which is rounded stochastically.
+    `fp32` includes master weights. `bf16` is without masters, and rounded stochastically.
     """
 
     fp32: float
@@ -48,17 +48,16 @@ class StepTensors(NamedTuple):
 class OptimizerTraits:
     """Traits of an optimizer.
 
-    `moments`: the number of state tensors with a parameter's shape, in the dtype `kept` if given.
-    `factored`: for matrices, it keeps sums over rows and columns. `exact`: it gives the same result
-    for any number of processes and draws no random numbers, so `verify` can prove it. `lr_factor`:
-    its learning rate relative to AdamW's, since its steps differ in size. `steps_complex`: it
-    supports complex parameters.
+    `moments`: the number of state tensors with a parameter's shape, in the format `kept` if given.
+    `factored`: matrices have sums over rows and columns as state. `exact`: the result is the same
+    for any number of processes and does not depend on random numbers, so `verify` can prove it.
+    `lr_factor`: the default learning rate relative to AdamW's, since updates differ in size.
+    `steps_complex`: complex parameters are supported.
 
-    Eager operators: the `bytes` that they move per parameter, the `operators` that the host
-    launches, and the `tensors` that they allocate; `copies`: the number of temporary copies of all
-    updated parameters. On a GPU: the same for code that outpace compiles (`compiled_bytes`,
-    `compiled_operators`; `compiles_parts`: also for tensors split over ranks), and the bytes that
-    torch's single kernel moves (`kernel_bytes`), if no tensor is split over ranks.
+    Eager mode: `bytes` moved per parameter, `operators` launched by the host, temporary `tensors`,
+    and `copies`, the number of temporary copies of all updated parameters. On a GPU:
+    `compiled_bytes` and `compiled_operators` of code that outpace compiles (`compiles_parts`: also
+    for sharded tensors), and `kernel_bytes` moved by torch's single kernel if no tensor is sharded.
     """
 
     bytes: float
@@ -78,8 +77,8 @@ class OptimizerTraits:
     kernel_bytes: float | None = None
 
 
-# Operators around a compiled function (arguments and copies of results), counted with an empty
-# function. The function itself counts as two: its guards and its kernel. No stacks are compiled.
+# A compiled function counts as two operators: its guards and its kernel. Operators around it
+# (arguments and copies of results) were counted with an empty function. Stacks are not compiled.
 _FUNCTION = 2
 
 
@@ -95,7 +94,7 @@ def _low_adamw(
     kept: Kept, nbytes: float, operators: Operators, tensors: StepTensors, moments_bytes: float,
     compiled: Operators,
 ) -> OptimizerTraits:  # fmt: skip
-    """Return the traits of outpace's AdamW, whose moments take `moments_bytes` per parameter."""
+    """Return the traits of outpace's AdamW, whose moments move `moments_bytes` per parameter."""
     return OptimizerTraits(
         nbytes, operators, tensors, moments=2, kept=kept, is_adamw=True,
         compiled_bytes=12 + moments_bytes, compiled_operators=compiled,
@@ -107,16 +106,16 @@ def _low_adamw(
 # (fused: weight and moments read and written, gradient read; otherwise decay 8, mean 12, square 20,
 # root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and optim/low_precision_adamw.py,
 # adafactor.py and muon.py of outpace. In LowPrecisionAdamW, fp32 arithmetic moves 96 bytes; the
-# rest is for reading moments (bf16 6, 8 bits 21, 4 bits 25 each) and writing them (bf16 with
-# stochastic rounding 34, 8 bits 35 and 4 bits 37, with the largest magnitude of each block). What
-# outpace compiles on a GPU (optim.compiled) reads each number once and writes it once. Weight and
-# gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; random bits
-# for rounding to bf16 are computed within the kernel. Adafactor's matrix is read again for its sums
-# (counted as gradients once more, and the update). `operators` are counted as torch dispatches them
+# rest reads each moment (bf16 6, 8 bits 21, 4 bits 25) and writes it (bf16 with stochastic rounding
+# 34, 8 bits 35 and 4 bits 37, with the largest magnitude of each block). What outpace compiles on a
+# GPU (optim.compiled) reads and writes each number once: 12 bytes for weight and gradient, and for
+# moments 8 (bf16), 4 (8 bits) or 2 (4 bits), plus their scales. Random bits for rounding to bf16
+# are computed within the kernel. Adafactor reads matrices again for its sums (counted as another
+# read of the gradients and of the update). `operators` are counted as torch dispatches them
 # (2.13) in steps over one to three tensors of a kind, with weights in fp32;
 # tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Step counts are
 # left out: Python reads them from host memory, so nothing is launched. Muon orthogonalises matrices
-# one by one on a CPU, and in batches of one shape on a GPU; Adafactor steps tensors likewise.
+# one by one on a CPU, and in batches of equal shapes on a GPU; Adafactor's updates do the same.
 # `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and the rounded values.
 OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
@@ -135,18 +134,18 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
         "4bit", 220, Operators(64, 14, 81, 23, each=1), StepTensors(4.25, 5.25, 5.5), 2 + 16 / 128,
         Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
     ),
-    # Its steps are relative to the size of weights.
+    # Updates are proportional to the size of the weights.
     "adafactor": OptimizerTraits(
         108, Operators(42, 30, 52, 37), StepTensors(2.0, 2.0, 2.0), moments=1, factored=True,
         exact=True, lr_factor=30.0, compiled_bytes=12 + 4 + 8,
         compiled_operators=Operators(5 + _FUNCTION, 5 + _FUNCTION), compiles_parts=False,
     ),
-    # For hidden matrices; it updates everything else like AdamW.
+    # Only for hidden matrices; other parameters are updated like AdamW's.
     "muon": OptimizerTraits(
         62, Operators(30, 9, 56), StepTensors(2.0, 2.0, 2.0), moments=2,
     ),
-    # Its steps are relative to the size of gradients. Its kernel reads and writes weight and
-    # momentum and reads the gradient.
+    # Updates are proportional to the size of the gradients. The kernel reads and writes weight and
+    # momentum, and reads the gradient.
     "sgd": OptimizerTraits(
         44, Operators(4, 3), StepTensors(1.0, 1.0, 1.0), moments=1, exact=True, lr_factor=100.0,
         steps_complex=True, kernel_bytes=20,
@@ -169,5 +168,5 @@ PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)
 
 
 def default_optimizer(precision: Precision) -> OptimizerName:
-    """Return the kind of AdamW that a precision needs."""
+    """Return the variant of AdamW for a precision."""
     return "adamw-bf16" if precision in PURE else "adamw-fused"

@@ -1,8 +1,7 @@
-"""Outline: a model as the planner needs it, whether or not outpace can build it.
+"""Outline: the properties of a model that determine time and memory.
 
-A ModelSpec can be built and trained; an outline has only the properties that determine time and
-memory. Every spec has one, and so do all transformers described by a Hugging Face config and all
-traced modules.
+The planner works with outlines. A ModelSpec can also be built and trained; outlines exist for all
+specs, for transformers described by a Hugging Face config, and for traced modules.
 """
 
 from typing import Self
@@ -11,12 +10,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record, entry
 
-# Configurations of other trainers that contain a plan, but no dimensions of a model.
+# Configurations of other trainers that contain a plan, but no model dimensions.
 OUTLINE_FORMATS = ("deepspeed", "accelerate", "fsdp")
 
 
 class AttentionShape(Record):
-    """Attention of a layer. With `kv_rank` it is multi-head latent attention.
+    """A layer's attention; with `kv_rank`, multi-head latent attention.
 
     Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1) computes queries through `query_rank`
     (None: directly), and keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is
@@ -51,14 +50,14 @@ class AttentionShape(Record):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.kv_rank is not None and self.rope_dim >= self.head_dim:
-            raise ValueError(f"rope_dim {self.rope_dim} leaves nothing of head_dim {self.head_dim}")
+            raise ValueError(f"rope_dim {self.rope_dim} is not below head_dim {self.head_dim}")
         return self
 
 
 class Mlp(Record):
-    """The MLP of a layer, or experts, of which each token uses `active`.
+    """A layer's MLP, or its experts, of which each token uses `active`.
 
-    `width`: width of one expert; `shared`: width of shared experts, which all tokens use.
+    `width`: width of the MLP or of one expert; `shared`: width of experts that all tokens use.
     """
 
     width: PositiveInt
@@ -72,7 +71,7 @@ class Mlp(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.experts and self.active > self.experts:
-            raise ValueError(f"active {self.active} of {self.experts} experts")
+            raise ValueError(f"active is {self.active}, but there are only {self.experts} experts")
         return self
 
 
@@ -94,7 +93,7 @@ class MatmulShape(Record):
 
 
 class Stack(Record):
-    """Equal layers, not necessarily adjacent. `seq_len` is None for the length of training samples.
+    """Equal layers, not necessarily adjacent. `seq_len`: None for the length of training samples.
 
     The keys and values of cross-attention come from the last preceding stack without
     cross-attention (T5's encoder). `other` holds matmuls and parameters outside attention and MLP
@@ -120,10 +119,9 @@ class Outline(Record):
     """A model's layers, embedding and head.
 
     `untrained` says why outpace does not train the model, None if it does. `outputs` are the
-    columns of the head's matmul (0 without a head), over `predicted` positions of a sequence (None
-    means all). Embedding and head have the width `embedding_width` if there are matmuls between
-    them and the layers (OPT-350m). `notes` say where the dimensions come from, if users should know
-    them.
+    columns of the head's matmul (0 without a head), over `predicted` positions of a sequence (None:
+    all). Embedding and head have the width `embedding_width` if projections connect them to the
+    layers (OPT-350m). `notes` say where the dimensions come from, if users should know that.
     """
 
     name: str
@@ -138,10 +136,10 @@ class Outline(Record):
         "parameters besides embeddings, positions and head: norms, transforms, patches", 0
     )
     embed_matmuls: tuple[MatmulShape, ...] = Field(
-        default=(), alias="embed_products", description="width before the layers"
+        default=(), alias="embed_products", description="projections from embedding to layers"
     )
     head_matmuls: tuple[MatmulShape, ...] = Field(
-        default=(), alias="head_products", description="width before the head"
+        default=(), alias="head_products", description="projections from layers to head"
     )
     predicted: PositiveInt | None = None
     max_positions: PositiveInt

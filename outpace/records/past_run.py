@@ -1,4 +1,4 @@
-"""A run in a folder, as a row of a list: its model and plan, its progress, its speed."""
+"""PastRun: model, plan, progress and speed of a run, for the list of runs."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ State = Literal["done", "going on", "unfinished", "damaged"]
 
 
 class PastRun(Record):
-    """A row of the list of runs. None means unknown; an unfinished run's figures are its latest."""
+    """A row of the list of runs. None: unknown. An unfinished run has its latest figures."""
 
     path: str
     state: State
@@ -30,7 +30,7 @@ class PastRun(Record):
         description="settings that the user gave and that differ from the default",
     )
     processes: int | None = None
-    steps: int = entry("done", 0)
+    steps: int = entry("steps done", 0)
     total_steps: int | None = None
     step_time_s: float | None = entry("median")
     tokens_per_s: float | None = None

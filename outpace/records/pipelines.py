@@ -1,4 +1,4 @@
-"""Pipeline schedules by strategy: how stages are placed on ranks, and their micro-batches."""
+"""Pipeline schedules: the placement of stages on ranks, and the micro-batches they support."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from outpace.records.base import Record
 
 
 class Schedule(Record):
-    """Placement of stages in a schedule, and its order of backward passes.
+    """A schedule's placement of stages, and whether it splits the backward.
 
-    "loop": stage s is on rank s mod p. "v": the second stages are in reverse order of ranks, so
-    rank 0 has the first and the last stage. `splits_backward`: gradients of inputs are computed
-    first, gradients of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
+    "loop": stage s is on rank s mod p. "v": the ranks' second stages are in reverse order, so rank
+    0 has the first and the last stage. `splits_backward`: gradients of inputs are computed first,
+    and gradients of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
     §2).
     """
 
@@ -39,19 +39,18 @@ SCHEDULES: Mapping[str, Schedule] = {
     "dualpipev": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
 }
 
-# The parts of a stage's work: forward, whole backward, or the backward's part for inputs or
-# weights.
+# Work of a stage: forward, whole backward, or the backward for inputs or for weights alone.
 Kind = Literal["F", "B", "I", "W"]
 _TRACED = re.compile(r"stage (\d+): ([FBIW])")
 
 
 def traced_name(kind: Kind, stage: int) -> str:
-    """Return the name in a trace of a micro-batch's pass through a stage."""
+    """Return the name that a stage's work has in a trace: "stage 2: F"."""
     return f"stage {stage}: {kind}"
 
 
 def traced_action(name: str) -> tuple[Kind, int] | None:
-    """Return the kind and stage that `traced_name` encoded; None for other names in a trace."""
+    """Parse the kind and stage from a `traced_name`; None for other names in a trace."""
     found = _TRACED.fullmatch(name)
     if found is None:
         return None
@@ -59,7 +58,7 @@ def traced_action(name: str) -> tuple[Kind, int] | None:
     return kinds[found[2]], int(found[1])
 
 
-# What fails if the backward is split, and what to use instead.
+# Why a split backward does not support an option, and what to use instead.
 _SPLIT_REPLICAS = (
     "so replicas would average gradients before they are complete (pytorch#144530). Use "
     "dp_replicate 1, or 1f1b"
@@ -85,7 +84,7 @@ def refusal(
     compiled: bool = False,
     chunked: bool = False,
 ) -> str | None:
-    """Explain why a schedule does not support this, with an alternative; None if it does."""
+    """Return why a schedule does not support these options, and an alternative; None if it does."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None:
         if microbatches > 1:
@@ -123,16 +122,17 @@ def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: in
     rounds = max(1, microbatches // pp)
     if strategy in ("interleaved", "zb") and microbatches % rounds:
         return (
-            f"{strategy} works in rounds of about {pp} micro-batches, but {asked}, which does not "
-            f"divide into {rounds} rounds. Use {microbatches - microbatches % pp}"
+            f"{strategy} works in rounds of about {pp} micro-batches, but {asked}, which cannot be "
+            f"divided into {rounds} rounds. Use {microbatches - microbatches % pp}"
         )
     return None
 
 
 def default_microbatches(strategy: str, pp: int, samples: int) -> int:
-    """Return the micro-batches for a share of `samples`, which they divide: one per stage, or more.
+    """Return the default number of micro-batches for a rank's `samples`.
 
-    If none of these is possible, return the largest number that the schedule supports.
+    It is the smallest supported divisor of `samples` that is at least the number of stages, or else
+    the largest supported divisor.
     """
     schedule = SCHEDULES.get(strategy)
     if schedule is None or strategy == "mp":

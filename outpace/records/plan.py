@@ -25,49 +25,52 @@ from outpace.records.strategies import Axis as Axis
 from outpace.records.strategies import Compression as Compression
 from outpace.records.strategies import Strategy as Strategy
 
-# From the mode that keeps the most memory to the one that keeps the least.
+# Modes, from the one that keeps the most activations to the one that keeps the fewest.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
-def _at_plus(value: object) -> object:
-    """Join the modes of layers into one word: "full+none+none"."""
+def _split_modes(value: object) -> object:
+    """Split the modes of layers if they are given as one word: "full+none+none"."""
     return tuple(value.split("+")) if isinstance(value, str) else value
 
 
-LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
+LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_split_modes)]
 Offload = Literal["none", "cpu", "disk"]
-# The matrices of a block, by their names in `nn.block`.
+# Matrices of a block, named as in `nn.block`.
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
 GATHERS = strategies_that(lambda traits: traits.gathers)
 IN_BACKWARD = strategies_that(lambda traits: traits.steps_in_backward)
-# DDP rebuilds its buckets after the first reduction, and residuals belong to a bucket.
+# DDP rebuilds its buckets after the first reduction, and PowerSGD keeps its errors by bucket.
 POWERSGD_LEAST_START = 2
 _OFFLOAD_FROM_COMPILED = strategies_that(lambda traits: traits.offloads_compiled)
 
 
 class Plan(Record):
-    """One way to train. Accumulation is derived from the global batch, not stored.
+    """Strategy, mesh, batch and options of a training.
 
-    `micro_batch` samples go through the model together on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
-    applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
-    given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp`, its
-    collectives run in parts, during the matmuls before or after them. fp64 is for proofs. Parameter
-    servers are ranks outside of the axes; with `server_updates` they run the optimizer, else
-    workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a pipeline's stages on
-    each rank (None: the default of its schedule), split so that the slowest is as fast as possible,
-    or into equal numbers of blocks (`stage_split`). Under 3d, a layer's experts are divided over
-    `ep` ranks of dp_shard × cp, each expert split by tp; if ep does not divide dp_shard × cp, it
-    also spans ranks of tp, with whole experts. `zero` says what dp_shard shards: optimizer state,
-    then gradients, then parameters. With a `lora_rank`, the weights are frozen, in the format
+    Batch: each data-parallel rank passes `micro_batch` samples through the model together; a
+    pipeline divides its work into `pp_microbatches` of them. Accumulation is derived from the
+    global batch. Checkpointing: `checkpointing` applies to every `checkpoint_every`-th block,
+    starting with the first, unless `checkpoint_layers` sets the mode of each block.
+
+    Parallelism: `sequence_parallel` belongs to tp; with `async_tp`, its collectives are split and
+    overlap the matmuls before or after them. Parameter servers are ranks outside of the axes; with
+    `server_updates`, they run the optimizer, else the workers do. Each worker has `worker_devices`
+    ranks. `virtual_stages` is the number of pipeline stages per rank (None: the schedule's
+    default), balanced by cost, or with equal numbers of blocks (`stage_split`). Under 3d, the
+    pipeline's schedule is `pp_schedule`, and a layer's experts are divided over `ep` ranks of
+    dp_shard × cp, each expert split by tp; if ep does not divide dp_shard × cp, it also spans ranks
+    of tp, with whole experts. `zero` is the ZeRO stage of dp_shard.
+
+    Precision fp64 is for verification. With a `lora_rank`, the weights are frozen in the format
     `base`, and only the adapters of the `lora_targets` are trained.
 
-    `offload_activations`: where blocks keep the tensors that they save for the backward.
+    `offload_activations`: where blocks keep the tensors saved for the backward.
     `offload_parameters`: with cpu, parameters, gradients and optimizer state are in host memory;
-    with disk, parameters are in mapped files. `offload_optimizer`: where the state (and, on an
-    accelerator, the master weights) are, with the step computed by the CPU; with none, they are
-    where the parameters are. `empty_cache` frees cached memory between the phases of a step.
+    with disk, parameters are in mapped files. `offload_optimizer`: where the optimizer state (and,
+    on an accelerator, the master weights) is kept while the CPU computes the update; with none, it
+    is kept with the parameters. `empty_cache` frees cached memory between the phases of a step.
     """
 
     strategy: Strategy = "single"
@@ -154,7 +157,7 @@ class Plan(Record):
         return self
 
     def _check_product(self) -> None:
-        """Check the options of combined axes, and of pipelines with several stages per rank."""
+        """Check the options of strategy 3d, and of pipelines with several stages per rank."""
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
@@ -177,18 +180,18 @@ class Plan(Record):
 
     @property
     def expert_tp(self) -> int:
-        """Return the number of tp ranks that share an expert; 1 if `ep` includes them."""
+        """Return the number of tp ranks that split an expert; 1 if `ep` spans tp ranks."""
         return self.tp if self.dp_shard * self.cp % self.ep == 0 else 1
 
     @property
     def training_obstacle(self) -> str | None:
-        """Return why outpace can estimate this plan but not train with it; None if it can train."""
+        """Return why outpace can estimate this plan, but not train with it; None if it can."""
         if self.async_tp and self.tp > 1:
             return "async_tp: outpace does not overlap the collectives of tensor parallelism"
         if self.ep > 1:
             return f"ep {self.ep}: outpace does not divide experts over ranks"
         if self.strategy == "3d" and self.dp_shard > 1 and self.zero != 3:
-            return f"zero {self.zero} with other axes: outpace also shards parameters there"
+            return f"zero {self.zero} with other axes: outpace always shards parameters there"
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return None
@@ -216,8 +219,8 @@ class Plan(Record):
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
-                "only AdamW in fp32 can take the offloaded step, because its state is known "
-                f"beforehand; optimizer is {self.optimizer}. Use {join_or(PLAIN_ADAMW)} with it"
+                f"optimizer {self.optimizer} cannot be offloaded: only AdamW with fp32 state can. "
+                f"Use optimizer {join_or(PLAIN_ADAMW)}, or leave out offloading"
             )
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:
@@ -228,7 +231,7 @@ class Plan(Record):
             )
         if self.offload_parameters == "disk" and self.compile:
             raise ValueError(
-                "offload_parameters disk reads ahead in hooks, which compile would trace. "
+                "offload_parameters disk prefetches in hooks, which compile would trace. "
                 "Use one of the two, or offload_optimizer disk"
             )
 
@@ -239,7 +242,7 @@ class Plan(Record):
         able = strategies_that(lambda traits: kind in traits.compresses)
         if self.strategy != "single" and self.strategy not in able:
             raise ValueError(
-                f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "
+                f"compress_gradients {kind}: strategy {self.strategy} does not support it. Use "
                 f"strategy {join_or(able)}, or leave out compress_gradients"
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
@@ -267,7 +270,10 @@ class Plan(Record):
         return self.checkpointing != "none" or any(m != "none" for m in self.checkpoint_layers)
 
     def modes(self, layers: int) -> tuple[Checkpointing, ...]:
-        """Return the mode of each of `layers`. Raises BadInputError if the numbers differ."""
+        """Return the checkpointing mode of each of a model's `layers` blocks.
+
+        Raises BadInputError if `checkpoint_layers` has another number of modes.
+        """
         if not self.checkpoint_layers:
             every = self.checkpoint_every
             return tuple("none" if i % every else self.checkpointing for i in range(layers))
@@ -298,9 +304,9 @@ class Plan(Record):
             raise ValueError("lora_targets names no matrix. Use any of q, k, v, …, or all")
         if self.tp > 1 and self.base == "nf4":
             raise ValueError(
-                "base nf4 cannot be combined with tp: a block of 64 values with a common "
-                "scale would cross the boundary between ranks' parts of a matrix. Use zero3, "
-                "which shards it, or base fp32"
+                "base nf4 cannot be combined with tp: blocks of 64 values with a common scale "
+                "would cross the boundary between two ranks' shards of a matrix. Use zero3 "
+                "instead of tp, or base fp32"
             )
         if self.tp > 1 and self.lora_dropout:
             raise ValueError(
@@ -310,8 +316,9 @@ class Plan(Record):
 
     @property
     def lora_scale(self) -> float:
-        """Factor of an adapter's output: α/r, with α = r if none is given (Hu et al., arXiv
-        2106.09685, §4.1, who keep α at the first rank that they try).
+        """Return the factor α/r of an adapter's output; α is r by default.
+
+        Hu et al., arXiv 2106.09685, §4.1, keep α at the first rank that they try.
         """
         if self.lora_rank is None or self.lora_alpha is None:
             return 1.0
@@ -326,8 +333,8 @@ class Plan(Record):
             )
         if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
             raise ValueError(
-                "precision fp8 scales each matrix by its largest value, which tp ranks with only a "
-                "part of it do not know. Use precision bf16, or zero3 instead of tp"
+                "precision fp8 scales each matrix by its largest value, which a tp rank does not "
+                "know from its shard. Use precision bf16, or zero3 instead of tp"
             )
         if self.precision == "fp8" and self.lora_rank is not None:
             raise ValueError(
@@ -338,49 +345,49 @@ class Plan(Record):
             return
         if self.strategy not in IN_BACKWARD:
             raise ValueError(
-                "optimizer_in_backward steps a parameter as soon as its gradient is complete, "
+                "optimizer_in_backward updates a parameter as soon as its gradient is complete, "
                 f"but strategy {self.strategy} keeps all gradients until the end of backward "
                 "(in buckets to reduce, or to accumulate micro-batches). Use strategy "
                 f"{join_or(IN_BACKWARD)}, or leave out optimizer_in_backward"
             )
         if self.precision in SCALED:
             raise ValueError(
-                "optimizer_in_backward would step some parameters before precision "
+                "optimizer_in_backward would update some parameters before precision "
                 f"{self.precision} detects an overflow in others. Use precision bf16, or leave "
                 "it out"
             )
 
     @property
     def schedule(self) -> str:
-        """Name of the pipeline's schedule; for a plan without a pipeline, the strategy."""
+        """Return the pipeline's schedule; for a plan without a pipeline, the strategy."""
         return schedule_of(self.strategy, self.pp, self.pp_schedule)
 
     @property
     def world_size(self) -> int:
-        """Number of processes that this plan needs."""
+        """Return the number of processes that this plan needs."""
         on_axes: int = math.prod(getattr(self, axis) for axis in AXES)
         return on_axes + self.servers
 
     @property
     def data_parallel(self) -> int:
-        """Number of shares of a global batch."""
+        """Return the data-parallel degree, into which the global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fully_shards(self) -> bool:
-        """Return whether ranks hold shards of parameters that are gathered before use."""
+        """Return whether ranks keep shards of parameters and gather them before use."""
         product = self.strategy == "3d" and self.data_parallel * self.cp > 1
         split = product or self.strategy in FULLY_SHARDED
         return split or self.offload_parameters == "cpu"
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of samples of a data-parallel rank in one pass through the model."""
+        """Return the samples of a data-parallel rank in one pass through the model or pipeline."""
         return self.micro_batch * self.pp_microbatches
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages on each rank; 1 without a pipeline."""
+        """Return the number of pipeline stages per rank; 1 without a pipeline."""
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return 1
@@ -388,23 +395,23 @@ class Plan(Record):
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return self.pp * self.stages_per_rank
 
     @property
     def readers(self) -> int:
-        """Number of ranks that read different samples."""
+        """Return the number of ranks that read different samples."""
         return 1 if self.strategy == "dp" else self.data_parallel
 
     @property
     def samples_read(self) -> int:
-        """Number of samples in a batch of a reader; under dp, for all ranks together."""
+        """Return the samples that a reader reads per pass; under dp, those of all replicas."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
-        """Return the share of a global batch that `rank` reads; None if it reads nothing.
+        """Return the data-parallel index of the samples that `rank` reads; None if it reads none.
 
-        Ranks are laid out in the order of AXES. Servers come after them.
+        Ranks are laid out in the order of AXES, followed by parameter servers.
         """
         if rank >= self.world_size - self.servers:
             return None
@@ -413,12 +420,12 @@ class Plan(Record):
         return rank // (self.cp * self.tp) % self.data_parallel
 
     def random_rank(self, rank: int) -> int:
-        """Return the rank whose random numbers `rank` draws: one per tensor-parallel group."""
+        """Return the index of `rank`'s random stream, which a tensor-parallel group shares."""
         return rank // self.tp
 
     @property
     def mesh(self) -> str:
-        """Return the split axes: "dp_replicate 2 × dp_shard 2"."""
+        """Return the axes that are split: "dp_replicate 2 × dp_shard 2"."""
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.servers:
             updates = " (update)" if self.server_updates else ""
@@ -433,7 +440,10 @@ class Plan(Record):
         return layout_words(self.strategy, self.mesh, self.world_size)
 
     def accumulation(self, global_batch: int) -> int:
-        """Forward passes per data-parallel rank and step. Raises BadInputError if uneven."""
+        """Return the passes per step that accumulate gradients to the global batch.
+
+        Raises BadInputError if the global batch is not divisible.
+        """
         per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass
@@ -446,7 +456,7 @@ class Plan(Record):
         return global_batch // per_pass
 
     def _other_parts(self, share: int) -> str:
-        """Suggest other values to change to make a rank's samples divisible."""
+        """Suggest which value to change so that a rank's samples are divisible."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
@@ -463,14 +473,14 @@ class Plan(Record):
         return " × ".join([*parts, f"data-parallel {self.data_parallel}"])
 
     def identity(self, global_batch: int) -> str:
-        """Return the batch equation with its numbers, as it is always shown."""
+        """Return the batch equation with its numbers: "global batch 16 = micro-batch 8 × …"."""
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
 
 
 class PlanFile(Plan):
-    """The content of plan.json: a plan, and the sequence length and batch for which it was made.
+    """Content of plan.json: a plan, and the sequence length and global batch it was made for.
 
-    The latter are None in files of older versions, which did not save them.
+    Length and batch are None in files of older versions.
     """
 
     seq_len: PositiveInt | None = entry("tokens per sample")
@@ -478,7 +488,7 @@ class PlanFile(Plan):
 
     @classmethod
     def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
-        """Return the content of a plan's file, for a sequence length and global batch."""
+        """Combine a plan with the sequence length and global batch that it was made for."""
         return cls(**plan.model_dump(), seq_len=seq_len, global_batch=global_batch)
 
     @property

@@ -1,6 +1,6 @@
-"""Precisions: the dtypes in which each computes, stores and sends, in one table.
+"""Table of precisions: the dtypes of computation, storage and communication.
 
-The planner, layouts and exports derive what they know about a precision from here.
+The planner, layouts and exports take precision-specific facts from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ Precision = Literal[
     "fp64", "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure",
     "fp8",
 ]  # fmt: skip
-# Precisions to train in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
+# Precisions for training, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
 AskedPrecision = Literal[
     "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
     "O0", "O1", "O2", "O3",
@@ -48,10 +48,10 @@ class PrecisionTraits:
     `matmuls`: the dtype of matmuls on a device that supports it; under fp8, everything
     except matmuls of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
     computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
-    are stored. `masters`: the optimizer also keeps fp32 weights, updates them, and rounds them to
-    the model's weights. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
-    SHARD_DTYPES. `where_offloaded`: if the user chooses no precision and plans use this one, the
-    precision of plans that offload weights or states, since master weights cannot be offloaded.
+    are stored. `masters`: the optimizer updates fp32 master weights and rounds them to the model's
+    weights. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see SHARD_DTYPES.
+    `where_offloaded`: where this is the default, the default of plans that offload weights or
+    states, because master weights cannot be offloaded.
     """
 
     matmuls: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -64,26 +64,25 @@ class PrecisionTraits:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes per number of the weights."""
+        """Bytes per element of the weights."""
         return {"fp64": 8, "fp32": 4}.get(self.weights, 2)
 
     @property
     def shard_bytes(self) -> tuple[int, int]:
-        """Bytes per number of parameters and of gradients, as ranks that shard them send them.
+        """Bytes per element sent to gather sharded parameters, and to reduce their gradients.
 
-        Parameters are gathered, gradients reduced. Time, memory and network estimates all use this
-        definition.
+        Estimates of time, memory and network traffic all use this definition.
         """
         return (self.weight_bytes,) * 2 if self.shards is None else (2, 4)
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes per number of the matmul operands that the forward pass keeps."""
+        """Bytes per element of the matmul operands that the forward pass saves."""
         return self.weight_bytes if self.low is None else 2
 
 
 PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
-    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has only fp32 matmuls
+    "fp64": PrecisionTraits("fp32", weights="fp64"),  # the catalog has no rates of fp64
     "fp32": PrecisionTraits("fp32"),
     "tf32": PrecisionTraits("tf32"),  # the operands are fp32; tensor cores round them
     "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
@@ -112,7 +111,7 @@ WEIGHTS: Mapping[Precision, LowDtype] = {
     if traits.low is not None and traits.weight_bytes == 2
 }
 MASTERS = precisions_that(lambda traits: traits.masters)
-# Precisions with 16-bit weights only, where rounding to nearest would lose small updates.
+# Precisions with only 16-bit weights, where rounding to nearest would lose small updates.
 PURE = tuple(name for name in WEIGHTS if name not in MASTERS)
 # Precisions with more than 16 bits throughout.
 WIDE = precisions_that(lambda traits: traits.low is None)

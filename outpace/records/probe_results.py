@@ -14,20 +14,20 @@ SectionName = Literal[
 
 
 class ProgressDisplay(Protocol):
-    """Display of the progress of a section."""
+    """Display of the progress of a probe's sections."""
 
     def __call__(self, section: str, share: float) -> None:
-        """Show progress: a `share` from 0 to 1 of the section's expected time has passed."""
+        """Show how much of a section's expected time has passed: `share` is from 0 to 1."""
 
     def show_stopping(self) -> None:
         """Show that the probe is about to stop, which takes a moment."""
 
 
 class LinkFit(Record):
-    """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.
+    """Fit of a collective's time on an axis of ranks: latency + traffic / bandwidth, over sizes.
 
-    Traffic is counted as by nccl-tests for busbw, so the result is the link's bandwidth, regardless
-    of the collective and the number of ranks.
+    Traffic is counted as for busbw in nccl-tests, so the bandwidth is that of the link, whatever
+    the collective and the number of ranks.
     """
 
     collective: str = Field(description="all-reduce, all-gather, reduce-scatter, …")
@@ -37,15 +37,14 @@ class LinkFit(Record):
     ranks: PositiveInt = Field(description="ranks in each group of the axis")
     latency: Figure
     bandwidth: Figure
-    residual: float = Field(description="median distance of the points from the fit, as a share")
+    residual: float = Field(description="median relative distance of the points from the fit")
 
 
 def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
     """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
-    It is the fit for the axis "across", where each local rank has a group and all groups
-    communicate at the same time. With one rank per host, there is no such axis, and all ranks
-    together use the network.
+    On the axis "across", each local rank has a group, and all groups communicate at the same time.
+    With one rank per host, there is no such axis, and the fit of "all" describes the network.
     """
     if hosts < 2:
         return None
@@ -55,27 +54,26 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 
 
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
-    """Return a host's network bandwidth, from `network_fit` and the number of groups per host.
+    """Return a host's network bandwidth from a fit and the groups that communicate at once.
 
-    All groups send at the same time, so the network carries the sum of their rates. Returns None if
-    no fit is steady.
+    The network carries the sum of the groups' rates. Returns None if the fit was not steady.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 
 
 class Advice(Record):
-    """A change that would be faster, with its gain and the gain's uncertainty."""
+    """A change that speeds up training, with the gain and its uncertainty."""
 
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
     gain: float | None = entry("0.03: 3 % faster; None: unknown")
-    low: float | None = entry("lower end of the gain's interval, from the intervals of its figures")
+    low: float | None = entry("lower end of the gain's interval")
     high: float | None = None
-    of: tuple[Key, ...] = entry("the figures on which it is based", ())
+    of: tuple[Key, ...] = entry("the figures that the advice is based on", ())
 
 
 class Steadiness(Record):
-    """Other load on the machine during the measurement. None stands for unknown."""
+    """Other load on the machine during the measurement. None: unknown."""
 
     other_cores: float | None = entry("cores used by others, on average")
     stolen: float | None = entry("share of time the hypervisor took")
@@ -84,7 +82,7 @@ class Steadiness(Record):
 
 
 class ProbeRecord(Record):
-    """A probe: what was measured, when, with which versions, and all results."""
+    """A probe: the time, the versions, what was measured, and all results."""
 
     date: str
     versions: dict[str, str]
@@ -108,36 +106,36 @@ class ProbeRecord(Record):
             yield fit.bandwidth
 
     def find(self, kind: str, what: str, **of: str | int) -> Figure | None:
-        """Return the first figure of this kind with all of these values."""
+        """Return the first figure of this kind and quantity with all of the values in `of`."""
         for figure in self.figures:
             if (figure.key.kind, figure.key.what) == (kind, what) and figure.key.has(**of):
                 return figure
         return None
 
     def best_rate(self, dtype: str) -> Figure | None:
-        """The best matmul's FLOP/s on one device (MAMF)."""
+        """Return the highest FLOP/s of a matmul on one device (MAMF)."""
         return self.find("matmul", "best", dtype=dtype)
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Ranks per host; None if hosts had different numbers of ranks."""
+        """Return the ranks per host; None if hosts had different numbers of ranks."""
         return None if self.world_size % self.hosts else self.world_size // self.hosts
 
     def node_network_bytes_per_s(self) -> float | None:
-        """Bandwidth of all network cards of a host together, in one direction.
+        """Return the unidirectional bandwidth of all network cards of a host together.
 
-        It is None if it was not measured or not steady, or if hosts had different numbers of ranks.
+        None if it was not measured or not steady, or if hosts had different numbers of ranks.
         """
         fit, ranks = network_fit(self.fits, self.hosts), self.ranks_per_host
         return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)
 
     def inside_bytes_per_s(self) -> float | None:
-        """Bandwidth of a rank's link to other ranks of its host; None if it is unknown."""
+        """Return the bandwidth of a rank's link to other ranks of its host; None if unknown."""
         fit = self.fit("all-reduce", "node")
         if fit is None and self.hosts == 1:
             fit = self.fit("all-reduce", "all")
         return None if fit is None else fit.bandwidth.value
 
     def fit(self, collective: str, axis: str) -> LinkFit | None:
-        """Return the model fitted to a collective on an axis."""
+        """Return the fit of a collective on an axis; None if there is none."""
         return next((f for f in self.fits if (f.collective, f.axis) == (collective, axis)), None)

@@ -6,7 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 
-RANK_NAME = "outpace rank "  # what `top` calls the process of a rank, before its number
+RANK_NAME = "outpace rank "  # prefix of a rank's process name, which `top` shows
 
 
 class Ranks(Record):

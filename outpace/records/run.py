@@ -23,22 +23,20 @@ def resume_command(run: Path) -> str:
 
 
 def explain_removed_checkpoint(path: Path) -> str:
-    """Return a note if the path is a checkpoint that was removed, else ""."""
+    """Return a note for the user if a path is that of a removed checkpoint, else ""."""
     if path.exists() or path.parent.name != "checkpoints" or not path.parent.is_dir():
         return ""
     kept = [one.name for one in path.parent.glob("step-*") if one.name[5:].isdecimal()]
     listed = ", ".join(sorted(kept, key=lambda name: int(name[5:]))) or "none"
     return (
-        f" Older checkpoints are removed when newer ones are saved; {listed} of this run "
+        f" Older checkpoints are removed when newer ones are saved; of this run, {listed} "
         f"{'is' if len(kept) < 2 else 'are'} left. --keep N of outpace train keeps the N "
         "newest."
     )
 
 
 def suggest_runs(path: Path) -> str:
-    """Return a note that lists the runs in a folder, or beside it with similar names first; "" if
-    there are none.
-    """
+    """Return a note with the runs in a folder, else with those next to it; "" if there are none."""
     for folder in (path, path.parent):
         found = sorted(one.parent.name for one in folder.glob(f"*/{RUN_FILE}"))
         if found:
@@ -55,7 +53,7 @@ def require_run(folder: Path) -> None:
     else:
         fault = (
             f"{format_path(folder)} holds no run (no {RUN_FILE}). Give the folder of a run, which "
-            "outpace train prints at the end (outpace runs lists the runs of a folder)."
+            "outpace train prints at the end (outpace runs lists the runs in a folder)."
         )
     raise BadInputError(f"{fault}{suggest_runs(folder)}{explain_removed_checkpoint(folder)}")
 
@@ -79,7 +77,7 @@ class RunRecord(Record):
     tokenizer: str | None = None
     train_data: str
     eval_data: str | None
-    reading: int = entry("version of how outpace makes samples of files; 0: not recorded", 0)
+    reading: int = entry("version of the code that turns files into samples; 0: not recorded", 0)
     base_weights: str | None = None
     versions: dict[str, str]
     commit: str | None
@@ -97,18 +95,19 @@ class RunRecord(Record):
 
     @property
     def start_step(self) -> int:
-        """The step after which a resume last changed the plan, machine or versions; 0 if none did.
+        """Return the step of the last resume with another plan, machine or versions; 0 if none.
 
-        Only the steps after it used this plan on this machine. Records from before this was
-        recorded are assumed to have changed.
+        Only later steps used this plan on this machine. Resumes in older records, which lack this
+        fact, count as changes.
         """
         moved = [int(one.get("step", 0)) for one in self.resumes if one.get("changed", True)]
         return moved[-1] if moved else 0
 
     def last_untimed_step(self, result: Measurement | None) -> int:
-        """Return the step after which steps count towards a run's times and rates; 0 if all do. In
-        a finished run, steps after its last resume count, as in its `result`, unless all of them
-        are warm-up; otherwise, steps after `start_step` count.
+        """Return the last step that does not count towards the run's times and rates; 0 if all do.
+
+        In a finished run, only steps since its last resume count, as in its `result`. If these are
+        all warm-up, or the run is unfinished, steps after `start_step` count.
         """
         if result is None or result.steps - result.start_step <= WARMUP_STEPS:
             return self.start_step
@@ -120,14 +119,14 @@ class RunRecord(Record):
         return any(0 < step - begin <= WARMUP_STEPS for begin in begins)
 
     def changes_since(self, earlier: "RunRecord") -> tuple[str, ...]:
-        """Return the facts that affect the speed of steps and differ from an earlier record."""
+        """Return the names of facts that affect step time and differ from an earlier record."""
         names = ("plan", "outpace", "versions", "device", "threads", "environment")
         differ = [name for name in names if getattr(self, name) != getattr(earlier, name)]
         return *differ, *earlier.machine.differences(self.machine)
 
 
 class Failure(Record):
-    """Reason why a run ended before its last step; failure.json, until it is resumed."""
+    """Reason why a run ended before its last step (failure.json, which a resume removes)."""
 
     has_checksum: ClassVar[bool] = True
 

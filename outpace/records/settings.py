@@ -47,17 +47,17 @@ def _size(value: object) -> object:
 # A number of bytes, which may be written "8GiB".
 Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
-# Largest numbers: above those of any training, and within the limits of libraries and clocks.
+# Upper limits, above the values of any training and within those of libraries and clocks.
 _MOST_TIMEOUT_S = 1e7
 _MOST_STEPS = 10**12
 _MOST_TOKENS = 10**18
-_MOST_SAMPLES = 10**9  # in a batch; also of tokens in a sample
+_MOST_SAMPLES = 10**9  # per batch; also tokens per sample
 _MOST_RANKS = 2**24
 _MOST_PROCESSES = 2**16  # or threads on one host
 _MOST_WIDTH = 2**24  # such as that of a model
 MOST_SEED = 2**63 - 1  # of torch's generators
-# By setting: the smallest positive value, and the largest; 0 has another meaning or is refused. A
-# learning rate below the smallest changes no weight.
+# Smallest positive and largest value of each setting; 0 has a meaning of its own or is refused. A
+# smaller learning rate would change no weight.
 _RANGES: dict[str, tuple[float, float]] = {
     "data_weights": (1e-18, 1e18),
     "workers": (1, _MOST_PROCESSES),
@@ -91,7 +91,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 Task = Literal["pretrain", "chat", "classify"]
-DEFAULT_SEQ_LEN = 256  # if the model has as many positions
+DEFAULT_SEQ_LEN = 256  # or the model's positions, if fewer
 
 
 def _field(group: str, help_text: str, default: Any = None, **bounds: Any) -> Any:
@@ -99,7 +99,7 @@ def _field(group: str, help_text: str, default: Any = None, **bounds: Any) -> An
     return Field(default=default, description=help_text, json_schema_extra=extra, **bounds)
 
 
-# A field of each group of options.
+# Functions that declare a field in each group of options.
 _model, _data, _batch, _length, _optimization, _adapters, _computation, _run = (
     partial(_field, group)
     for group in ("model", "data", "batch", "length", "optimization", "adapters", "computation",
@@ -138,77 +138,83 @@ class TrainSettings(Record):
         ("stdlib",),
     )
     data_weights: tuple[PositiveFloat, ...] | None = _data(
-        "share of each --data in a mixture, comma-separated (default: by size)"
+        "weight of each --data in a mixture, comma-separated (default: by size)"
     )
     eval_data: tuple[str, ...] | None = _data(
-        "validation data, in the form of --data (default: held-out documents)"
+        "validation data, in any form that --data accepts (default: held-out documents)"
     )
     eval_fraction: float = _data(
-        "share of documents to hold out for validation, chosen by content hash", 0.05, gt=0, lt=1
+        "fraction of documents to hold out for validation, chosen by content hash",
+        0.05,
+        gt=0,
+        lt=1,
     )
     task: Task = _data(
-        "what to learn: text, the assistant's messages in conversations, or labels of texts",
+        "what to train on: text (pretrain), the assistant's messages in conversations (chat), or "
+        "labels of texts (classify)",
         "pretrain",
     )
     text_fields: tuple[str, ...] | None = _data(
-        "columns with the one or two texts to classify (default: found by name)"
+        "one or two columns with the texts to classify (default: detected by name)"
     )
-    label_field: str | None = _data("column with their label (default: found by name)")
+    label_field: str | None = _data("column with the label (default: detected by name)")
     text_field: str = _data("key of the text in .jsonl, .parquet and datasets", "text")
     tokenizer: str | None = _data(
         "Hugging Face tokenizer directory, tokenizer.json, a folder with encoder.json and "
-        "vocab.bpe, or vocab.txt (default: the model's own, else a BPE trained on the data)"
+        "vocab.bpe, or vocab.txt (default: the model's, else a BPE trained on the data)"
     )
     document_attention: bool = _data(
-        "restrict attention to the document of each token when documents are packed together", False
+        "mask attention between documents that are packed into one sample", False
     )
     cache_dir: Path | None = _data("token cache (default: ~/.cache/outpace)")
     workers: NonNegativeInt = _data("background processes for loading data", 0)
-    pin_memory: bool | None = _data("use page-locked host memory (default: on CUDA)")
+    pin_memory: bool | None = _data("use pinned host memory (default: on CUDA)")
 
     seq_len: PositiveInt | None = _batch(
         "tokens per sample (default: 256, or the model's positions if fewer)"
     )
     padding: Literal["dynamic", "fixed"] | None = _batch(
-        "pad a task's samples to the longest of the micro-batch (dynamic), or to --seq-len; "
-        "both rounded up to 8 (default: dynamic if the strategy allows different shapes)"
+        "pad samples of chat and classify to the longest of the micro-batch (dynamic) or to "
+        "--seq-len (fixed), rounded up to a multiple of 8 (default: dynamic if the strategy allows "
+        "batches of different shapes)"
     )
     global_batch: PositiveInt = _batch("samples per optimizer step, over all ranks", 16)
     micro_batch: PositiveInt | Literal["auto"] | None = _batch(
-        "samples per rank and forward pass, or auto: as many as fit (default: the rank's "
-        "share, without accumulation)"
+        "samples per rank and forward pass, or auto: as many as fit (default: all samples of the "
+        "rank, without accumulation)"
     )
     steps: PositiveInt | None = _length(
-        "optimizer steps (default: 70, or 3 epochs of a task's data)"
+        "optimizer steps (default: 70; 3 epochs for chat and classify)"
     )
     tokens: PositiveInt | None = _length("train on this many tokens, instead of --steps")
     epochs: PositiveFloat | None = _length("pass over the data this many times, instead of --steps")
 
     lr: PositiveFloat | None = _optimization(
-        "peak learning rate (default: 1e-3, or 5e-5 from stored weights, 2e-4 with LoRA)"
+        "peak learning rate (default with AdamW: 1e-3; 5e-5 from pretrained weights; 2e-4 with "
+        "LoRA)"
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = _optimization(
         "learning rate schedule after warm-up", "cosine"
     )
     warmup: NonNegativeInt | None = _optimization(
-        "steps of linear warm-up (default: a twentieth of the steps)"
+        "steps of linear warm-up (default: 5 % of the steps)"
     )
     min_lr_ratio: float = _optimization(
-        "final learning rate as a share of the peak", 0.1, ge=0, le=1
+        "final learning rate as a fraction of the peak", 0.1, ge=0, le=1
     )
     optimizer: OptimizerName | None = _optimization(
         "AdamW in three implementations, or with moments in 16, 8 or 4 bits; Adafactor; Muon "
         "for hidden matrices with AdamW for the rest; SGD with momentum (default: "
-        "adamw-fused, or adamw-bf16 for weights in 16 bits)"
+        "adamw-fused; adamw-bf16 for bf16-pure and fp16-pure)"
     )
     optimizer_in_backward: bool = _optimization(
-        "step each parameter during the backward and free its gradient; needs --clip 0 "
+        "update each parameter during the backward and free its gradient; requires --clip 0 "
         "(single, zero2, zero3, hsdp)",
         False,
     )
     weight_decay: NonNegativeFloat = _optimization(
-        "weight decay, decoupled except for sgd; not applied to biases, norms and "
-        "embeddings of one dimension",
+        "weight decay, decoupled except for sgd; not applied to one-dimensional parameters, "
+        "such as biases and norms",
         0.1,
     )
     beta1: float = _optimization("decay of AdamW's first moment; momentum of SGD", 0.9, ge=0, lt=1)
@@ -219,48 +225,50 @@ class TrainSettings(Record):
         "freeze the weights and train adapters of this rank (LoRA)"
     )
     lora_alpha: PositiveFloat | None = _adapters(
-        "scale adapters by this over their rank (default: the rank)"
+        "LoRA's alpha: adapters are scaled by alpha / rank (default: the rank)"
     )
     lora_targets: tuple[LoraTarget, ...] = _adapters(
-        "which of each block's matrices get an adapter", ("all",)
+        "matrices of each block that get an adapter", ("all",)
     )
-    lora_dropout: float = _adapters("dropout probability before adapters", 0.0, ge=0, lt=1)
+    lora_dropout: float = _adapters("dropout probability of adapters' inputs", 0.0, ge=0, lt=1)
     base: Base = _adapters(
-        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)", "fp32"
+        "format of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)", "fp32"
     )
 
     precision: AskedPrecision | None = _computation(
-        "precision of matmuls (default: bf16 if the device has it, on a GPU "
-        "bf16-master, else fp32); tf32: fp32 rounded for tensor cores; bf16-pure and "
-        "fp16-pure: weights as well; bf16-master and fp16-master: also fp32 copies of the "
-        "weights in the optimizer; fp8: in blocks, on hardware that has it; O0 to O3: Apex's "
+        "precision of training (default: bf16-master on a GPU, bf16 on a CPU that is faster with "
+        "it, else fp32); tf32: fp32 rounded for tensor cores; bf16 and fp16: autocast of fp32 "
+        "weights; *-pure: 16-bit weights; *-master: 16-bit weights, and fp32 master weights in "
+        "the optimizer; fp8: matmuls of blocks, on hardware that supports it; O0 to O3: Apex's "
         "levels"
     )
     autocast_cache: bool | None = _computation(
-        "keep each weight's cast until the end of the forward pass (default: for custom "
-        "models, which may use a weight twice)"
+        "cache the casts of weights during the forward pass (default: for custom models, which "
+        "may use a weight twice)"
     )
     checkpointing: Checkpointing = _computation(
-        "activations to recompute: full keeps only a block's input, attention also the output "
-        "of its attention, selective also the outputs of matmuls",
+        "recompute activations in the backward: full keeps only each block's input, attention "
+        "also the output of its attention, selective also the outputs of its matmuls",
         "none",
     )
-    checkpoint_every: PositiveInt = _computation("checkpoint every K-th block, from the first", 1)
+    checkpoint_every: PositiveInt = _computation(
+        "checkpoint every K-th block, starting with the first", 1
+    )
     checkpoint_layers: tuple[Checkpointing, ...] = _computation(
-        "checkpointing of each block, comma-separated, instead of --checkpointing", ()
+        "checkpointing mode of each block, comma-separated, instead of --checkpointing", ()
     )
     memory_budget: Size | None = _computation(
-        "recompute as little as possible while each rank's memory stays within this, such as 8GiB"
+        "recompute only as much as each rank needs to stay within this memory, such as 8GiB"
     )
     memory_limit: Size | None = _computation(
-        "end the run when a rank needs more memory than this, such as 8GiB, and say what "
-        "would fit (default on a CPU: the control group's limit)"
+        "end the run if a rank needs more memory than this, such as 8GiB, and say what would fit "
+        "(default on a CPU: the control group's limit)"
     )
     offload: Literal["none", "cpu", "disk"] | None = _computation(
-        "same as --offload-parameters and --offload-optimizer"
+        "set both --offload-parameters and --offload-optimizer"
     )
     offload_activations: Offload = _computation(
-        "keep the tensors that blocks save for the backward in host memory (CUDA) or on disk",
+        "keep activations that blocks save for the backward in host memory (CUDA) or on disk",
         "none",
     )
     offload_parameters: Offload | None = _computation(
@@ -268,60 +276,63 @@ class TrainSettings(Record):
         "parameters on disk (default: none)"
     )
     offload_optimizer: Offload | None = _computation(
-        "keep optimizer states in host memory or on disk, and step on the CPU (default: none)"
+        "keep optimizer state in host memory or on disk, and update on the CPU (default: none)"
     )
-    offload_dir: Path | None = _computation(
-        "directory on the disk to offload to (default: the run's)"
-    )
+    offload_dir: Path | None = _computation("directory for offloading to disk (default: the run's)")
     empty_cache: bool = _computation("free cached memory between the phases of a step", False)
     compile: bool | None = _computation(
-        "torch.compile the forward pass (default: on CUDA, if it saves time over the run)"
+        "compile the forward pass with torch.compile (default: on CUDA, if that saves time over "
+        "the run)"
     )
     cuda_graphs: bool | None = _computation(
-        "replay forward and backward passes of one CUDA device as CUDA graphs, which saves the "
-        "host's launches of kernels (default: with compile, if memory suffices)"
+        "replay forward and backward on a single CUDA device as CUDA graphs, which saves the host "
+        "kernel launches (default: with compile, if memory suffices)"
     )
     loss: Literal["auto", "plain", "chunked"] = _computation(
         "compute the cross-entropy over the vocabulary at once or in chunks", "auto"
     )
     plan: str | None = _computation(
-        "auto: the fastest plan that fits this machine (using machine.json here, if there is "
-        "one); or a plan.json"
+        "auto (the fastest plan that fits this machine; uses machine.json in the current "
+        "directory, if there is one), or a plan.json"
     )
     strategy: Strategy | None = _computation(
         "parallel strategy (default: single, or ddp on several processes)"
     )
-    dp_replicate: int | None = _axis("number of groups of ranks with the same parameters")
-    dp_shard: int | None = _axis("number of ranks to shard parameters and their states over")
+    dp_replicate: int | None = _axis("number of model replicas")
+    dp_shard: int | None = _axis("number of ranks to shard parameters and optimizer state over")
     cp: int | None = _axis("number of ranks to split sequences over")
     tp: int | None = _axis("number of ranks to split each layer's matrices over")
     pp: int | None = _axis("number of ranks to split the layers over")
     pp_microbatches: PositiveInt | None = _computation(
-        "micro-batches in flight in a pipeline (default: one per stage)"
+        "micro-batches per pass through the pipeline (default: one per stage)"
     )
     pp_schedule: ProductSchedule | None = _computation(
-        "schedule of a pipeline that is one of several axes (default: 1f1b)"
+        "pipeline schedule of strategy 3d (default: 1f1b)"
     )
     sequence_parallel: bool = _computation(
-        "also split the sequence between the layers that tp splits", True
+        "with tp, also shard activations along the sequence between the layers that tp splits",
+        True,
     )
     servers: PositiveInt | None = _computation(
-        "number of parameter servers of strategy ps, the last ranks (default: 1)"
+        "number of parameter servers of strategy ps; they are the last ranks (default: 1)"
     )
     server_updates: bool = _computation(
-        "let parameter servers step the optimizer, rather than the workers", False
+        "run the optimizer on the parameter servers instead of the workers", False
     )
     worker_devices: PositiveInt = _computation("processes per worker of strategy ps", 1)
     compress_gradients: Compression = _computation(
-        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as low-rank matrices (not ring)", "none"
+        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as low-rank matrices (powersgd; not "
+        "ring)",
+        "none",
     )
-    powersgd_rank: PositiveInt = _computation("rank of powersgd's matrices", 1)
+    powersgd_rank: PositiveInt = _computation("rank of PowerSGD's matrices", 1)
     powersgd_start: int | None = _computation(
-        "steps before powersgd starts (default: a tenth of the steps, or the warm-up)",
+        "steps before PowerSGD starts (default: a tenth of the steps or the warm-up, whichever is "
+        "longer)",
         ge=POWERSGD_LEAST_START,
     )
     bucket_mib: PositiveInt = _computation(
-        "MiB of gradients that ddp, zero1 and ring reduce at once", 25
+        "size in MiB of the gradient buckets of ddp, zero1 and ring", 25
     )
     nproc: PositiveInt | None = _computation("number of processes to start on this host")
     device: Literal["auto", "cpu", "cuda", "mps"] = _computation("device to compute on", "auto")
@@ -333,49 +344,49 @@ class TrainSettings(Record):
         "CPU threads per process (default: OMP_NUM_THREADS, else cores / processes)"
     )
     comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _computation(
-        "seconds after which a collective of a step, or a lost rank, ends the run", 300.0
+        "seconds to wait for a collective, or for a lost rank, before ending the run", 300.0
     )
 
     eval_every: NonNegativeInt = _run("steps between evaluations; 0 = only at the start and end", 0)
     eval_batches: NonNegativeInt | None = _run(
-        "global batches per evaluation, 0 for none (default: 128 samples, or all when classifying)"
+        "global batches per evaluation; 0 = no evaluation (default: 128 samples; all for classify)"
     )
     measure_only: bool = _run("write neither checkpoints nor the model", False)
     expect_step_time_s: PositiveFloat | None = _run(
-        "expected step time; warn if the first 100 steps differ from it by more than 3 %"
+        "expected step time in seconds; warn if the first 100 steps differ by more than 3 %"
     )
     save_every: NonNegativeInt = _run("steps between checkpoints; 0 = only at the end", 0)
-    keep: PositiveInt = _run("number of checkpoints to keep, newest first", 2)
+    keep: PositiveInt = _run("number of newest checkpoints to keep", 2)
     out: Path | None = _run("directory of the run (default: runs/<time>-<model>)")
     resume: bool = _run(
-        "resume from the newest complete checkpoint in --out; --resume DIR gives both", False
+        "resume from the newest complete checkpoint in --out; --resume DIR also sets --out", False
     )
     seed: NonNegativeInt = _run("random seed for weights, data order and dropout", 0)
     check: Literal["on", "model", "off"] = _run(
-        "check a custom model on several processes before step 1: model compares a batch with "
-        "the plain module, and refuses a strategy that computes something else; on also "
-        "compares a few samples of the ranks' data sets",
+        "before step 1, check a custom model on several processes: model compares a batch with "
+        "the plain module and refuses the strategy if results differ; on also compares a few "
+        "samples of the ranks' data sets",
         "on",
     )
     deterministic: bool = _run(
-        "on a GPU, use only kernels that give the same bits each time, so that repeated and "
-        "resumed runs are equal; slower (on a CPU, all kernels do)",
+        "use only deterministic kernels on a GPU, so that repeated and resumed runs are equal bit "
+        "for bit; slower (CPU kernels are always deterministic)",
         False,
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _run(
-        "other loggers to use, comma-separated", ()
+        "additional loggers, comma-separated", ()
     )
     profile: bool = _run("write a Chrome trace of a few steps", False)
     memory: bool = _run(
-        "show what uses memory: traced before the first step, measured at the end", False
+        "show memory by kind: traced before the first step, measured at the end", False
     )
     memory_snapshot: bool = _run("write torch's memory snapshot (CUDA)", False)
-    sample_tokens: NonNegativeInt = _run("tokens of sample text at the end; 0 = none", 80)
+    sample_tokens: NonNegativeInt = _run("tokens to generate as a sample at the end; 0 = none", 80)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans for numbers: `lr = true` would mean a rate of 1."""
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse booleans as numbers: `lr = true` would mean a learning rate of 1."""
         name = info.field_name
         if not isinstance(value, bool) or name is None:
             return value
@@ -412,9 +423,8 @@ class TrainSettings(Record):
             )
         if self.optimizer_in_backward and self.micro_batch == "auto":
             raise ValueError(
-                "micro_batch auto tries smaller micro-batches, of which a step accumulates more, "
-                "but optimizer_in_backward supports only one per step. Give the micro-batch as a "
-                "number"
+                "micro_batch auto may accumulate several smaller micro-batches per step, but "
+                "optimizer_in_backward supports only one. Give the micro-batch as a number"
             )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():
@@ -424,12 +434,14 @@ class TrainSettings(Record):
                 )
         if self.optimizer_in_backward and self.clip > 0:
             raise ValueError(
-                f"clip is {self.clip}, but optimizer_in_backward steps parameters before the norm "
-                "of all gradients is known. Use --clip 0, or leave out --optimizer-in-backward"
+                f"clip is {self.clip}, but optimizer_in_backward updates parameters before the "
+                "norm of all gradients is known. Use --clip 0, or leave out "
+                "--optimizer-in-backward"
             )
         if self.data_weights is not None and len(self.data_weights) != len(self.data):
             raise ValueError(
-                f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"
+                f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources. "
+                "Give one weight per source"
             )
         self._check_task()
         return self
@@ -444,21 +456,22 @@ class TrainSettings(Record):
         if self.task == "pretrain":
             if self.padding is not None:
                 raise ValueError(
-                    f"padding {self.padding}: samples of text all have seq_len tokens and need "
-                    "no padding. Leave out padding"
+                    f"padding {self.padding}: samples of task pretrain all have seq_len tokens and "
+                    "need no padding. Leave out padding"
                 )
             return
         for name in ("tokens", "document_attention", "data_weights"):
             if getattr(self, name):
-                raise ValueError(f"task {self.task} has no {name}. Leave out {name}")
+                raise ValueError(f"task {self.task} does not support {name}. Leave out {name}")
         if self.task == "classify" and self.loss == "chunked":
             raise ValueError(
-                "loss chunked applies to a vocabulary. Leave out loss, or use another task"
+                "loss chunked needs a vocabulary, which task classify does not predict. Leave out "
+                "loss, or use another task"
             )
 
 
-# Settings that do not affect training, only a run's other work and its output: they may differ when
-# the same training is repeated.
+# Settings of a run's other work and its output. They do not affect training, so they may differ
+# when the same training is repeated.
 OF_A_RUN = frozenset(
     name
     for name, field in TrainSettings.model_fields.items()

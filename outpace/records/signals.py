@@ -1,4 +1,4 @@
-"""Signals by which a user, a terminal or a scheduler asks a process to end."""
+"""Signals with which a user, a terminal or a scheduler asks a process to end."""
 
 import signal
 import sys
@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# How schedulers announce that a job's time is nearly up or that it is preempted: SLURM by the
-# signal that --signal names (sbatch(1)), submitit by SIGUSR2, Grid Engine by any of these
-# (queue_conf(5)). Each of them kills a process that does not handle it.
+# Signals with which schedulers announce the end of a job's time or its preemption: SLURM sends the
+# one given with --signal (sbatch(1)), submitit SIGUSR2, Grid Engine any of these (queue_conf(5)).
+# A process that does not handle them is killed.
 ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *ANNOUNCEMENTS)
 
 
 def may_handle(number: signal.Signals) -> bool:
-    """Return whether outpace may handle a signal that asks it to end. It may not if the parent
-    ignores the signal (nohup, a background job), or if the user's code handles it (submitit's
-    requeue).
+    """Return whether outpace may handle a signal that asks it to end.
+
+    It may not if the parent ignored the signal (nohup, a background job), or if the user's code
+    handles it (submitit's requeue).
     """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:
@@ -30,12 +31,11 @@ def may_handle(number: signal.Signals) -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[set[int | signal.Signals]]:
-    """Block all signals around a fork, and run handlers of those in `ENDING` only afterwards.
+    """Block all signals around a fork, and run the handlers of `ENDING` only afterwards.
 
-    Yields the signals that were blocked before, which a fork restores. Python runs handlers between
-    any two instructions of the main thread, including callbacks that modules register for forks,
-    where an exception from a handler is printed and lost. Blocking signals is not enough, since
-    another thread then receives them.
+    Yields the previous signal mask, for the child to restore. Otherwise, Python may run handlers
+    within the callbacks that modules register for forks, where an exception is printed and lost.
+    Blocking signals alone is not enough, because another thread may receive them.
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -47,7 +47,7 @@ def defer_signals() -> Iterator[set[int | signal.Signals]]:
 
 @contextmanager
 def _deferred_handlers() -> Iterator[None]:
-    """Run handlers only after the block. Only the main thread runs handlers at all."""
+    """Defer handlers until the end of the block. Only the main thread runs handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

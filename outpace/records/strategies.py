@@ -1,6 +1,6 @@
-"""Strategies: what each splits, gathers, compresses and supports, in one table.
+"""Table of strategies: what each splits, gathers, compresses and supports.
 
-The planner, layouts and messages derive what they know about a strategy from here.
+The planner, layouts and messages take strategy-specific facts from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ Strategy = Literal[
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Compression = Literal["none", "bf16", "powersgd"]
-# Axes in the order in which ranks are laid out on them, the last closest together.
+# Axes in the order in which ranks are laid out; ranks of the last axis are adjacent.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# Kinds of strategies, in the order in which plans and reasons show the best of each.
+# Families of strategies, in the order in which plans and reasons list the best of each.
 StrategyFamily = Literal[
     "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
     "HSDP", "naive model parallel", "pipeline alone", "tensor parallel alone",
     "context parallel alone", "one device", "product of axes",
 ]  # fmt: skip
-# How forward passes are compiled: the whole model as one region, or each block (records.compiled).
-# "sends": by block, and the compiler leaves sends to Python; "split": torch refuses.
+# How the forward is compiled (records.compiled): the whole model as one region, or block by block.
+# "sends": block by block, with graph breaks at sends; "split": torch refuses.
 Regions = Literal["whole", "blocks", "sends", "split"]
 
 
@@ -32,19 +32,19 @@ Regions = Literal["whole", "blocks", "sends", "split"]
 class StrategyTraits:
     """Traits of a strategy, the same on all of its ranks.
 
-    `module` is the module of outpace.parallel that lays out one of outpace's models,
-    `custom_module` the one for a user's model. `axes`: the axes that it splits; the last one gets
-    the remaining ranks, the others two each. `zero`: what dp_shard shards (1: optimizer state, 2:
-    gradients too, 3: parameters too; 0: nothing). `whole_model`: every rank keeps all parameters.
-    `buckets`: gradients are reduced in buffers as soon as they are computed. `gathers`: parameters
-    are gathered before use, so they may be stored elsewhere, even on a single process.
-    `compresses`: the kinds of compression for its reduced buffers of whole gradients.
-    `steps_in_backward`: a gradient is complete as soon as it is computed, and no buffer shares its
-    memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
-    `communicates_within`: it communicates during forward and backward, and the time is counted as
-    part of them. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: gradients
-    of embeddings may be sparse. `offloads_compiled`: activations may be offloaded from compiled
-    blocks (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
+    `module` is the module of outpace.parallel that lays out outpace's models, and `custom_module`
+    the one for custom models. `axes`: the axes that the strategy splits. `zero`: the ZeRO stage,
+    which is what dp_shard shards (1: optimizer state, 2: also gradients, 3: also parameters; 0:
+    nothing). `whole_model`: every rank keeps all parameters. `buckets`: gradients are reduced in
+    buckets as soon as they are computed. `gathers`: parameters are gathered before use, so they
+    may be stored elsewhere, even with a single process. `compresses`: supported compression of
+    gradient buckets. `steps_in_backward`: a gradient is complete as soon as it is computed, and no
+    buffer shares its memory. `shares_buffers`: every rank has all of the model's buffers, but only
+    some of the samples. `communicates_within`: communication during forward and backward counts
+    towards their time. `one_shape`: all batches must have the same shape.
+    `takes_sparse_gradients`: gradients of embeddings may be sparse. `offloads_compiled`:
+    activations may be offloaded from compiled blocks (tests/parallel/test_offload.py). `compiled`:
+    None if compiling was not tested.
     """
 
     module: str
@@ -77,7 +77,7 @@ def _make_sharded(
 
 
 def _pipelines() -> dict[Strategy, StrategyTraits]:
-    """Return the traits of each schedule; mp is a pipeline with one micro-batch."""
+    """Return the traits of each pipeline schedule. mp is a pipeline with one micro-batch."""
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
@@ -96,7 +96,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
         steps_in_backward=True, takes_sparse_gradients=True, offloads_compiled=True,
         compiled="whole",
     ),
-    # One process, whose threads would all call the first replica's forward.
+    # One process with a thread per replica. Compiled, all would call the first replica's forward.
     "dp": StrategyTraits(
         module="dp", family="DP (one process)", axes=("dp_replicate",), title="DP, one process",
         one_shape=True, compiled="whole",
@@ -114,7 +114,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
         module="ring", family="ring all-reduce", axes=("dp_replicate",), title="ring all-reduce",
         buckets=True, compresses=("bf16",), shares_buffers=True, compiled="blocks",
     ),
-    # Compresses nothing: github.com/horovod/horovod/issues/4047
+    # No compression: github.com/horovod/horovod/issues/4047
     "horovod": StrategyTraits(
         module="horovod", family="ring all-reduce", axes=("dp_replicate",), buckets=True,
         shares_buffers=True,
@@ -151,11 +151,11 @@ def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ..
 
 
 def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None:
-    """Return a sentence if a strategy that splits something runs on a single process, else None."""
+    """Return a sentence if a parallel strategy runs on a single process, else None."""
     if world_size > 1 or strategy is None or not TRAITS[strategy].axes:
         return None
     return f"--strategy {strategy} on one process splits nothing"
 
 
-# As the only axis; under 3d, `fully_shard` shards the parameters.
+# Strategies with ZeRO-2 or ZeRO-3 alone; 3d also shards parameters with `fully_shard`.
 FULLY_SHARDED = strategies_that(lambda traits: traits.zero >= 2)

@@ -6,8 +6,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record, entry
 
-# Terms in the output of `nvidia-smi topo -m`, from the NVML documentation (nvmlGpuTopologyLevel_t)
-# and the tool's legend. SOC is what drivers before 384 called SYS.
+# Terms of `nvidia-smi topo -m`, from the NVML documentation (nvmlGpuTopologyLevel_t) and the tool's
+# legend. Drivers before 384 call SYS SOC.
 LEGEND = {
     "X": "the device itself",
     "NV#": "a bond of # NVLinks",
@@ -18,14 +18,14 @@ LEGEND = {
     "SYS": "between NUMA nodes, through the link between CPUs",
     "SOC": "between CPU sockets, the name for SYS in old drivers",
 }
-# Best first; NVLinks are before all of them.
+# Best first. NVLinks are better than all of these.
 _ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 
 Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]{0,2})$")]
 
 
 def meaning(link: str | None) -> str:
-    """Describe a kind of link in words."""
+    """Describe a link in words."""
     count = nvlinks(link)
     if count:
         return f"a bond of {count} NVLinks" if count > 1 else "one NVLink"
@@ -33,12 +33,12 @@ def meaning(link: str | None) -> str:
 
 
 def nvlinks(link: str | None) -> int:
-    """Return how many NVLinks a term stands for: "NV12" -> 12, "PHB" -> 0."""
+    """Return the number of NVLinks in a link: "NV12" -> 12, "PHB" -> 0."""
     return int(link[2:]) if link is not None and link.startswith("NV") else 0
 
 
 def goodness(link: str | None) -> int:
-    """Rank a link by a number: higher for more NVLinks, then for fewer bridges; 0 for None."""
+    """Return a link's score: higher for more NVLinks, then for fewer bridges; 0 for None."""
     if link is None:
         return 0
     if nvlinks(link):
@@ -47,9 +47,7 @@ def goodness(link: str | None) -> int:
 
 
 def cpu_set(text: str) -> frozenset[int]:
-    """Parse a list of CPUs as the kernel writes it: "0-3,8" -> {0, 1, 2, 3, 8}. Raises
-    ValueError.
-    """
+    """Parse the kernel's format of CPU lists: "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -69,7 +67,7 @@ def cpu_list(cpus: frozenset[int] | set[int]) -> str:
 
 
 class Endpoint(Record):
-    """A GPU or network card of the matrix, with its nearest CPUs and NUMA node."""
+    """A GPU or network card, with its nearest CPUs and NUMA node."""
 
     name: str
     kind: Literal["gpu", "nic"]
@@ -85,8 +83,8 @@ class Topology(Record):
     devices: tuple[Endpoint, ...]
     links: tuple[tuple[Link | None, ...], ...]
     source: str
-    notes: tuple[str, ...] = entry("what was damaged in the source", ())
-    pcie_only: bool = entry("from topo -mp, which leaves NVLinks out, so there may be some", False)
+    notes: tuple[str, ...] = entry("damage to the source", ())
+    pcie_only: bool = entry("whether the source is topo -mp, which leaves out NVLinks", False)
 
     @model_validator(mode="after")
     def _is_a_matrix(self) -> Self:
@@ -100,7 +98,10 @@ class Topology(Record):
         for a in range(count):
             for b in range(count):
                 if (self.links[a][b] == "X") != (a == b):
-                    raise ValueError(f"{names[a]} to {names[b]} is {self.links[a][b]}")
+                    raise ValueError(
+                        f"{names[a]} to {names[b]} is {self.links[a][b]}, but X must mark exactly "
+                        "each device's link to itself"
+                    )
                 if self.links[a][b] != self.links[b][a]:
                     raise ValueError(
                         f"{names[a]} to {names[b]} is {self.links[a][b]}, but {names[b]} to "
@@ -135,35 +136,34 @@ class Topology(Record):
 
 
 class Grouping(Record):
-    """GPUs in groups of one size, chosen to maximise the worst link within a group."""
+    """GPUs in groups of equal size, chosen to maximise the worst link within a group."""
 
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]
     worst_link: str | None
     left_out: tuple[str, ...] = entry("GPUs that are in no group", ())
     link_bytes_per_s: float | None = entry(
-        "of the worst link, one direction; only for NVLinks with a known rate"
+        "unidirectional rate of the worst link; only for NVLinks with a known rate"
     )
 
 
 class MissingNvlinks(Record):
-    """GPUs and pairs with fewer NVLinks than nearly all others on the host, usually a fault.
+    """GPUs and pairs with fewer NVLinks than nearly all others on the host, usually by a fault.
 
-    `gpus` lack links to all others; `pairs` lack links between two GPUs that have links to other
-    GPUs.
+    `gpus` lack links to all other GPUs; `pairs` lack links only between the two GPUs.
     """
 
     usual: str = Field(description="the link of the other pairs")
-    links: tuple[str, ...] = Field(description="the links that these have instead, best first")
+    links: tuple[str, ...] = Field(description="the links of `gpus` and `pairs`, best first")
     gpus: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
 
 
 class SlowPairs(Record):
-    """Pairs of GPUs that are connected by `link` at best.
+    """Pairs of GPUs that are connected only by `link`.
 
-    `times_slower`: communication between such a pair takes at least this many times as long as over
-    the host's best NVLinks (the pair has at most a PCIe slot's rate); None if the difference is
+    `times_slower`: communication between them takes at least this many times as long as over the
+    host's best NVLinks, since their rate is at most that of a PCIe slot; None if the difference is
     small.
     """
 
@@ -203,7 +203,7 @@ class NumaNode(Record):
 
 
 class Cache(Record):
-    """One kind of cache: its size, the number of them, and how many CPUs share one."""
+    """One kind of CPU cache: its size, its count, and how many CPUs share each."""
 
     level: PositiveInt
     kind: Literal["Data", "Instruction", "Unified"]
@@ -213,7 +213,7 @@ class Cache(Record):
 
 
 class CpuTopology(Record):
-    """The processors of a host; CPUs are what the kernel schedules on, two per core with SMT."""
+    """A host's processors. CPUs are logical: two per core with SMT."""
 
     cpus: str = Field(description="online")
     packages: PositiveInt | None = None
@@ -224,11 +224,11 @@ class CpuTopology(Record):
 
     @property
     def cpu_count(self) -> int:
-        """Number of CPUs online."""
+        """Return the number of CPUs online."""
         return len(cpu_set(self.cpus))
 
     def cores_of(self, cpus: frozenset[int]) -> int:
-        """Return the number of cores of these CPUs, or the number of CPUs if that is unknown."""
+        """Return the number of cores with any of these CPUs or, if unknown, the number of CPUs."""
         if not self.siblings:
             return len(cpus)
         return sum(1 for core in self.siblings if cpu_set(core) & cpus)

@@ -1,4 +1,4 @@
-"""Training runs as trainers' logs describe them, and machines corrected by such runs."""
+"""Training runs read from trainers' logs, and machines whose rates such runs correct."""
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -22,13 +22,15 @@ from outpace.records.precisions import Precision
 
 TrainerName = Literal["outpace", "torchtitan", "megatron", "deepspeed", "trainer", "nanotron"]
 
-# allocated: of torch's tensors; reserved: what its allocator holds for them; resident: a process's.
+# allocated: torch's tensors; reserved: held by torch's allocator; resident: the process's memory.
 MemoryKind = Literal["allocated", "reserved", "resident"]
 
 
 class LoggedRun(Record):
-    """A run as described by a trainer's log. Values that it does not state are None. `steps` were
-    averaged, without the warm-up. Memory is the maximum over the ranks in the log.
+    """A run as described by a trainer's log. Values that the log does not state are None.
+
+    Times are averages over `steps` steps, without warm-up. Memory is the maximum over the ranks in
+    the log.
     """
 
     trainer: TrainerName
@@ -37,7 +39,7 @@ class LoggedRun(Record):
     step_time_s: PositiveFloat | None = None
     tokens_per_s_per_device: PositiveFloat | None = None
     clock_step_s: tuple[NonNegativeFloat, PositiveFloat] | None = entry(
-        "shortest and longest step, by the times of the log's lines"
+        "shortest and longest step, from the timestamps of the log's lines"
     )
     samples_per_s: PositiveFloat | None = None
     peak_memory_bytes: NonNegativeInt | None = None
@@ -62,14 +64,14 @@ class LoggedRun(Record):
     checkpointing: Checkpointing | None = None
     offload_parameters: Offload | None = None
     offload_optimizer: Offload | None = None
-    pp_schedules_all: bool = entry("whether a pipeline takes all micro-batches of a step", False)
+    pp_schedules_all: bool = entry("whether one pipeline pass has all micro-batches", False)
     layers: PositiveInt | None = None
     hidden: PositiveInt | None = None
     parameters: PositiveInt | None = None
     trainable_parameters: PositiveInt | None = entry("may be those of one device")
-    adapters: bool = entry("whether only a part of the weights was trained", False)
+    adapters: bool = entry("whether only some of the weights were trained", False)
     plan: Plan | None = entry("set for outpace's runs")
-    notes: tuple[str, ...] = entry("for what the log does not say", ())
+    notes: tuple[str, ...] = entry("about what the log does not say", ())
 
 
 class ObservedRun(Record):
@@ -86,7 +88,7 @@ class ObservedRun(Record):
     memory_kind: MemoryKind = "allocated"
 
     def same_run(self, other: "ObservedRun") -> bool:
-        """Return whether both are from one log: equal name, model, layout, length and batch."""
+        """Return whether both were read from one log: same name, model, plan, length and batch."""
         names = ("trainer", "log", "outline", "seq_len", "global_batch", "plan")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -106,13 +108,14 @@ class CorrectedMachine(Record):
     def _check_base(self) -> Self:
         if (self.node is None) == (self.machine is None):
             raise ValueError(
-                "a corrected machine is either from the catalog (node) or a probed one"
+                "a corrected machine is either from the catalog or probed. Give one of node and "
+                "machine"
             )
         return self
 
 
 def is_corrected(path: Path) -> bool:
-    """Return whether a file is a corrected machine, rather than one that `outpace probe` wrote."""
+    """Return whether a file has a CorrectedMachine, rather than the Machine of a probe."""
     if path.suffix != ".json" or not path.is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""A tuning: the planner's proposals that were tried, their step times, and the fastest."""
+"""Tuning: the plans that were tried, their step times, and the fastest."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -20,46 +20,47 @@ TUNING_FILE = "tuning.json"
 
 
 class PlanTrial(Record):
-    """A plan that was tried for a few steps, in separate processes."""
+    """A trial: a few steps of one plan in separate processes."""
 
     summary_fields: ClassVar[tuple[str, ...]] = (
         "number", "title", "step_time_s", "tokens_per_s", "predicted_s", "peak_memory_bytes", "why",
     )  # fmt: skip
 
     number: PositiveInt
-    why: str = Field(description="when it was tried")
+    why: str = Field(description="why the plan was tried")
     title: str
     plan: Plan
-    first_predicted_s: PositiveFloat = Field(description="predicted step time, before any trial")
-    predicted_s: PositiveFloat = Field(description="predicted step time, when it was chosen")
-    step_time_s: PositiveFloat | None = entry("measured median; None: it failed")
-    undisturbed_s: PositiveFloat | None = entry("first quartile of its step times; None: unknown")
-    raced: bool = entry("whether it is a trial of the final round, in turn with the others", False)
+    first_predicted_s: PositiveFloat = Field(description="step time predicted before any trial")
+    predicted_s: PositiveFloat = Field(description="step time predicted when the plan was chosen")
+    step_time_s: PositiveFloat | None = entry("measured median; None: the trial failed")
+    undisturbed_s: PositiveFloat | None = entry("first quartile of step times; None: unknown")
+    raced: bool = entry("whether the trial is in the final round, where plans run in turn", False)
     tokens_per_s: PositiveFloat | None = entry(
-        "median over all processes; None: it failed, or has no tokens"
+        "median over all processes; None: failed, or no tokens"
     )
     samples_per_s: PositiveFloat | None = entry(
-        "median over all processes; None: it failed, or is older"
+        "median over all processes; None: failed, or an older file"
     )
-    peak_memory_bytes: NonNegativeInt | None = entry("bytes of tensors, of the fullest process")
+    peak_memory_bytes: NonNegativeInt | None = entry("bytes of tensors, maximum over processes")
     other_cores: PositiveFloat | None = entry(
-        "cores that other processes kept busy meanwhile; None: few, or unknown"
+        "cores that other processes kept busy during the trial; None: few, or unknown"
     )
     failure: str | None = None
-    exit_code: int | None = entry(
-        "exit code of a failed trial; None: it was stopped, or did not fail"
-    )
-    took_s: NonNegativeFloat = Field(description="including start and end")
-    run: str = Field(description="its directory, within the tuning's")
+    exit_code: int | None = entry("exit code of a failed trial; None: stopped, or not failed")
+    took_s: NonNegativeFloat = Field(description="duration, including startup and shutdown")
+    run: str = Field(description="the trial's directory, relative to the tuning's")
 
     @property
     def compared_s(self) -> float | None:
-        """Return the step time by which to compare plans. Other load can only lengthen steps."""
+        """Return the step time by which plans are compared.
+
+        The first quartile is preferred to the median, since other load only lengthens steps.
+        """
         return self.undisturbed_s or self.step_time_s
 
 
 def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
-    """Return the field with the speed of trials: in samples if the data has no tokens."""
+    """Return the field with the throughput of trials: samples_per_s if the data has no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
     tokens = any(one.tokens_per_s for one in done) or not by_samples
@@ -67,7 +68,7 @@ def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_
 
 
 class Tuning(Record):
-    """All trials; tuning.json, next to the plan.json of the fastest."""
+    """All trials of a tuning (tuning.json, next to the fastest plan's plan.json)."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -80,13 +81,13 @@ class Tuning(Record):
     step_time_s: PositiveFloat | None = Field(
         description="of the fastest plan: the median of its last trial"
     )
-    gain: float | None = Field(description="0.2: the fastest takes 20 % less than the default")
-    stopped: str = Field(description="why no further trial was made")
+    gain: float | None = Field(description="0.2: the fastest takes 20 % less time than the default")
+    stopped: str = Field(description="why no further trial was run")
     considered: NonNegativeInt = Field(description="number of plans considered")
     took_s: NonNegativeFloat
     machine: Machine
     started: str
-    command: tuple[str, ...] = Field(description="command that repeats it")
+    command: tuple[str, ...] = Field(description="command that repeats the tuning")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -105,7 +106,7 @@ class Tuning(Record):
         return self.trials[number - 1]
 
     def same_before(self, trial: PlanTrial) -> int | None:
-        """Return the number of the first trial of the same plan; None if it is this one."""
+        """Return the number of an earlier trial of the same plan, the first; None if none."""
         first = next(one.number for one in self.trials if one.plan == trial.plan)
         return first if first < trial.number else None
 
@@ -116,5 +117,5 @@ class Tuning(Record):
 
     @property
     def fastest(self) -> PlanTrial | None:
-        """Return the trial whose plan is the result; None if all failed."""
+        """Return the trial of the fastest plan; None if all trials failed."""
         return None if self.best is None else self.trial(self.best)

@@ -1,4 +1,4 @@
-"""Numbers for readers: memory in GiB, rates and counts in decimal units (GB/s, TFLOP/s)."""
+"""Formatting of numbers: memory in binary units (GiB), rates and counts in decimal ones (GB/s)."""
 
 import re
 
@@ -17,7 +17,7 @@ def show_bytes(count: float | None) -> str:
 
 
 def show_size(count: int) -> str:
-    """Format a size as 65536 -> '64 KiB' if it is round, otherwise like `show_bytes`."""
+    """Format a size like `show_bytes`, without zero decimals: 65536 -> '64 KiB'."""
     return show_bytes(count).replace(".00 ", " ")
 
 
@@ -32,7 +32,7 @@ def show_count(count: float | None, unit: str = "") -> str:
 
 
 def show_share(share: float | None) -> str:
-    """Format a share in percent: 0.417 -> '41.7 %'. None -> 'n/a'."""
+    """Format a fraction in percent: 0.417 -> '41.7 %'. None -> 'n/a'."""
     return "n/a" if share is None else f"{100 * share:.1f} %"
 
 
@@ -58,7 +58,7 @@ _UNITS |= {f"{p}b": 10 ** (3 * n) for n, p in enumerate("kmgt", 1)}
 
 
 def read_bytes(text: str) -> int:
-    """Parse bytes: '8GiB', '900 MiB', '8 GB', '2e9'. Raises ValueError with a sentence."""
+    """Parse bytes: '8GiB', '900 MiB', '8 GB', '2e9'. Raises ValueError with a user message."""
     found = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(found[2].lower()) if found else None
     try:
@@ -73,7 +73,7 @@ def read_bytes(text: str) -> int:
 
 
 def write_bytes(count: int) -> str:
-    """Format a size for `read_bytes`, without rounding: 8589934592 -> '8GiB'."""
+    """Format a size exactly, for `read_bytes`: 8589934592 -> '8GiB'."""
     for factor, name in _BINARY:
         if count % factor == 0:
             return f"{count // factor}{name}"

@@ -1,4 +1,4 @@
-"""Utilisation of a host and its devices during training: averages, and series over time."""
+"""Utilisation of a host and its devices during training: averages and time series."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,7 +17,7 @@ from pydantic import (
 from outpace.records.base import Record, entry, write_atomic
 
 Values = tuple[int | float | None, ...]
-_DISTURBING = 0.25  # minimum share of a host's cores that others must use to be reported
+_DISTURBING = 0.25  # share of a host's cores above which use by other processes is reported
 
 
 def _time(text: str) -> str:
@@ -39,34 +39,34 @@ _OF_RUN = "used by the run's processes; None if they cannot be distinguished fro
 
 
 class DeviceLoad(Record):
-    """One accelerator over a period of time. Fields without `run_` include all processes."""
+    """Load of an accelerator over a period. Fields not named `run_…` include all processes."""
 
     index: NonNegativeInt = Field(description="the driver's index, over all devices of the host")
     name: str
     memory_total_bytes: int | None = None
     utilisation: float | None = entry(_UTILISATION)
     run_utilisation: float | None = entry(_OF_RUN)
-    memory_bytes: int | None = entry("highest seen")
+    memory_bytes: int | None = entry("maximum over the period")
     run_memory_bytes: int | None = entry(_OF_RUN)
     power_w: float | None = None
-    clock_hz: float | None = entry("share of its multiprocessors")
+    clock_hz: float | None = entry("clock of the multiprocessors")
     pcie_rx_bytes_per_s: float | None = entry("into the device")
     pcie_tx_bytes_per_s: float | None = None
-    nvlink_rx_bytes_per_s: float | None = entry("all its links")
+    nvlink_rx_bytes_per_s: float | None = entry("into the device, over all links")
     nvlink_tx_bytes_per_s: float | None = None
 
 
 class HostLoad(Record):
-    """Processor and memory over a period of time. Fields without `run_` include all processes."""
+    """Load of CPU and host memory over a period. Fields not named `run_…` include all processes."""
 
     cores: Values = entry("share of time in which each core was busy", ())
     run_cores: float | None = entry(
         "cores that the run's processes kept busy: 1.5 is one and a half"
     )
     memory_total_bytes: int | None = None
-    memory_bytes: int | None = entry("highest seen")
+    memory_bytes: int | None = entry("maximum over the period")
     run_memory_bytes: int | None = entry(
-        "resident memory that is neither shared nor backed by files; maximum"
+        "maximum resident memory that is neither shared nor backed by files"
     )
     power_w: float | None = entry("power of the processors, by RAPL")
     clock_hz: float | None = entry("mean over the cores")
@@ -92,16 +92,16 @@ class HostLoad(Record):
 
 
 class Load(Record):
-    """Load of a host and its devices over `duration_s`; also the average over a series."""
+    """Average load of a host and its devices over `duration_s`."""
 
-    node: NonNegativeInt = entry("which host of the job", 0)
+    node: NonNegativeInt = entry("index of the host in the job", 0)
     duration_s: PositiveFloat
     devices: tuple[DeviceLoad, ...] = ()
     host: HostLoad
 
 
 def disturbance(loads: Sequence[Load]) -> list[str]:
-    """Say, for each host, how many cores other programs kept busy, if enough to slow a run."""
+    """Describe how many cores of each host other programs kept busy, if enough to slow a run."""
     return [
         f"other programs kept {used:.1f} of the {len(load.host.cores)} cores"
         f"{f' of host {load.node}' if len(loads) > 1 else ''} busy meanwhile"
@@ -111,9 +111,9 @@ def disturbance(loads: Sequence[Load]) -> list[str]:
 
 
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
-    """Return the mean over the devices that a run used; None if unknown.
+    """Return the mean utilisation of the devices that a run used; None if unknown.
 
-    If it is unknown which devices the run used, all are counted, provided that there are no more
+    If the run's devices cannot be told apart, all devices count, but only if there are no more
     devices than processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
@@ -125,10 +125,10 @@ def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
 
 
 def average(loads: Sequence[Load]) -> Load:
-    """Average consecutive loads of one host over their whole time.
+    """Average consecutive loads of one host.
 
-    Rates are means weighted by time, over the periods in which they are known; memory is the
-    maximum. Averages of averages are therefore averages, and a series can be thinned.
+    Rates are time-weighted means over the periods in which they are known; memory is the maximum.
+    Averages can therefore be averaged again, to thin a series.
     """
     if not loads:
         raise ValueError("no loads to average")
@@ -145,7 +145,7 @@ def average(loads: Sequence[Load]) -> Load:
 
 
 def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
-    """Combine several loads of one device or host, field by field."""
+    """Average several loads of one device or host, field by field."""
     found = {}
     for name in _columns(type(loads[0])):
         values = [getattr(load, name) for load in loads]
@@ -169,7 +169,7 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 
 
 class DeviceSeries(Record):
-    """A device's figures, one value per point. Fields are as in DeviceLoad."""
+    """Time series of a device's load, with the fields of DeviceLoad."""
 
     index: NonNegativeInt
     name: str
@@ -187,10 +187,7 @@ class DeviceSeries(Record):
 
 
 class HostSeries(Record):
-    """A host's figures, one value per point; `cores` has a series per core.
-
-    Fields are as in HostLoad.
-    """
+    """Time series of a host's load, with the fields of HostLoad; `cores` has a series per core."""
 
     cores: tuple[Values, ...]
     run_cores: Values
@@ -202,14 +199,14 @@ class HostSeries(Record):
 
 
 class Utilisation(Record):
-    """The time series of one host; a file in a run's folder. Averages are derived from it."""
+    """Time series of one host and its devices, saved in the run's folder."""
 
     has_checksum: ClassVar[bool] = True
 
-    node: NonNegativeInt = entry("which host of the job", 0)
+    node: NonNegativeInt = entry("index of the host in the job", 0)
     started: Time = Field(description="UTC, ISO 8601")
     period_s: PositiveFloat = Field(description="intended time between points")
-    ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point, from the start")
+    ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point, since the start")
     sampler_cpu_s: NonNegativeFloat = Field(description="processor time of the recording itself")
     devices: tuple[DeviceSeries, ...]
     host: HostSeries
@@ -232,7 +229,7 @@ class Utilisation(Record):
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Return the points in order of time."""
+        """Return the load at each point, in order of time."""
         begins_s = (0.0, *self.ends_s)
         return tuple(
             Load(
@@ -251,14 +248,14 @@ class Utilisation(Record):
         return average(self.loads) if self.ends_s else None
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, completely or not at all, with many numbers on a line."""
+        """Write the record as compact JSON, atomically. Raises OSError."""
         write_atomic(path, self.model_dump_json() + "\n")
 
 
 def series(
     loads: Sequence[Load], *, started: str, period_s: float, sampler_cpu_s: float
 ) -> Utilisation:
-    """Create a record of consecutive loads. Raises ValueError if there are none."""
+    """Create the time series of consecutive loads. Raises ValueError if there are none."""
     if not loads:
         raise ValueError("no loads to make a series of")
     ends_s, end_s = [], 0.0
@@ -301,7 +298,7 @@ def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
 
 
 def _round_digits(value: float | None, name: str) -> float | None:
-    """Round to significant digits, to keep a file with a thousand points small."""
+    """Round a value, to keep a file with a thousand points small."""
     if value is None:
         return None
     if "bytes" in name or name == "clock_hz":
@@ -324,7 +321,7 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
 
 
 class ThinnedLoads:
-    """Series of at most `most` loads. Once full, it averages pairs and doubles the period."""
+    """Series of at most `most` loads. Once it is full, it averages pairs and doubles its period."""
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s

@@ -99,7 +99,7 @@ def test_an_interval_that_is_not_enough_for_a_claim_is_told_as_it_is():
     found = verdict(times, [1.0] * 12, 0.01, 0.95)
     assert not found.claimed and found.low > 0
     said = found.words("b", "a")
-    assert said.startswith("b and a: no difference at 1 %: between +1.0 % and +")
+    assert said.startswith("b and a: no significant difference at 1 %: +1.0 % to +")
 
 
 def test_an_interval_of_rounds_that_are_too_few_for_a_claim_says_so():
@@ -115,8 +115,8 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     assert not found.claimed
     assert found.words("b", "a").startswith(
         "a step of b took 10.0 % less time than one of a in these two runs (-10.0 % to -10.0 % "
-        "over parts of the runs). Two identical runs may differ by as much: to claim a "
-        "difference, give outpace compare the arms instead of runs, so that it trains them in turn"
+        "over parts of the runs). Two identical runs may differ by as much. To claim a "
+        "difference, let outpace compare train the arms in turn: give it arms instead of runs"
     )
 
 

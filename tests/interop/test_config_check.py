@@ -311,7 +311,7 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "it is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
         (b"<!doctype html><html></html>", "web page (HTML)"),
         ("\ufeff{}".encode(), "byte-order mark"),
         ('{"model_type": "llama"}'.encode("utf-16"), "UTF-16"),
@@ -319,7 +319,10 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
         ('{"model_type": "llama"}'.encode("utf-32"), "UTF-32"),
         (gzip.compress(b"{}", mtime=0), "compressed (gzip). Decompress it"),
         (b"PK\x03\x04\x00\x00\x00\x00", "compressed (zip)"),
-        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "error message of the"),
+        (
+            b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+            "error message from the",
+        ),
         (b"Entry not found\n", "it begins with 'Entry not found'"),
         (b"model_type: llama\nhidden_size: 64\n", "it begins with 'model_type: llama"),
         ('{"a": "é"}'.encode("latin-1"), "it is not UTF-8: byte 0xe9 at position 7"),

@@ -87,9 +87,9 @@ def test_files_and_python_are_answered_in_their_own_words(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["warmup", "eval_every", "save_every"])
 def test_a_share_of_the_steps_is_no_count(name, capsys):
-    said = "is not a whole number. Give a count (of steps, samples, ranks), not a share"
+    said = "is not a whole number. Give a count (of steps, samples, ranks), not a fraction"
     assert said in refusal(capsys, "train", f"--{name.replace('_', '-')}", "0.1")
-    with pytest.raises(BadInputError, match=r"not a share"):
+    with pytest.raises(BadInputError, match=r"not a fraction"):
         outpace.train(**{name: 0.1})
 
 

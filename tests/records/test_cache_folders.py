@@ -31,7 +31,7 @@ def test_it_is_asked_for_or_lies_in_the_users_cache(tmp_path):
 
 
 def test_without_a_home_the_ways_out_are_named(homeless, tmp_path):
-    with pytest.raises(BadInputError, match=r"HOME is not set.* --cache-dir, or .*XDG_CACHE_HOME"):
+    with pytest.raises(BadInputError, match=r"HOME is not set.* --cache-dir or XDG_CACHE_HOME"):
         cache_folder(None, {})
     assert cache_folder(None, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "outpace"
     (tmp_path / "own.py").write_text("def build(): return 3\n")
@@ -43,7 +43,9 @@ def test_without_a_home_the_ways_out_are_named(homeless, tmp_path):
 
 def test_one_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInputError, match=r"cannot be used \(Not a directory\).* --cache-dir"):
+    with pytest.raises(
+        BadInputError, match=r"cannot use the cache folder .*: Not a directory.* --cache-dir"
+    ):
         cache_folder(tmp_path / "file" / "cache", {})
     with pytest.raises(BadInputError, match=r"cannot be used \(File exists\).* --cache-dir"):
         cache_folder(tmp_path / "file", {})

@@ -52,8 +52,8 @@ def test_a_verdict_says_which_way(took_s: float, kept: bool, verdict: str) -> No
 @pytest.mark.parametrize(
     ("mean_s", "verdict", "told"),
     [
-        (1.19, "Slower than expected", "1.19 s on average where 480.0 ms was expected (+147.9%)"),
-        (0.4900, "As expected", "490.0 ms on average where 480.0 ms was expected (+2.1%)"),
+        (1.19, "Slower than expected", "1.19 s on average; 480.0 ms was expected (+147.9%)"),
+        (0.4900, "As expected", "490.0 ms on average; 480.0 ms was expected (+2.1%)"),
         (0.4500, "Faster than expected", "441.0 ms (median); 480.0 ms was expected (-8.1%)"),
     ],
 )

@@ -51,7 +51,7 @@ def test_latent_attention() -> None:
     matmuls = 320 + 480 + 640 + 16 * 56 + 24 * 32
     # The ways down have biases, and what they give is normalised (10 and 16 wide).
     assert layer_parameters(stack, 32) == matmuls + 10 + 20 + 2 * 32 + 10 + 16
-    with pytest.raises(ValueError, match="rope_dim 12 leaves nothing of head_dim 12"):
+    with pytest.raises(ValueError, match="rope_dim 12 is not below head_dim 12"):
         AttentionShape(heads=1, kv_heads=1, head_dim=12, value_dim=6, kv_rank=16, rope_dim=12)
 
 

@@ -137,7 +137,7 @@ def test_a_table_of_one_stage_a_rank_is_what_torch_runs(schedule, ranks):
         (("mp", 2, 2), "mp has one micro-batch in flight"),
         (("1f1b", 4, 3), "1f1b needs a micro-batch for each of 4 stages"),
         (("1f1b", 4, 4, 2), "1f1b with 2 stages on a rank: it needs exactly 1. Use interleaved"),
-        (("interleaved", 3, 7), "does not divide into 2 rounds. Use 6"),
+        (("interleaved", 3, 7), "cannot be divided into 2 rounds. Use 6"),
         (("loopedbfs", 3, 7, 0), "loopedbfs with 0 stages on a rank: it needs at least 1$"),
         (("zbv", 2, 4, 3), "zbv with 3 stages on a rank: it needs exactly 2"),
         (("dualpipev", 2, 3), "dualpipev needs a micro-batch for each of 4 stages"),
