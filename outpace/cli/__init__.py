@@ -1,1 +1,1 @@
-"""One file per command; the only place that reads argv and the environment."""
+"""One module per command. Only this package reads argv and the environment."""

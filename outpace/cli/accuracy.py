@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from outpace.planner.calibration.measured_cases import Likeness
 
 _ABOUT = (
-    "Find the published training steps that are nearest to a plan, with measured and "
-    "predicted times."
+    "List the published training steps most similar to a plan, with measured and predicted times."
 )
 _EPILOG = (
     "plan.json is the file that outpace plan --out or outpace tune wrote. Add --model and "
@@ -26,7 +25,7 @@ _MOST_CASES = 50
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """List the cases; return 0. Raises OutpaceError."""
+    """List the published steps; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     from outpace.planner.calibration.measured_cases import extrapolations, nearest_cases
 
@@ -49,12 +48,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     open_options = [f"--{name}" for name in ("model", "machine") if not vars(arguments)[name]]
     if open_options:
         add = " and ".join(open_options)
-        tell_hint(f"add {add} to compare these as well: a plan's file contains neither")
+        tell_hint(f"add {add} to compare these as well: a plan file contains neither")
     return 0
 
 
 def _likeness(arguments: "argparse.Namespace") -> "Likeness":
-    """Describe the plan, and the model and the machine if they are given."""
+    """Return the properties to compare: those of the plan, and of a given model and machine."""
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.measured_cases import Likeness
@@ -89,7 +88,7 @@ def _parser() -> Parser:
     parser = Parser("accuracy", _ABOUT, _EPILOG, usage="--like plan.json [options]")
     parser.add_json()
     add = parser.option
-    add("--like", "FILE", Path, "a plan", required=True)
+    add("--like", "FILE", Path, "plan file to compare with published steps", required=True)
     add("--model", "MODEL", str, "model that the plan trains, to compare sizes")
     add("--machine", "NAME", str, "machine of the catalog, to compare chips")
     add("--trainer", "NAME", str, "trainer to compare with (default: outpace)", choices=TRAINERS)

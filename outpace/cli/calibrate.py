@@ -22,7 +22,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare logs with plans, print the errors and write the machine; returns 0."""
+    """Compare logs with predictions, print the errors, write the corrected machine; return 0."""
     arguments = _parser().read(argv)
     from outpace.jobs.planning.calibrate import CalibrationRequest, calibrate_machine
 
@@ -88,7 +88,8 @@ def _show(runs: Sequence["CalibratedRun"], machine: "CorrectedMachine", out: Pat
             )
         if one.assumed:
             settings = ", ".join(f"{name}={value}" for name, value in one.assumed.items())
-            console.print(Text(f"  assumed, since the log does not say: {settings} (--layout)."))
+            text = f"  assumed, because the log does not say: {settings}. Change it with --layout."
+            console.print(Text(text))
         for note in one.notes:
             console.print(Text(f"  {note}"))
     console.print(Text(_next(machine, out)))
@@ -103,7 +104,7 @@ def _next(machine: "CorrectedMachine", out: Path | None) -> str:
     if out is None:
         return "Nothing was written. Use --out machine.json to keep the corrected machine."
     return (
-        f"{out} now holds the machine, corrected by {count} run{'' if count == 1 else 's'}. "
+        f"{out} has the machine, corrected by {count} run{'' if count == 1 else 's'}. "
         f"Plan with it: outpace plan --machine {out}."
     )
 
@@ -115,7 +116,7 @@ def _parser() -> Parser:
     add_question(parser, of="the log's, else ")
     add = parser.option
     add("logs", "LOG", Path, "a log, or the folder of a run", nargs="+")
-    add("--plan", "plan.json", Path, "the run's layout, as a file that outpace plan wrote")
-    add("--layout", "NAME=VALUE,...", str, "settings of the layout that the log does not have")
+    add("--plan", "plan.json", Path, "the run's plan, in a file that outpace plan --out wrote")
+    add("--layout", "NAME=VALUE,...", str, "fields of the plan that the log does not state")
     add("--out", "FILE", output_file, "file for the corrected machine", dest="out_file")
     return parser

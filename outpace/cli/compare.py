@@ -52,7 +52,7 @@ _EPILOG = (
     "other arms are compared with the first."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-# Settings that determine which data an arm reads, and in which form.
+# Settings that determine which data an arm reads, and how.
 _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
@@ -62,7 +62,7 @@ _TEXTS = {
     "out": "directory for the comparison (default: comparisons/<time>)",
     "resume": "resume the comparison in --out; repeat the options that it was started with",
 }
-# Options of an experiment that determine its length and display, not the things compared.
+# Fields of an experiment that a resume may change: its length and display, not what it compares.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
@@ -132,7 +132,7 @@ def _run_arms(
 
 
 def _settings(experiment: Experiment) -> list[TrainSettings]:
-    """Return each training arm's settings. Raises BadInputError if no arm can run with them."""
+    """Return each training arm's settings, none for commands. Raises BadInputError."""
     from outpace.experiment import arms
 
     if experiment.metric is not None:  # arms are commands
@@ -142,7 +142,7 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
 
 
 def _note_alone(experiment: Experiment, settings: list[TrainSettings]) -> None:
-    """Name the arms whose strategies split nothing, since they train on one process."""
+    """Warn about parallel strategies that run on a single process."""
     names = ", ".join(
         arm.name
         for arm, one in zip(experiment.arms, settings, strict=False)
@@ -150,8 +150,8 @@ def _note_alone(experiment: Experiment, settings: list[TrainSettings]) -> None:
     )
     if names:
         _say(
-            f"{names}: on one process all strategies compute the same thing, and nothing is "
-            "communicated. Start several with --nproc N"
+            f"{names}: on one process, all strategies compute the same thing, and nothing is "
+            "communicated. Start several processes with --nproc N"
         )
 
 
@@ -187,7 +187,7 @@ def _measure_and_judge(
 
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
-    """Prepare the data of all arms, so that this does not count towards the runs' time limit."""
+    """Prepare the data of all arms, so that it does not count towards the runs' time limit."""
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
 
@@ -307,7 +307,7 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run commands from a file, which anyone may have written, unless allowed."""
+    """Refuse to run commands from a file that the user has not declared `trusted`."""
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
     asked = _code_of(experiment)
@@ -320,7 +320,7 @@ def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
 
 
 def _code_of(experiment: Experiment) -> list[str]:
-    """Return commands and environment variables, since both can make a program do anything."""
+    """Return the arms' commands and environment variables, both of which can run any code."""
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
@@ -371,18 +371,22 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.option
     add("arm", "ARM", str,
-        "what to compare; finished runs are compared as they are", default=[], nargs="*"
+        "what to compare: strategies, settings, or finished runs", default=[], nargs="*"
     )  # fmt: skip
     add("--command", "CMD", str,
-        "your own command as an arm; may be repeated", default=[], action="append")  # fmt: skip
-    add("--metric", "REGEX", str,
-        "regular expression that finds the figure in a command's output, with one group around the "
-        "number")  # fmt: skip
+        "command to run as an arm; may be repeated", default=[], action="append")  # fmt: skip
+    add(
+        "--metric",
+        "REGEX",
+        str,
+        "regular expression for the figure in a command's output, with one group around the number",
+    )
     add("--rounds", "N", number_type(int, 1), "maximum number of rounds (default: 40)")
     add("--budget", "TIME", duration_type(1),
         "start no round after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
     add("--within", "X", number_type(float, 0.0001, 1),
-        "treat arms as equal if they differ by less than this share (default: 0.015)")  # fmt: skip
+        "treat arms as equal if they differ by less than this fraction (default: 0.015)"
+    )  # fmt: skip
     add("--price", "X", number_type(float, 0),
         "price of a device (on a CPU: of the host) per hour, to show the cost per million tokens"
     )  # fmt: skip

@@ -9,8 +9,8 @@ from outpace.cli.parser import Parser, duration_type
 
 _ABOUT = "Find what slows this host down and what to do about it, most costly first."
 _EPILOG = (
-    "Run it in place of the training command, with the same launcher and in the same container, to "
-    "examine the same conditions."
+    "To check the conditions of a training, run it instead of the training command, with the same "
+    "launcher and in the same container."
 )
 
 

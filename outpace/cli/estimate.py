@@ -36,19 +36,17 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     of = (
         f"estimated for {question.outline.name} with sequences of {question.wanted.seq_len:,} "
-        f"tokens and a global batch of {question.wanted.global_batch:,}. Use --seq-len and "
-        "--global-batch for others."
+        f"tokens and a global batch of {question.wanted.global_batch:,}. Change them with "
+        "--seq-len and --global-batch."
     )
     Console().print(plan_text(planned, (of, *question.outline.notes, *question.cluster.notes)))
     return 0
 
 
 def answer(argv: list[str], file: "PlanFile") -> "RankedPlan":
-    """Return the estimate of the plan that the command line asks for.
+    """Return the estimate of a plan with the options in `argv`, whose --plan names it in errors.
 
     Raises BadInputError if an argument is invalid.
-
-    `--plan` is the name of the plan in error messages.
     """
     return _estimate(_parser().read(argv), file)[0]
 
@@ -76,7 +74,7 @@ def _parser() -> Parser:
     parser.add_json()
     add_question(parser, of="the plan's, else ")
     add = parser.option
-    add("--plan", "plan.json", Path, "the plan, a file that --out wrote", required=True)
+    add("--plan", "plan.json", Path, "plan file, as written by outpace plan --out", required=True)
     add("--depth", "DEPTH", str,
         "how to estimate: estimate (default) or trace",
         default="estimate", choices=("estimate", "trace"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Experiments as the user writes them: arguments on the command line, or a TOML file."""
+"""Experiments given on the command line or in a TOML file, and their folders."""
 
 import json
 import re
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
     from outpace.reporting.render.document import Answer
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-# The first file written for a tuning or a comparison.
+# The first file that a tuning and a comparison write.
 BEGUN = ASKED_FILE, EXPERIMENT = "settings.json", "experiment.json"
 _OF_AN_ARM = ("name", "environment", "command")
 
 
 @contextmanager
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
-    """Yield the folder for `what`: `out`, or one named after the time.
+    """Yield the folder for `what`: `out`, or a new one in `parent`, named after the time.
 
-    Raises BadInputError if `out` cannot be used, or is needed to resume and not given.
-
-    If the folder was created here and is still empty at the end, it is removed.
+    A new folder is removed if it is empty at the end. Raises BadInputError if `out` cannot be used,
+    or is missing for a resume.
     """
     if out is None and resumes:
-        raise BadInputError(f"--resume: which {what}? Give its directory with --out DIR.")
+        raise BadInputError(f"--resume needs a {what}. Give its directory with --out DIR.")
     if out is not None:
         require_folder_place(out)
         yield out
@@ -54,7 +53,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
 
 
 def _make_folder(base: Path) -> Path:
-    """Create the folder immediately, since another process may start in the same second."""
+    """Create a folder, with a number appended if another process has taken the name."""
     number, path = 1, base
     while True:
         try:
@@ -67,15 +66,12 @@ def _make_folder(base: Path) -> Path:
 
 
 def format_now() -> str:
-    """Return the current time in UTC, as records write it."""
+    """Return the current time in UTC, in the format of records."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def show_result(result: "Answer", folder: Path | None, what: str, command: Sequence[str]) -> None:
-    """Print a result, where it is saved, and a command to copy, on a separate line.
-
-    Without a command, print only where the result is saved.
-    """
+    """Print a result, the folder in which it is saved, and a command to copy on a separate line."""
     from rich.text import Text
 
     from outpace.reporting.terminal.answer import answer_text
@@ -90,10 +86,9 @@ def show_result(result: "Answer", folder: Path | None, what: str, command: Seque
 
 
 def format_interruption(folder: Path, *command: str) -> str:
-    """Return the message after an interruption: what was saved, and a command that resumes it.
+    """Return the message after an interruption: where results are saved, and how to resume.
 
-    `command` is the user's command line without `outpace`. Before the first save there is nothing
-    to resume.
+    `command` is the user's command line without `outpace`.
     """
     if not any((folder / name).is_file() for name in BEGUN):
         return "outpace: interrupted before the start, so nothing was saved"
@@ -106,9 +101,9 @@ def format_interruption(folder: Path, *command: str) -> str:
 
 
 def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Return whether `folder` holds a `what` to resume, saved in `log`.
+    """Return whether to resume the `what` in `folder`, whose results are in `log`.
 
-    Raises BadInputError if `resumes` does not agree with what `folder` holds.
+    Raises BadInputError if `resumes` contradicts the folder's content.
     """
     if not log.is_file():
         if resumes and not folder.is_dir():
@@ -126,7 +121,10 @@ def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a log's lines; an unfinished last line is removed from the file."""
+    """Read the JSON objects of a log, and remove an unfinished last line from the file.
+
+    Raises BadInputError if the log is damaged.
+    """
     written = path.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     try:
@@ -139,9 +137,9 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def arm_of(word: str) -> Arm:
-    """Parse 'zero3', 'precision=bf16' or 'NCCL_P2P_DISABLE=1', with or without 'name:'.
+    """Parse an arm: 'zero3', 'precision=bf16' or 'NCCL_P2P_DISABLE=1', optionally after 'name:'.
 
-    Raises BadInputError if the strategy, setting or value is not known, or is given twice.
+    Raises BadInputError if a strategy, setting or value is unknown or given twice.
     """
     name, colon, rest = word.partition(":")
     if not colon or "=" in name or "," in name:
@@ -199,12 +197,12 @@ def _plain(value: Any) -> Any:
 
 
 def commands(lines: Sequence[str]) -> list[Arm]:
-    """Return an arm for each of the user's commands, named after the command."""
+    """Return an arm for each command line, named after it."""
     return [Arm.parse({"name": line, "command": line}, "--command") for line in lines]
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """Return the values of an experiment file, in the form for Experiment.
+    """Read an experiment file, and return the fields of an Experiment.
 
     Raises BadInputError if the file has another form.
     """
@@ -248,7 +246,7 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine each arm with all values of the grid; names in capitals are environment variables."""
+    """Combine each arm with every point of the grid. Names in capitals are variables to set."""
     if not grid:
         return list(arms)
     for name, values in grid.items():

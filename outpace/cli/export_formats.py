@@ -1,9 +1,9 @@
-"""The formats of `outpace plan --emit`, by name, without importing the modules that write them."""
+"""Names of export formats and trainers, which `outpace plan --help` shows without slow imports."""
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "megatron", "nanotron", "fsdp", "outpace")
-# Trainers for which to plan, in addition to those to which a plan can be exported.
+# Trainers whose time and memory can be predicted. Not all of them have an export format.
 TRAINERS = (
     "outpace", "torchtitan", "megatron", "deepspeed", "accelerate", "nanotron", "trainer", "trl",
 )  # fmt: skip
-# Programs that use 16 bits through autocast with fp32 weights, unless a script says otherwise.
+# Formats of programs that by default compute in 16 bits by autocast of fp32 weights.
 AUTOCAST = ("accelerate", "fsdp")

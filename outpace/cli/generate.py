@@ -49,7 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
-    """Put the message of --system first. Raises BadInputError if there already is one."""
+    """Put the --system message first. Raises BadInputError if there already is a system message."""
     if begin and messages[0]["role"] == "system":
         raise BadInputError(
             f"--system: a conversation of the file has its own system message, "
@@ -59,7 +59,7 @@ def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that request nothing or contradict each other."""
+    """Refuse arguments that are incomplete or contradict each other."""
     require_run(arguments.run)
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
@@ -77,7 +77,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def require_run(run: Path) -> None:
-    """Raise BadInputError if there is no such directory."""
+    """Raise BadInputError if the run's directory does not exist."""
     if not run.is_dir():
         raise BadInputError(
             f"--run {run}: there is no such directory. Give the one that `outpace train` printed "
@@ -93,7 +93,7 @@ def _print_answer(arguments: argparse.Namespace, prompt: Any, text: str) -> None
 
 
 def _answer_lines(writer: "Writer", begin: "Sequence[Message]") -> int:
-    """Answer line by line, keeping the whole conversation in the context, until the input ends."""
+    """Answer each line of standard input, with the whole conversation as context; return 0."""
     asks = sys.stdin.isatty()
     if asks:
         print("Type your message; press Ctrl-D to end the conversation.", file=sys.stderr)
@@ -127,8 +127,8 @@ def _parser() -> Parser:
     add("--seed", "N", number_type(int, 0, MOST_SEED),
         "random seed of the sampling (default: 0)", default=0)  # fmt: skip
     parser.switch("--chat",
-        "answer TEXT as a user's message, with the tokenizer's chat template; without TEXT, hold a "
-        "conversation line by line")  # fmt: skip
+        "answer TEXT as a user's message, with the tokenizer's chat template; without TEXT, start "
+        "a conversation, one message per line")  # fmt: skip
     add("--system", "TEXT", str, "system message at the start of the conversation; implies --chat")
     add("--conversations", "FILE", Path,
         "answer the last question of each conversation in a .jsonl file")  # fmt: skip
@@ -137,7 +137,7 @@ def _parser() -> Parser:
 
 
 def add_model(parser: Parser) -> None:
-    """Add --run, and --model, the name that `outpace train` uses for it."""
+    """Add --run and its alias --model, the name in `outpace train`."""
     parser.arguments.add_argument(
         "--run",
         "--model",

@@ -1,4 +1,4 @@
-"""Interrupts (Ctrl-C) of a command that takes a while to stop: confirm immediately, stop once."""
+"""Ctrl-C in commands that take a while to stop: confirm it immediately, and interrupt only once."""
 
 import signal
 import threading
@@ -11,10 +11,10 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """Handler of signals: the first signal interrupts; repeats of the same key press are ignored. A
-    later signal ends the process immediately by calling `end`. If a signal ended the block, the
-    handler stays installed, since the process itself takes a moment to end; otherwise the previous
-    handler is restored.
+    """Signal handler: the first signal interrupts, and a later one calls `end`.
+
+    Repeated signals of the same key press are ignored. If a signal ended the block, the handler
+    stays installed while the process ends; otherwise, the previous handler is restored.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class _InterruptHandler:
 
     @property
     def received(self) -> bool:
-        """Return whether there was a signal."""
+        """Return whether a signal was received."""
         return self._last_s is not None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ class _InterruptHandler:
 def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Raise KeyboardInterrupt at the first SIGINT, after calling `told`; a second one calls `end`.
 
-    It does nothing outside of the main thread, or if SIGINT is ignored.
+    Does nothing outside of the main thread, or if SIGINT is ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

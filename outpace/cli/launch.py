@@ -18,13 +18,13 @@ from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
 from outpace.records.errors import BadInputError, join_or, suggest
 
-_ABOUT = "Write a job that trains on a cluster and resumes after interruptions, for its scheduler."
+_ABOUT = "Write a job for a cluster's scheduler that trains and resumes after interruptions."
 _EPILOG = (
-    "After -- write a command of outpace: train, with its options. --auto-resume is added, "
-    "and --out runs/NAME unless you give another."
+    "Write the outpace train command and its options after --. --auto-resume is added, and --out "
+    "runs/NAME unless you give another."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # must be a single line
-# Options of sbatch that the script itself sets, each with outpace's flag: a second line would
+# sbatch options that the script sets itself, and the flags to use instead. A second line would
 # contradict how ranks are started, or when they save.
 _WRITTEN: Mapping[str, str] = MappingProxyType(
     {
@@ -86,7 +86,7 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
 def _complete_command(
     command: list[str], name: str, folder: Path
 ) -> tuple[tuple[str, ...], Path | None]:
-    """Make the command resumable, check it, and return it with its run's folder."""
+    """Check a command, make it resumable, and return it with the run's folder."""
     from outpace.cli.train import read_settings
 
     if command[:1] == ["outpace"]:
@@ -103,7 +103,7 @@ def _complete_command(
     more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
     if "--out" in more and (folder / out / RUN_FILE).is_file():
         raise BadInputError(
-            f"{folder / out} holds a run already. To resume it, write --out {out} after the "
+            f"{folder / out} already holds a run. To resume it, write --out {out} after the "
             "--; to start another, give another --name or --out."
         )
     settings, origins = read_settings([*command[1:], *more])
@@ -122,26 +122,24 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
             f"--time {arguments.time} is {limit_s} s, of which --save-s {arguments.save_s} are for "
             "saving, so no time is left to train. Use a longer --time, or a smaller --save-s."
         )
-    wishes = slurm_script.SlurmOptions(
+    chosen = slurm_script.SlurmOptions(
         arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
     )
-    text = slurm_script.script(job, wishes, str(Path(sys.executable).parent))
+    text = slurm_script.script(job, chosen, str(Path(sys.executable).parent))
     path: Path = arguments.file or Path(f"{job.name}.sbatch")
     _write(path, text)
-    said = {"file": str(path), "job": None}
-    if arguments.submit:
-        said["job"] = _submit(path)
+    number = _submit(path) if arguments.submit else None
     if arguments.json:
-        print(json.dumps(said, indent=2))
-    elif said["job"] is not None:
-        print(f"{path}: submitted as job {said['job']}; it writes {job.name}-{said['job']}.log")
+        print(json.dumps({"file": str(path), "job": number}, indent=2))
+    elif number is not None:
+        print(f"{path}: submitted as job {number}; it writes {job.name}-{number}.log")
     else:
         print(f"{path}: submit it with sbatch {path}, or with --submit")
     return 0
 
 
 def _submit(path: Path) -> str:
-    """Submit the script with sbatch; return the number of the job."""
+    """Submit the script with sbatch, and return the job ID."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", "--", str(path)], capture_output=True, text=True, check=False
@@ -161,16 +159,16 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
 
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
         raise BadInputError(
-            f"--nodes {job.nodes}: every pod writes its part of a checkpoint, so checkpoints must "
-            "be on a volume that all pods see. Name its claim with --claim, and its mount point "
+            f"--nodes {job.nodes}: every pod writes its shard of a checkpoint, so checkpoints must "
+            "be on a volume that all pods mount. Name its claim with --claim, and its mount point "
             "with --folder."
         )
-    wishes = kubernetes.KubernetesOptions(
+    chosen = kubernetes.KubernetesOptions(
         arguments.image, arguments.runtime, arguments.namespace, arguments.claim
     )
     files: dict[str, list[dict[str, Any]]] = {
-        "trainjob": kubernetes.train_job(job, wishes),
-        "job": kubernetes.indexed_job(job, wishes),
+        "trainjob": kubernetes.train_job(job, chosen),
+        "job": kubernetes.indexed_job(job, chosen),
     }
     folder: Path = arguments.file or Path()
     paths = {kind: folder / f"{job.name}.{kind}.yaml" for kind in files}
@@ -190,7 +188,7 @@ _WRITERS: Mapping[str, Callable[[ClusterJob, Namespace], int]] = {
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file completely, or not at all."""
+    """Write a file atomically. Raises BadInputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -215,7 +213,7 @@ def _parser(kind: str) -> Parser:
         "--folder",
         "DIR",
         Path,
-        "folder to run in, as all nodes see it (default: the current folder)",
+        "working directory, the same on all nodes (default: the current folder)",
     )
     if kind == "slurm":
         _add_slurm(parser)
@@ -245,18 +243,18 @@ def _directive(text: str) -> str:
     name, _, value = text.partition("=")
     if name == "no-requeue":
         raise ArgumentTypeError(
-            f"{text!r}: the script lets SLURM start it again after a preemption or a lost node. "
-            "Leave out no-requeue"
+            f"{text!r}: the script relies on SLURM to requeue it after a preemption or a lost "
+            "node. Leave out no-requeue"
         )
     if name == "gpus-per-node" and ":" in value:
         count = value.rpartition(":")[2]
         raise ArgumentTypeError(
-            f"{text!r}: the script takes a kind of GPU as --sbatch gres=gpu:{value}, with "
+            f"{text!r}: choose a type of GPU with --sbatch gres=gpu:{value} and "
             f"--ranks-per-node {count} instead of --gpus-per-node"
         )
     if name in _WRITTEN:
         raise ArgumentTypeError(
-            f"the script is written for its own {name}, so {text!r} would contradict it. Use "
+            f"the script sets {name} itself, so {text!r} would contradict it. Use "
             f"{_WRITTEN[name]} instead"
         )
     if name == "array":
@@ -276,7 +274,7 @@ def _time(text: str) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    """Parse a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 is 36 hours."""
+    """Parse a time limit in seconds, None if unlimited. 90 and 90:00 are minutes, 1-12 is 36 h."""
     found = _TIME.fullmatch(text)
     if found is None:
         return None
@@ -294,5 +292,5 @@ def _add_kubernetes(parser: Parser) -> None:
         "Kubeflow's training runtime (default: torch-distributed)", default="torch-distributed"
     )  # fmt: skip
     add("--namespace", None, str, "namespace of the job (default: kubectl's)")
-    add("--claim", "NAME", str, "claim of a volume that all pods see, mounted at --folder")
+    add("--claim", "NAME", str, "claim of a shared volume, which all pods mount at --folder")
     add("--file", "DIR", output_place, "folder to write the files to (default: .)")

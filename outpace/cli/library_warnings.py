@@ -1,6 +1,7 @@
-"""Hide library warnings that the user of a command can do nothing about. Warnings of outpace are
-shown as a sentence, warnings of the user's code as Python shows them. Log messages that appear when
-transformers imports torchao are hidden, too. `python -W …` shows everything.
+"""Hide library warnings that the user of a command can do nothing about.
+
+Warnings of outpace are printed as a sentence, and those of the user's code as usual. Log messages
+that appear when transformers imports torchao are hidden, too. `python -W …` shows everything.
 """
 
 import logging
@@ -21,7 +22,7 @@ _LIBRARIES = tuple(
 
 
 def hide_library_warnings() -> None:
-    """Show warnings from now on depending on their origin, in forked processes too."""
+    """Filter the warnings of this process, and of processes forked from it, by their origin."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS asks to see all warnings
         return
     warnings.showwarning = _show

@@ -1,5 +1,6 @@
-"""The `outpace` command: find the command's module, and turn its errors into an exit code. Nothing
-heavy is imported here, so that `outpace --help` answers immediately.
+"""The `outpace` command: call the command's module, and turn errors into exit codes.
+
+Imports nothing heavy, so that `outpace --help` answers immediately.
 """
 
 import atexit
@@ -85,12 +86,12 @@ _ELSEWHERE = {
 }
 
 _SIGNALLED = 128  # as in a shell, higher exit codes stand for signals
-# Files that the user named, or that are in a folder that the user named.
+# Errors caused by the files and folders that the user chose.
 _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
 )  # fmt: skip
-# Variables that set where libraries keep files.
+# Environment variables that set where libraries keep files.
 _PLACES = (
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_HOME", "CUDA_CACHE_PATH",
     "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE",
@@ -114,11 +115,11 @@ one JSON document on standard output.
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` as a process, until it exits.
+    """Run `main`, and exit the process with its exit code.
 
-    If torch is loaded, the process exits before Python tears down its modules, because the teardown
-    sometimes raced with a thread of torch's libraries, and a finished training ended with SIGABRT.
-    After a signal, threads are not awaited, since one may be in a long library call.
+    If torch is loaded, the process exits before Python tears down its modules: the teardown can
+    race with threads of torch's libraries, so that a finished training ends with SIGABRT. After a
+    signal, threads are not joined, since one may be in a long library call.
     """
     repair_streams(sys.argv[1:] if argv is None else argv)
     hide_library_warnings()
@@ -136,7 +137,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return its exit code."""
+    """Run a command line (default: that of this process), and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
     # torch's C++ prints its stack frames for each failed connection.
@@ -154,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
-        # The reader of the output has closed it (`outpace … | head`), so nobody would read a
-        # message.
+        # The reader of the output has closed it (`outpace … | head`): nobody would see a message.
         drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -187,7 +187,7 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments, and a working directory, whose names cannot be written to a run's files."""
+    """Refuse arguments, and for train a working directory, that UTF-8 cannot encode."""
     if arguments[:1] == ["train"]:
         with suppress(OSError):  # the folder is gone
             arguments = (*arguments, str(Path.cwd()))
@@ -243,15 +243,15 @@ def _fail(
     on_all_ranks: bool = False,
     answered: bool = False,
 ) -> int:
-    """Report the error to the user, and to a reader of `--json` unless the command has `answered`.
+    """Report an error to the user, and with `--json` as JSON unless the command has `answered`.
 
-    Returns the exit code. Only rank 0 reports a failure that is the same `on_all_ranks`.
+    Returns the exit code. An error that is the same `on_all_ranks` is reported by rank 0 only.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ, answered)
     if is_launched_worker(environ):
-        # The launcher reports for all ranks, so that the user reads each message once. It would
-        # stop the other ranks at the first nonzero exit code, but some may still be saving.
+        # The launcher reports for all ranks, so each message appears once. It would stop the other
+        # ranks at the first nonzero exit code, but some may still be saving.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
     from outpace.launch.launchers import rank_name
 
@@ -270,7 +270,7 @@ def _fail(
 
 
 def _same_on_all_ranks(error: OutpaceError) -> bool:
-    """Return whether all ranks fail alike: they agreed on the error, or all received the signal."""
+    """Return whether all ranks fail in the same way: by agreement, or by the same signal."""
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
@@ -292,7 +292,7 @@ def is_launched_worker(environ: Mapping[str, str]) -> bool:
 def _write_error_file(
     message: str, exit_code: int, environ: Mapping[str, str], answered: bool
 ) -> None:
-    """Write the message to the file in which torchelastic looks for the first failure."""
+    """Write the message to the file from which torchelastic reads a rank's error."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -309,9 +309,9 @@ def _write_error_file(
 def _remedy(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Suggest how to choose another place for this path: by a variable or by flags.
+    """Suggest how to choose another location for a path: by an environment variable or by flags.
 
-    `full`: its disk is full; otherwise it cannot be read or written.
+    `full`: its disk is full; otherwise, the path cannot be read or written.
     """
     name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     given = (word.rpartition("=")[2] for word in arguments)
@@ -330,7 +330,7 @@ def _remedy(
 
 
 def _holds(folder: str, path: str) -> bool:
-    """Return whether a path is this folder, or within it."""
+    """Return whether a path is the folder, or inside it."""
     return bool(folder and path) and Path(os.path.realpath(path)).is_relative_to(
         os.path.realpath(folder)
     )
@@ -400,10 +400,10 @@ def _file_sentence(
 
 @contextmanager
 def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
-    """Unwind the program on these signals as on Ctrl-C, until training installs its handler.
+    """Raise TerminatedError on signals other than SIGINT, until training installs its handler.
 
-    The exception is also put into `stopped`: a signal to the whole process group ends helper
-    processes too, and code that needs them may then raise other errors (torch's DataLoader does).
+    The exception is also added to `stopped`: a signal to the process group ends worker processes,
+    too, so that code that needs them raises other errors (as torch's DataLoader does).
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:
@@ -411,7 +411,7 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
         raise stopped[-1]
 
     ours = threading.current_thread() is threading.main_thread()
-    # Leave handlers of others, and ignored signals (SIGHUP under nohup).
+    # Keep existing handlers, and ignored signals (SIGHUP under nohup).
     caught = [one for one in _UNWINDING if ours and signal.getsignal(one) is signal.SIG_DFL]
     for one in caught:
         signal.signal(one, terminate)
@@ -423,7 +423,7 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
 
 
 class TerminatedError(OutpaceError):
-    """A signal ended the command. `exit_code` is 128 + its number, as in a shell."""
+    """A signal ended the command. `exit_code` is 128 + the signal's number, as in a shell."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

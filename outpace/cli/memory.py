@@ -29,7 +29,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Trace a plan's memory and print what uses it; return 0. Raises OutpaceError."""
+    """Trace a plan's memory and print it by kind; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     if arguments.plot is not None:
         from outpace.reporting.chart_file import check_chart_path
@@ -63,7 +63,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> MemoryAccount:
-    """Return the memory that the command line asks for.
+    """Return the traced memory of the command line `argv`.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -80,7 +80,7 @@ def answer(argv: list[str]) -> MemoryAccount:
 def _read_options(
     arguments: argparse.Namespace,
 ) -> tuple[TrainSettings, dict[str, str], Node | None]:
-    """Return the settings (including those of --plan), the origin of each, and the machine."""
+    """Return the settings, including those of --plan, their origins, and the machine."""
     settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
     _require_one_place(arguments, settings)
     node = None
@@ -96,7 +96,7 @@ def _read_options(
 
 
 def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
-    """Refuse options for a machine of the catalog together with options for this host."""
+    """Refuse options for this host together with a machine of the catalog."""
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
             f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
@@ -128,7 +128,7 @@ def _measure(
     rank: int | None,
     environ: Mapping[str, str],
 ) -> MemoryAccount | None:
-    """Run two real steps; return what `rank`, or the fullest rank, allocated, on rank 0."""
+    """Run two real steps. Rank 0 returns the memory of `rank`, or of the fullest rank."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -136,10 +136,10 @@ def _measure(
     from outpace.trace.measure import measure
 
     with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
-        said = gather_objects(measure(asked.workload, ranks), groups.control)
+        found = gather_objects(measure(asked.workload, ranks), groups.control)
     if ranks.rank != 0:
         return None
-    return said[rank] if rank is not None else max(said, key=lambda one: one.allocated_bytes or 0)
+    return found[rank] if rank is not None else max(found, key=lambda one: one.allocated_bytes or 0)
 
 
 def _show(
@@ -194,7 +194,7 @@ def _show(
 
 
 def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that affect memory but were not given, with the values that were used."""
+    """Return the options that affect memory and were not given, with the values used."""
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
     taken = {

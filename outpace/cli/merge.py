@@ -33,7 +33,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> "MergedModel":
-    """Write the merged model that the command line asks for.
+    """Merge as the command line `argv` says, and return the merged model.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -62,13 +62,13 @@ def _parser() -> Parser:
     parser = Parser("merge", _ABOUT)
     parser.add_json()
     add = parser.option
-    add("source", "RUN_OR_ADAPTER", Path, "a run, or a folder that peft reads")
-    add("--out", "DIR", output_place, "folder for the model", required=True)
+    add("source", "RUN_OR_ADAPTER", Path, "a run trained with LoRA, or a PEFT adapter's folder")
+    add("--out", "DIR", output_place, "folder for the merged model", required=True)
     add("--model", "DIR", Path,
         "Hugging Face directory or run to merge into (default: the one that the adapter names)"
     )  # fmt: skip
     add("--base", None, str,
-        "base weights to use: as stored, or as they are after 4-bit quantization (default: as in "
+        "base weights to merge into: as stored, or rounded by 4-bit quantization (default: as in "
         "training)", choices=("fp32", "nf4"))  # fmt: skip
     add("--dtype", None, str,
         "data type of the written weights (default: fp32)",

@@ -72,7 +72,7 @@ def _size(row: Mapping[str, Any]) -> int:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Return the rows for presets and for models that can only be planned, smallest first."""
+    """Return a row per preset and per model that can only be planned, smallest first."""
     from outpace.catalog.models import PRESETS
     from outpace.catalog.outlines import OUTLINES
     from outpace.planner.model.outline import outline
@@ -102,7 +102,7 @@ def _parser() -> Parser:
     parser = Parser("models", _ABOUT, _EPILOG, usage="[WORD] [options]")
     parser.add_json()
     add = parser.option
-    add("word", "WORD", str, "show only names that contain this", nargs="?")
+    add("word", "WORD", str, "show only names that contain this word", nargs="?")
     add("--near", "N", number_type(int, 1),
-        "show the five models nearest to this number of parameters: 10M, 7B")  # fmt: skip
+        "show the five models closest to this number of parameters: 10M, 7B")  # fmt: skip
     return parser

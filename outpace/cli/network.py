@@ -13,26 +13,26 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 
 _ABOUT = (
-    "Estimate how much network bandwidth a training run needs, and the effect of slower and faster "
-    "networks."
+    "Estimate how much network bandwidth a training run needs, and the step time on slower and "
+    "faster networks."
 )
 _EPILOG = (
-    "Without --plan, strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "
-    "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or the "
-    "catalog's. Details: docs/concepts/network.md."
+    "Without --plan, compares strategies: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × PP × DP. "
+    "Step times come from the planner, with the rates of outpace probe (--probe) or of the "
+    "catalog. Details: docs/concepts/network.md."
 )
-_MOST_NODES = 100_000  # no machine has more, and all numbers of ranks are examined
+_MOST_NODES = 100_000  # above any cluster; the search covers all numbers of ranks
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Answer the network question and print the answer; returns 0. Raises OutpaceError."""
+    """Estimate the required bandwidth and print it; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     _show(_answer(arguments), arguments.json)
     return 0
 
 
 def answer(argv: list[str]) -> NetworkReport:
-    """Return the report that the command line asks for.
+    """Return the report for the command line `argv`.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -69,10 +69,10 @@ def _parser() -> Parser:
         "number of machines (default: 1)", default=1)  # fmt: skip
     add("--devices-per-node", "N", whole, "ranks per machine (default: the machine's)")
     add("--network", "WORDS", str,
-        "network of a node: '4 x omni-path-100', 50Gbit/s; may be repeated, the last one is the "
-        "machine's", dest="networks", action="append")  # fmt: skip
+        "network of a node: '4 x omni-path-100', 50Gbit/s; may be repeated, with the machine's "
+        "network last", dest="networks", action="append")  # fmt: skip
     add("--inside", "WORDS", str,
-        "a device's link within a node, in the notation of --network (default: the machine's)"
+        "link of a device within its node, in the notation of --network (default: the machine's)"
     )  # fmt: skip
     add("--global-batch", "N", whole, "samples per step")
     add("--micro-batch", "N", whole,
@@ -91,9 +91,9 @@ def _parser() -> Parser:
         "activation checkpointing: none, selective, attention or full (default: none)",
         default="none", choices=get_args(Checkpointing))  # fmt: skip
     add("--share", "X", number_type(float, 0.01, 1),
-        "share of the catalog's peak that matmuls reach, without a probe (default: as in published "
-        "measurements)")  # fmt: skip
+        "fraction of the catalog's peak that matmuls reach, if there is no probe (default: as in "
+        "published measurements)")  # fmt: skip
     add("--tolerance", "X", above,
-        f"share of a step that the network may cost (default: {TOLERANCE:g})", default=TOLERANCE
+        f"slowdown that the network may cause (default: {TOLERANCE:g})", default=TOLERANCE
     )  # fmt: skip
     return parser

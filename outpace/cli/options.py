@@ -1,7 +1,6 @@
-"""Flags and TOML keys for TrainSettings, derived from its fields, and the origin of each value.
+"""Flags and TOML keys of TrainSettings, and the origin of each value.
 
-The first source with a value wins: command line, --config file, run.json of the resumed run,
-default.
+Precedence: command line, --config file, run.json of the resumed run, default.
 """
 
 import argparse
@@ -25,11 +24,11 @@ from outpace.records.units import read_bytes
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RUN_FILE = "run.json"
-# Settings that may name files or folders; ~ at their start is the home directory.
+# Settings that may name files or folders, in which a leading ~ is the home directory.
 _PLACES = frozenset(
     {"out", "cache_dir", "offload_dir", "data", "eval_data", "tokenizer", "model", "plan"}
 )
-# Options of the command that starts ranks: not settings, and not passed to ranks.
+# Options for starting ranks. They are not settings, and are not passed to the ranks.
 OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
 # Words for on and off, in lower case.
 BOOLEANS = {"true": True, "on": True, "yes": True, "1": True,
@@ -49,9 +48,9 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Form of a field's annotation: the plain type, its choices, and whether it is a tuple.
+    """Type of a setting: the plain type, its choices, and whether it takes several values.
 
-    `words` may be used instead of a number; `size` is a number of bytes.
+    `words` are allowed instead of a number. `size`: a number of bytes.
     """
 
     kind: type
@@ -62,7 +61,7 @@ class Shape:
 
 
 def shape(annotation: Any) -> Shape:
-    """Find a field's type within Optional, Annotated, tuple and Literal."""
+    """Return the type of a field, unwrapping Optional, Annotated, tuple and Literal."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == Size:
@@ -87,7 +86,7 @@ def flag(name: str) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return settings as command-line arguments, leaving out those that are None."""
+    """Format settings as command-line arguments, without those that are None."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -100,8 +99,9 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Add a flag for every field of TrainSettings, in groups. `texts` replaces the help of fields
-    that mean something else in this command.
+    """Add a flag for every field of TrainSettings, in groups.
+
+    `texts` replaces the help of fields that have another meaning in this command.
     """
     groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}
     for name, field in TrainSettings.model_fields.items():
@@ -138,7 +138,7 @@ def _metavar(name: str, holds: Shape) -> str:
 
 
 def as_words(value: Any) -> str:
-    """Return a value in the notation of the command line."""
+    """Format a value as on the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (tuple, list)):
@@ -153,7 +153,7 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """Return the settings of a TOML file, keys in kebab or snake case.
+    """Return the settings of a TOML file, whose keys are in kebab or snake case.
 
     Raises BadInputError for an unknown key or an invalid value.
     """
@@ -171,9 +171,9 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 
 def convert(name: str, value: Any, where: str) -> Any:
-    """Convert the text of one setting to the type of its field.
+    """Convert the value of a setting to the type of its field.
 
-    Raises BadInputError if the text has no value of that type.
+    Raises BadInputError if that is not possible.
     """
     holds = shape(_fields()[name].annotation)
     if name.endswith("_s") and isinstance(value, str):
@@ -183,7 +183,7 @@ def convert(name: str, value: Any, where: str) -> Any:
             raise BadInputError(f"{where}: {error}") from None
     if name in _PLACES:
         value = _from_home(value)
-    _refuse_part_of_a_name(name, holds, value, where)
+    _refuse_split_name(name, holds, value, where)
     if not holds.many:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
@@ -193,7 +193,7 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _from_home(value: Any) -> Any:
-    """Expand ~ in one or several paths, since the shell does not in --out=~/runs or quotes."""
+    """Expand ~ in paths, since the shell does not expand it in --out=~/runs or in quotes."""
     if isinstance(value, (list, tuple)):
         return [_from_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
@@ -202,7 +202,7 @@ def _from_home(value: Any) -> Any:
 
 
 def _at_commas(word: Any) -> list[Any]:
-    """Split a text at commas; return any other value as a single part."""
+    """Split a text at commas; put any other value into a list."""
     if not isinstance(word, str):
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]
@@ -217,7 +217,7 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     if holds.kind is int and not holds.size and _is_share(value):
         raise BadInputError(
             f"{where}: {excerpt(value)} is not a whole number. Give a count (of steps, "
-            "samples, ranks), not a share"
+            "samples, ranks), not a fraction"
         )
     if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
         return value
@@ -235,8 +235,8 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
         raise BadInputError(f"{where}: {excerpt(value)} is not {example}{words}") from None
 
 
-def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> None:
-    """Refuse --offload optimizer if --offload-optimizer is another option, and name that option."""
+def _refuse_split_name(name: str, holds: Shape, value: Any, where: str) -> None:
+    """Refuse --offload optimizer where --offload-optimizer is meant, and suggest that option."""
     if not holds.choices or not isinstance(value, str) or value in holds.choices:
         return
     other = f"{name}_{value.replace('-', '_')}"
@@ -250,7 +250,7 @@ def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> N
 
 
 def _is_share(value: Any) -> bool:
-    """Return whether a value is a fraction, by which some tools give a part of all steps."""
+    """Return whether a value is between 0 and 1, which other tools read as a share of all steps."""
     try:
         return isinstance(value, (str, float)) and 0 < float(value) < 1
     except ValueError:
@@ -258,9 +258,9 @@ def _is_share(value: Any) -> bool:
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, origin -> values; the first one that has a value wins.
+    """Merge layers of values by origin; the first layer with a value wins.
 
-    Returns the settings and each field's origin. Raises BadInputError with a value's origin.
+    Returns the settings and the origin of each. Errors (BadInputError) name the origin of a value.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -280,7 +280,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 
 
 def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
-    """Let the length with the highest precedence replace lengths of other kinds."""
+    """Keep only the steps, tokens or epochs of the layer with the highest precedence."""
     given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in given), default=0)
     for name in given:
@@ -289,7 +289,7 @@ def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str
 
 
 def _sentence(origins: Mapping[str, str], problem: Any) -> str:
-    if not problem["loc"]:  # concerns several settings together
+    if not problem["loc"]:  # about several settings together
         files = dict.fromkeys(one for one in origins.values() if one != COMMAND_LINE)
         return ": ".join([*([", ".join(files)] if files else []), str(problem["ctx"]["error"])])
     name = str(problem["loc"][0])

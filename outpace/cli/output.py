@@ -1,4 +1,4 @@
-"""Output files of a command, checked before it starts; and hints."""
+"""Output files, checked before a command starts, and hints."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ def tell_hint(hint: str) -> None:
 
 
 def output_file(text: str) -> Path:
-    """Convert an argument to a writable file; if it is not writable, argparse shows the reason."""
+    """Convert an argument to the path of a writable file, or give argparse the reason why not."""
     path = output_place(text)
     why = "an empty name" if not text else _find_obstacle(path)
     if why is not None:
@@ -29,12 +29,12 @@ def output_file(text: str) -> Path:
 
 
 def output_place(text: str) -> Path:
-    """Convert an argument to a path, with ~ expanded, which the shell does not do in --out=~/x."""
+    """Convert an argument to a path, and expand ~, which the shell does not do in --out=~/x."""
     return Path(text).expanduser()
 
 
 def require_folder_place(path: Path) -> None:
-    """Raise BadInputError if no folder can have this path: it is a file, or a broken link."""
+    """Raise BadInputError if a path cannot be used as a folder, such as a file or a broken link."""
     from outpace.records.base import format_path  # --help needs no records
 
     try:
@@ -50,13 +50,11 @@ def require_folder_place(path: Path) -> None:
             "exist. Create that directory, or use another --out."
         )
     if path.exists() and not path.is_dir():
-        raise BadInputError(
-            f"{format_path(path)} is not a folder, as --out has to be. Use another --out."
-        )
+        raise BadInputError(f"{format_path(path)} is not a folder. Name a folder with --out.")
 
 
 def _find_obstacle(path: Path) -> str | None:
-    """Return the reason why `path` cannot be written; None if it can."""
+    """Return why `path` cannot be written; None if it can."""
     try:
         os.lstat(path.absolute().parent / path.name)  # raises for impossible names
     except (FileNotFoundError, NotADirectoryError):
@@ -68,7 +66,7 @@ def _find_obstacle(path: Path) -> str | None:
         return "it is a folder"
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    # A device or a pipe is written to directly; a regular file is replaced.
+    # Devices and pipes are written to; regular files are replaced.
     written = path if path.exists() and not path.is_file() else folder
     return None if os.access(written, os.W_OK) else f"{written} is not writable"
 
@@ -76,8 +74,8 @@ def _find_obstacle(path: Path) -> str | None:
 def write_output(path: Path, content: str | bytes) -> None:
     """Write the output of a command.
 
-    Raises BadInputError if `path` is no longer writable; then the output is written to a temporary
-    file, which the error names.
+    If `path` is no longer writable, writes to a temporary file and raises BadInputError with its
+    name.
     """
     from outpace.records.base import write_atomic  # --help needs no records
 
@@ -95,5 +93,5 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 def save_output(path: Path, record: "Record") -> None:
-    """Write a record as `write_output` does."""
+    """Write a record with `write_output`."""
     write_output(path, record.as_file())

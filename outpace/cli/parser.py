@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.units import read_bytes
 
-LONGEST_S = 1e7  # of a wait or a task: about four months
-MOST = 10**18  # of any count or figure, such as tokens to train on
+LONGEST_S = 1e7  # longest wait or task: about four months
+MOST = 10**18  # largest count or figure, such as tokens to train on
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 class Parser:
-    """argparse for one command: without abbreviations or exits; bad input raises BadInputError."""
+    """argparse for one command, without abbreviations; bad input raises BadInputError."""
 
     def __init__(
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
@@ -41,7 +41,7 @@ class Parser:
         self, name: str, metavar: str | None, kind: Callable[[str], Any], text: str, *,
         default: Any = None, **rest: Any,
     ) -> None:  # fmt: skip
-        """Add an option or argument, whose values `kind` converts; `rest` is passed to argparse."""
+        """Add an option or argument whose values `kind` converts; `rest` is passed to argparse."""
         self.arguments.add_argument(
             name, metavar=metavar, type=kind, help=text, default=default, **rest
         )
@@ -55,7 +55,7 @@ class Parser:
         self.switch("--json", "print one JSON document on standard output, and nothing else")
 
     def read(self, argv: list[str]) -> argparse.Namespace:
-        """Parse. Raises BadInputError for unknown or missing arguments; --help exits with 0."""
+        """Parse arguments. Raises BadInputError if any is unknown or missing. --help exits."""
         # Check this first, since it may cause the problems that argparse finds.
         if (unknown := self._unknown_option(argv)) is not None:
             self._refuse(unknown)
@@ -79,7 +79,7 @@ class Parser:
         )
 
     def _unknown_option(self, argv: list[str]) -> str | None:
-        """Return the first unknown word that can only be an option; None for --help."""
+        """Return the first word that can only be an unknown option; None if --help comes first."""
         known = set(self.arguments.flags())
         for word in argv:
             name = word.split("=")[0]
@@ -97,7 +97,7 @@ class Parser:
 # As argparse's `_negative_number_matcher` in any version of Python, with an exponent.
 _NUMBER = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?", re.I)
 
-# The option for a file or folder, by its suffix or by a file in it.
+# The option that accepts a file, by its suffix, or a folder, by a file in it.
 _TAKEN_BY = {
     ".toml": "--config",
     **dict.fromkeys((".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".bin"), "--data"),
@@ -106,7 +106,7 @@ _FOLDERS = {"run.json": "--resume", "config.json": "--model"}
 
 
 def _suggest_option(word: str, flags: list[str]) -> str:
-    """Return ' Did you mean --config run.toml?' for a file or folder without its option, or ''."""
+    """Return ' Did you mean …?' with the option that a file or folder lacks, or ''."""
     path = Path(word)
     taken = _TAKEN_BY.get(path.suffix.casefold(), "")
     for name, option in _FOLDERS.items():
@@ -137,7 +137,7 @@ class _Argparse(argparse.ArgumentParser):
         raise BadInputError(f"{message}{end} See {self.prog} --help.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Suggest the closest choice. argparse calls this for each value."""
+        """Refuse a value that is not a choice, and suggest the closest one."""
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
@@ -150,7 +150,7 @@ class _Argparse(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Option names in one column and help in another, as wide as the terminal, at most 100."""
+    """Help formatter with a wider column for options, and lines of at most 100 characters."""
 
     def __init__(self, prog: str) -> None:
         width = min(100, shutil.get_terminal_size().columns)
@@ -158,10 +158,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def whole_number(text: str) -> int:
-    """Parse '200', '1e6', '10M', '2B' or '10_000'.
-
-    Raises ValueError if it is not a whole number.
-    """
+    """Parse a whole number: '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError."""
     word = text.strip().lower()
     factor = _SUFFIXES.get(word[-1:], 1)
     digits = word[:-1] if factor != 1 else word
@@ -177,7 +174,7 @@ def whole_number(text: str) -> int:
 def number_type(
     kind: type[int] | type[float], low: float | None = None, high: float = MOST
 ) -> Callable[[str], Any]:
-    """Return a converter for argparse that says which numbers are allowed. Bounds are inclusive."""
+    """Return an argparse type for numbers within inclusive bounds."""
 
     def convert(text: str) -> int | float:
         try:
@@ -203,7 +200,7 @@ _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 
 
 def read_duration(text: str) -> float:
-    """Parse seconds from '180', '3m', '1h30m', '90 s', '250ms'. Raises ValueError."""
+    """Parse a duration in seconds: '180', '3m', '1h30m', '90 s', '250ms'. Raises ValueError."""
     word = text.strip().lower()
     if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", word):
         return float(word)
@@ -234,7 +231,7 @@ def duration_type(low: float) -> Callable[[str], float]:
 
 
 def byte_size(text: str) -> int:
-    """Convert a size for argparse: 512GiB, 2TiB, 8e9."""
+    """Argparse type for sizes in bytes: 512GiB, 2TiB, 8e9."""
     try:
         return read_bytes(text)
     except ValueError as error:

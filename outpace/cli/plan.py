@@ -34,11 +34,11 @@ _EPILOG = (
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
 _SHOWN, _SHOWN_WITH_EXPORT = 5, 3  # plans
-_LEAST_COMPARED = 2  # plans of an answer: recommended and fastest, if they differ
-# A plan's file says which parameters it trains.
+_LEAST_COMPARED = 2  # plans to ask for: the recommended and the fastest, if they differ
+# A plan file says which parameters it trains.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
-    "Adapters are part of a plan's file: write one with outpace plan --lora-rank 16 --out "
+    "Adapters are part of the plan file: write one with outpace plan --lora-rank 16 --out "
     "plan.json.",
 )
 
@@ -84,7 +84,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> "Plans":
-    """Return the plans that the command line asks for.
+    """Return the plans for the command line `argv`.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -97,7 +97,7 @@ def answer(argv: list[str]) -> "Plans":
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse combinations of options in which one would be silently ignored."""
+    """Refuse options of which one would be ignored."""
     other = [name for name in ("compare_nodes", "what_if") if getattr(arguments, name) is not None]
     alone = [name for name in ("explain", "emit", "out") if getattr(arguments, name) is not None]
     if other and len(other + alone) > 1:
@@ -105,7 +105,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInputError(f"{first} and {second} give different answers. Use one of them.")
     if arguments.price is not None and arguments.tokens is None:
         raise BadInputError(
-            "--price is per device and hour. Give the number of tokens to train on with --tokens."
+            "--price gives the cost of training on a number of tokens. Give that number with "
+            "--tokens."
         )
 
 
@@ -115,7 +116,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     from outpace.planner.model.adapters import ADAPTER_NAMES
 
     given = {name: getattr(arguments, name) for name in ADAPTER_NAMES}
-    # A plan's number refers to the list that is shown without --emit.
+    # --explain K refers to the list that is shown without --emit.
     written = arguments.emit if arguments.explain is None else None
     own = written in (None, "outpace") or FORMAT_OF.get(arguments.trainer) == written
     return plan_question(
@@ -129,7 +130,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 
 
 def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
-    """Return the question that a command's options pose; `more` adds or replaces values."""
+    """Build a PlanQuestion from a command's options; `more` adds or replaces values."""
     from outpace.jobs.planning.request import PlanQuestion
 
     names = {one.name for one in fields(PlanQuestion)}
@@ -140,7 +141,7 @@ def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
 def _defaults(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
-    """Return the options that affect time or memory but were not given."""
+    """Return the options that affect time or memory and were not given, with the values used."""
     from outpace.jobs.planning.given_settings import split_settings
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
@@ -156,7 +157,7 @@ def _defaults(
 
 
 def _planned_precision(answer: "Plans", default: Precision) -> str:
-    """Return the default precision, and another for plans that offload."""
+    """Format the default precision, with that of offloading plans if it differs."""
     used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
     others = ", ".join(name for name in used if name != default)
     if not others:
@@ -165,7 +166,7 @@ def _planned_precision(answer: "Plans", default: Precision) -> str:
 
 
 def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan for each number of nodes, with the same global batch."""
+    """Print the fastest plan for each number of nodes, with the same global batch; return 0."""
     from outpace.jobs.planning.request import job
     from outpace.planner.plan import throughput
 
@@ -192,7 +193,7 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan with and without a change; the answer may be that nothing fits."""
+    """Print the fastest plan with and without a change, or that nothing fits; return 0."""
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
@@ -216,7 +217,7 @@ def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
-    """Return the plans, or the reason why there are none."""
+    """Return the plans, or the reason why no plan fits."""
     from outpace.planner.plan import plans
 
     try:
@@ -234,7 +235,7 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
 
 
 def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "NamedModel":
-    """Return the model to export. Raises BadInputError for what no plan of the format can hold."""
+    """Return the model to export. Raises BadInputError if the format cannot express the request."""
     from outpace.jobs.planning.export_format import NamedModel, check_exportable
     from outpace.jobs.planning.model_outline import find_outline
     from outpace.jobs.planning.request import kept_settings
@@ -244,7 +245,7 @@ def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "Name
     if trainer not in (None, emit) and asked.trainer == emit:
         raise BadInputError(
             f"--trainer {trainer} and --emit {emit}: a configuration for {emit} is planned with "
-            f"{emit}'s traits. Leave out --trainer, or write plan K of {trainer}'s list with "
+            f"{emit}'s traits. Leave out --trainer, or export plan K of {trainer}'s list with "
             "--explain K."
         )
     _, outline, spec = find_outline(arguments.model)
@@ -272,7 +273,7 @@ def _export(
     answer: "Plans",
     chosen: int | None,
 ) -> int:
-    """Export the chosen plan, or the recommended one of those that the format can express."""
+    """Export the chosen plan, or the recommended one among those that the format can express."""
     from outpace.jobs.planning.export_format import figures, list_alternatives, pick_plan
 
     try:
@@ -310,7 +311,7 @@ def _export(
 
 
 def _format_start(out: Path | None, written: "ExportedPlan") -> str:
-    """Return where the configuration was written, and the command that starts training with it."""
+    """Say where the configuration was written, and which command trains with it."""
     if out is not None:
         return f"Wrote {out}. Start it with: {written.command}"
     return (
@@ -333,7 +334,7 @@ def _nodes_list(text: str) -> list[int]:
 def add_question(parser: Parser, of: str = "") -> None:
     """Add the options that `outpace plan` and `outpace estimate` share.
 
-    `of` names the source of the default length and batch that precedes the model's own defaults.
+    `of` names the source of the length and batch that takes precedence over the model's defaults.
     """
     add = parser.option
     whole = number_type(int, 1)
@@ -348,8 +349,8 @@ def add_question(parser: Parser, of: str = "") -> None:
     add("--network", "WORDS", str,
         "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
     add("--host-memory", "SIZE", byte_size,
-        "memory of a node's host, to which plans may offload: 512GiB, 2TiB (default: the "
-        "machine's, if it is known)")  # fmt: skip
+        "host memory of a node, to which plans may offload: 512GiB, 2TiB (default: the "
+        "machine's, if known)")  # fmt: skip
     add("--seq-len", "N", whole, f"tokens per sample (default: {of}the model's, at most 2048)")
     add("--global-batch", "N", whole, f"samples per step (default: {of}4 per device)")
     add("--precision", "NAME", str,
@@ -366,30 +367,30 @@ def _parser() -> Parser:
     add = parser.option
     whole = number_type(int, 1)
     add("--keep", "A=B,C=D", str,
-        "settings that every plan must have (precision=bf16,…); the answer says what each costs",
+        "settings that every plan must have (precision=bf16,…); the output says what each costs",
         action=JoinedList)  # fmt: skip
     add("--vary", "A,B", str,
         "further settings to search (precision, optimizer, compile, …), or all", action=JoinedList
     )  # fmt: skip
     add("--lora-rank", "N", whole, "freeze the weights and train adapters of this rank (LoRA)")
     add("--lora-alpha", "X", number_type(float, 0.0),
-        "adapters' scale times their rank, for the plan's file (default: the rank)")  # fmt: skip
+        "LoRA's alpha: adapters are scaled by alpha / rank (default: the rank)")  # fmt: skip
     add("--lora-targets", "NAMES", str,
         "matrices with an adapter: q,k,v,out,gate,up,down (default: all)")  # fmt: skip
     add("--lora-dropout", "X", number_type(float, 0.0, 1.0),
-        "dropout probability before adapters (default: 0)")  # fmt: skip
+        "dropout probability of adapters' inputs (default: 0)")  # fmt: skip
     add("--base", "NAME", str,
-        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)")  # fmt: skip
+        "format of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)")  # fmt: skip
     add("--max-tp", "N", whole, "largest tensor-parallel degree")
     add("--trainer", "NAME", str,
         "trainer for which time and memory are predicted: "
         f"{', '.join(TRAINERS)} (default: outpace)", choices=TRAINERS)  # fmt: skip
-    parser.switch("--trained", "only plans that outpace can train itself")
+    parser.switch("--trained", "list only plans that outpace can train")
     parser.switch("--may-idle",
         "allow plans that leave nodes idle, if fewer are faster or divide the batch")  # fmt: skip
-    add("--tokens", "N", number_type(int, 1), "tokens to train on: 1T, 300B; adds the total time")
+    add("--tokens", "N", number_type(int, 1), "tokens to train on, to show the time: 1T, 300B")
     add("--price", "X", number_type(float, 0.0),
-        "price per device and hour; with --tokens, adds the cost")  # fmt: skip
+        "price per device-hour, to show the cost of --tokens")  # fmt: skip
     add("--count", "N", number_type(int, 1, _MOST_PLANS),
         "number of plans to show (default: 5; 3 with --emit)")  # fmt: skip
     add("--explain", "K", whole, "explain the K-th plan step by step")
@@ -399,9 +400,10 @@ def _parser() -> Parser:
         "show the effect of a change of link= (a node's network), inside= (a device's link in its "
         "node), memory= (a device's) or nodes=")  # fmt: skip
     add("--emit", "FORMAT", str,
-        f"write a configuration of {', '.join(FORMATS)}: the recommended of the plans that it can "
-        "express, or plan --explain", choices=FORMATS
+        f"write a configuration for {', '.join(FORMATS)}, of the recommended plan among those that "
+        "the format can express, or of the plan of --explain", choices=FORMATS
     )  # fmt: skip
     add("--out", "FILE", output_file,
-        "write the best plan (or --explain's); with --emit, the configuration")  # fmt: skip
+        "write the recommended plan, or the plan of --explain, to this file; with --emit, the "
+        "configuration")  # fmt: skip
     return parser

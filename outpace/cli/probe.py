@@ -19,7 +19,7 @@ from outpace.records.probe_results import SectionName
 from outpace.records.settings import TrainSettings
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
-# allreduce is a part of collectives.
+# Without allreduce, which is a part of collectives.
 _ALL: tuple[SectionName, ...] = (
     "matmul", "memory", "storage", "loader", "collectives", "steps"
 )  # fmt: skip
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
     examined = None if arguments.handed_over is not None else environ
-    wishes = ProbeRequest(sections, arguments.quick, settings, command, arguments.budget, examined)
+    request = ProbeRequest(sections, arguments.quick, settings, command, arguments.budget, examined)
     # The launching process shows its own progress bar.
     quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
 
@@ -60,9 +60,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     with progress_of(sections, quiet) as shown, interrupt_once(shown.show_stopping, end):
         if ranks is None:
-            machine = job.probe_here(wishes, shown)
+            machine = job.probe_here(request, shown)
         else:
-            found = job.probe_ranks(wishes, ranks, shown)
+            found = job.probe_ranks(request, ranks, shown)
             if found is None:  # rank 0 prints the result
                 return 0
             machine = found
@@ -81,7 +81,7 @@ def probe_machine(
     sections: Sequence[str], quick: bool, budget_s: float | None, out: Path | None,
     given: Mapping[str, object],
 ) -> Machine:  # fmt: skip
-    """Measure this host for a Python program.
+    """Measure this host, for the Python API.
 
     Raises BadInputError for an unknown keyword or section.
     """
@@ -96,16 +96,16 @@ def probe_machine(
             )
     settings = _settings({"model": None, "checkpoint_dir": Path(), **given})
     chosen = _sections(list(sections))
-    wishes = ProbeRequest(chosen, quick, settings, "outpace.probe", budget_s, os.environ)
+    request = ProbeRequest(chosen, quick, settings, "outpace.probe", budget_s, os.environ)
     with progress_of(chosen, True) as shown:
-        machine = job.probe_here(wishes, shown)
+        machine = job.probe_here(request, shown)
     if out is not None:
         save_output(out, machine)
     return machine
 
 
 def _without_place(word: str) -> str:
-    """Return a path's last component, since records are shared with others."""
+    """Shorten a path in an argument to its last component, since records are shared."""
     option, equals, value = word.rpartition("=")
     return option + equals + ("…/" + Path(value).name if "/" in value else value)
 
@@ -125,7 +125,7 @@ def _sections(words: list[str]) -> tuple[SectionName, ...]:
 
 
 def _settings(given: Mapping[str, object]) -> TrainSettings:
-    """Return the training settings that share their names with options of the probe."""
+    """Return the probe's options as training settings, which have the same names."""
     values = {name: given[name] for name in _AS_IN_TRAINING if given.get(name) is not None}
     values |= {"model": given["model"] or _DEFAULT_MODEL, "out": given["checkpoint_dir"]}
     return TrainSettings.parse(values, "outpace probe")
@@ -138,18 +138,18 @@ def _parser() -> Parser:
     add("section", "SECTION", str, "sections to measure", default=[], nargs="*")
     parser.switch("--quick", "take less than a minute instead of up to ten, with wider intervals")
     add("--budget", "TIME", duration_type(0.1),
-        "measure for about this long (90, 3m), instead of the usual time")  # fmt: skip
-    add("--out", "machine.json", output_file, "save the machine's record, which the planner reads")
+        "measure for about this time: 90, 3m")  # fmt: skip
+    add("--out", "machine.json", output_file, "save the results in a file for the planner")
     add("--model", "M", str,
-        "model to give advice on sizes for: a preset, a directory, a spec file (default: gpt2); "
-        "for a file.py:build, the loader section uses its data set")  # fmt: skip
+        "model whose sizes to give advice on: a preset, a directory, a spec file (default: gpt2); "
+        "with file.py:build, the loader section uses its data set")  # fmt: skip
     add("--device", None, str, "device to measure", choices=("auto", "cpu", "cuda"))
     add("--nproc", "N", number_type(int, 1),
         "processes for collectives (default: one per GPU, or up to four on a CPU)")  # fmt: skip
     add("--backend", None, str, "backend of collectives", choices=("auto", "gloo", "nccl"))
     add("--data", "FILE", str,
-        "data to measure loading with, as training would load it; may be repeated (default: "
-        "Python's own source code)", action="append")  # fmt: skip
+        "data whose loading to measure, as in outpace train; may be repeated (default: Python's "
+        "own source code)", action="append")  # fmt: skip
     add("--text-field", "KEY", str, "key of the text in --data (default: text)")
     add("--seq-len", "N", number_type(int, 1),
         "tokens per sample, for loading and for the model's matmuls")  # fmt: skip

@@ -27,13 +27,13 @@ _ABOUT = "Write a run, comparison, tuning, plan, probe or certificate as a page 
 _EPILOG = (
     "PATH is the directory of a run or a comparison, or a file: comparison.json, tuning.json, "
     "machine.json of outpace probe, certificate.json of outpace verify, standstill.json of a "
-    "run that hung, or the output of outpace plan --json. Several paths make one page: runs come "
-    "first, with their differences, and a probe among them is used to predict the runs."
+    "run that hung, or the output of outpace plan --json. Several paths make one page, which "
+    "begins with the differences between the runs; a probe among the paths predicts the runs."
 )
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"
 _IN_FOLDERS = ("comparison.json", "tuning.json", "machine.json", "certificate.json")
-# Kinds of records, by a key at the top of their files.
+# Types of records, by a top-level key that only their files have.
 _RECORDS: Mapping[str, type[Any]] = {
     "outcomes": Comparison,
     "trials": Tuning,
@@ -46,7 +46,7 @@ _RECORDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class _Subject:
-    """Subject of a report: a record, or the folder of a run, which has many records."""
+    """Subject of a report: a record, or the folder of a run (`record` is None)."""
 
     path: Path
     record: Any | None
@@ -54,7 +54,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Report:
-    """Documents of a report, its page or text, and its file, if there is one."""
+    """A report: its documents, its page or text, and its file, if it was written to one."""
 
     documents: "Sequence[Document]"
     content: str | bytes
@@ -92,13 +92,13 @@ def write_report(
 def _make(
     paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
 ) -> "_Report":
-    """Make a report; if it is `kept`, it is written even without `out`."""
+    """Make a report and write it to `out`, or if it is `kept`, to a default file."""
     subjects = [_read_subject(path) for path in paths]
     program = None
     if kind == "png":
         from outpace.reporting.render.screenshot import find_browser
 
-        program = find_browser(browser)  # fail before the work
+        program = find_browser(browser)  # if there is none, fail early
     documents = [*_compare_subjects(subjects), *_documents(subjects)]
     if out is None and kept:
         alone = len(subjects) == 1
@@ -113,7 +113,7 @@ def _make(
 
 
 def _format(asked: str | None, out: Path | None) -> str:
-    """Return the format that the user asked for, or the format of the file's suffix."""
+    """Return the requested format, by default that of the file's suffix, else html."""
     suffix = None if out is None else out.suffix.removeprefix(".").lower()
     if asked is None:
         return suffix if suffix in _FORMATS else "html"
@@ -129,7 +129,7 @@ def _read_subject(path: Path) -> _Subject:
     if not path.exists():
         raise BadInputError(
             f"there is no file or folder {format_path(path)}. Give the folder of a run, which "
-            "outpace train prints at the end (outpace runs lists them), or a result: "
+            "outpace train prints at the end (outpace runs lists all runs), or a result: "
             f"{', '.join(_IN_FOLDERS)}."
             f"{suggest_runs(path)}{explain_removed_checkpoint(path)}"
         )
@@ -178,7 +178,7 @@ def _record(path: Path) -> Any:
 
 
 def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
-    """Yield a document of the differences between several runs."""
+    """Yield a document with the differences between the runs, if there are several."""
     runs = [one.path for one in subjects if one.record is None]
     if len(runs) < 2:
         return
@@ -200,7 +200,7 @@ def _documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
 
 
 def _document(subject: _Subject, probe: Machine | None) -> "Document":
-    """Make a record's document; each kind's module is imported only when needed."""
+    """Make a subject's document, importing only the module that it needs."""
     record, folder = subject.record, subject.path.parent
     if record is None:
         from outpace.reporting.data.run_folder import read_run
@@ -253,7 +253,7 @@ def _content(documents: "Sequence[Document]", kind: str, browser: str | None) ->
 
 
 def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
-    """Return the content of a report, without the figures."""
+    """Summarise a report for --json, without its charts."""
     return {
         "out": None if out is None else str(out),
         "format": kind,
@@ -271,8 +271,8 @@ def _parser() -> Parser:
     add = parser.option
     add("path", "PATH", Path, "what to report on", nargs="+")
     add("--out", "FILE", output_file,
-        "file to write (default: report.html next to PATH, or here for several; standard output "
-        "for md and csv without --json)")  # fmt: skip
+        "file to write (default: report.html next to PATH, or in the current folder for several "
+        "paths; standard output for md and csv without --json)")  # fmt: skip
     add("--format", "FORMAT", str,
         "html, md, csv or png (default: by the suffix of --out, else html)", choices=_FORMATS
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The settings of a resumed run, and those that may not change."""
+"""Settings of a resumed run, and which of them may not change."""
 
 import os
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.run import explain_removed_checkpoint, suggest_runs
 from outpace.records.settings import TrainSettings
 
-# Settings that determine the samples, their order, the model, its trained part or the optimizer's
-# state. Changing one would make it another run. (Precisions and contents: see
-# `jobs.train.run_record.claim`.)
+# Settings that determine the samples, their order, the model, its trained parameters or the
+# optimizer's state. With another value, it would be another run. (`jobs.train.run_record.claim`
+# checks precisions and contents.)
 FIXED = (
     "model",
     "init",
@@ -43,34 +43,35 @@ FIXED = (
     "base",
     "seed",
 )
-# Inputs that may have moved: `claim` compares their contents.
+# Inputs whose path may change, because `claim` compares their contents.
 _PATHS = ("model", "data", "eval_data", "tokenizer")
-# Settings of one start rather than of the run.
+# Settings of a single start, not of the run.
 _LEFT_OUT = ("resume", "out")
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings in DIR/run.json. Raises BadInputError if there are none.
+    """Return the settings in a run's run.json, with the sequence length that was used.
 
-    The sequence length is the one that was used, even if outpace had chosen it.
+    Raises BadInputError if there are none.
     """
     path = run / RUN_FILE
     if not run.is_dir():
         raise BadInputError(
             f"--resume: there is no directory {run}. Give the folder of a run, which outpace "
-            "train prints at the end (outpace runs lists "
-            f"them).{suggest_runs(run)}{explain_removed_checkpoint(run)}"
+            "train prints at the end (outpace runs lists all "
+            f"runs).{suggest_runs(run)}{explain_removed_checkpoint(run)}"
         )
     if not path.exists():
         raise BadInputError(
             f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}."
         )
     try:
-        # `require_as_written` follows later, once it is clear that no untrusted code runs.
+        # `require_as_written` checks for changes later, once it is clear that no untrusted code
+        # runs.
         document = read_object(path, on_change=lambda _: None)
         recorded = {**document["settings"]}
     except (KeyError, TypeError):
-        raise BadInputError(f"{path} is damaged: it has no settings of a run") from None
+        raise BadInputError(f"{path} is damaged: it has no settings") from None
     except BadInputError as error:
         raise BadInputError(
             f"the run's file is damaged: {error}.{_suggest_recovery(run)}"
@@ -82,7 +83,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Suggest a run if a folder is not one, such as the run that contains it."""
+    """Suggest what to resume instead of a folder that is not a run, such as the run around it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         start = (
@@ -95,7 +96,7 @@ def _name_run(folder: Path) -> str:
 
 
 def _suggest_recovery(run: Path) -> str:
-    """Describe the remains of a run whose file cannot be read, and how to use them."""
+    """Say what can still be used of a run whose run.json cannot be read."""
     model, saved = run / "model", checkpoints(run)
     parts = [f" Restore {run / RUN_FILE} from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
@@ -109,7 +110,7 @@ def _suggest_recovery(run: Path) -> str:
 
 
 def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse to resume if the run's inputs are no longer in their places."""
+    """Refuse to resume if the run's inputs no longer exist."""
     for name in _PATHS:
         value = getattr(settings, name)
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
@@ -117,31 +118,31 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
         for place in value if isinstance(value, tuple) else (value,):
             if _is_named(place) or _exists(place) or Path(f"{place}.bin").is_file():
                 continue
-            where = (
-                "" if Path(place).is_absolute() else
-                f" from the folder in which it was started, not from {Path.cwd()}"
-            )  # fmt: skip
+            if Path(place).is_absolute():
+                lost, remedy = "no longer exists", "Add"
+            else:
+                lost = f"does not exist in {Path.cwd()}"
+                remedy = "Change to the folder in which the run was started, or add"
             raise BadInputError(
-                f"--resume: the run read {flag(name)} {place}{where}, which no longer exists. "
-                f"Change to that folder, or add {flag(name)} with the new place; the content "
-                "must be the same."
+                f"--resume: the run read {flag(name)} {place}, which {lost}. {remedy} "
+                f"{flag(name)} with the new path; the content must be the same."
             )
 
 
 def _is_named(place: str) -> bool:
-    """Return whether an input is known by name or part of a program, not a file or folder."""
+    """Return whether an input is a preset, 'stdlib' or a live object, not a file or folder."""
     return place == "stdlib" or named_model(place) in PRESETS or place.startswith("python:")
 
 
 def require_as_written(run: Path) -> None:
-    """Raise BadInputError for a run.json that was edited, because its training would differ."""
+    """Raise BadInputError if run.json was edited, because training would then differ."""
     read_object(run / RUN_FILE)
 
 
 def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:
-    """Refuse a change of settings that define the run. Raises BadInputError with the run's value.
+    """Refuse to change settings that define the run. Raises BadInputError with the run's value.
 
-    `asked` holds the settings that the user gives now, on the command line or in a file.
+    `asked` has the settings that the user gives now, on the command line or in a file.
     """
     for name in FIXED:
         if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):

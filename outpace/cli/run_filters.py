@@ -1,4 +1,4 @@
-"""Conditions on past runs, as the user writes them: 'strategy=ddp', 'final_loss<2.5'."""
+"""Conditions on past runs for --where: 'strategy=ddp', 'final_loss<2.5'."""
 
 import operator
 import re
@@ -22,14 +22,14 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """Required value of one field of a run. If `wanted` is None, the value must be unknown."""
+    """Comparison of a run's field with the value `wanted`; None stands for an unknown value."""
 
     name: str
     sign: str
     wanted: Any
 
     def is_met(self, run: PastRunFolder) -> bool:
-        """Return whether a run meets the condition; < and > are false for an unknown value."""
+        """Return whether a run meets the condition. Unknown values are neither < nor >."""
         value = run.value(self.name)
         if isinstance(value, Path):
             value = str(value)
@@ -41,7 +41,7 @@ class Condition:
 
 
 def condition_of(word: str) -> Condition:
-    """Parse a condition. Raises BadInputError if `word` is not one."""
+    """Parse a condition. Raises BadInputError if it has another form."""
     found = _FORM.fullmatch(word)
     if found is None:
         raise BadInputError(
@@ -55,7 +55,7 @@ def condition_of(word: str) -> Condition:
 
 
 def field_of(word: str, where: str) -> str:
-    """Return the name of a field of runs. Raises BadInputError with the closest names."""
+    """Return the field of runs that a word names. Raises BadInputError with similar names."""
     name = word.replace("-", "_")
     if field_owner(name) is None:
         raise BadInputError(
@@ -67,9 +67,9 @@ def field_of(word: str, where: str) -> str:
 
 
 def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
-    """Return the value with the field's type; None for 'none'.
+    """Convert a value to the field's type; 'none' becomes None.
 
-    Raises BadInputError if the text is no such value.
+    Raises BadInputError if that is not possible.
     """
     owner = field_owner(name)
     assert owner is not None
@@ -106,7 +106,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 
 def _read_number(text: str) -> float:
-    """Read a number in the usual notations: 0.4, 1e-3, 10M."""
+    """Parse a number: 0.4, 1e-3, 10M."""
     try:
         return float(text)
     except ValueError:

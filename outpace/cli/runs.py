@@ -24,11 +24,11 @@ from outpace.records.run import RunRecord, require_run
 
 _ABOUT = "List past runs, newest first, or show one of them in full."
 _EPILOG = (
-    "A single run is shown in full. Conditions may use the fields "
-    "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
-    "'final_loss<2.5'. All of them must hold."
+    "A single run is shown in full. Conditions may use the fields of the list, of result.json, and "
+    "of the run's plan and settings: --where strategy=ddp 'final_loss<2.5'. All conditions must "
+    "hold."
 )
-# Folder of outpace train; compare and tune write many runs that nobody reads individually.
+# The folder of outpace train, and those of compare and tune, whose many runs are shown with --all.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")
 # Settings of the folder, not of the training.
 _OF_THE_MOMENT = ("out", "resume")
@@ -80,7 +80,7 @@ def select(
 
 
 def search_folders(paths: list[Path], everywhere: bool = False) -> list[Path]:
-    """Return the folders to search. Raises BadInputError if a given one does not exist."""
+    """Return the folders to search. Raises BadInputError if one of `paths` does not exist."""
     for path in paths:
         if not path.is_dir():
             raise BadInputError(f"there is no folder {path}. Give a run, or a folder with runs.")
@@ -92,7 +92,7 @@ def _existing_folders(names: Sequence[str]) -> list[Path]:
 
 
 def _sort(runs: list[PastRunFolder], name: str | None, reverse: bool) -> list[PastRunFolder]:
-    """Sort by a field, in ascending order; runs with an unknown value come last in either order."""
+    """Sort by a field in ascending order, or `reverse`; unknown values come last in either case."""
     if name is None:
         return runs[::-1] if reverse else runs
     values = [(one.value(name), one) for one in runs]
@@ -153,8 +153,8 @@ def _show(folder: Path, as_json: bool) -> int:
 
 
 def repeat_command(record: RunRecord) -> str:
-    """Return the command that repeats the training, wherever the settings came from."""
-    if record.settings.model.startswith("python:"):  # a live model, which no command can name
+    """Return the command that repeats a training, with all of its settings as flags."""
+    if record.settings.model.startswith("python:"):  # a live module, which a flag cannot name
         return shlex.join(["python", *record.command])
     given = {
         name: value
@@ -163,14 +163,14 @@ def repeat_command(record: RunRecord) -> str:
     }
     starting = list(_launch_options(record.command))
     if record.plan.world_size > 1 and not starting:
-        # The settings do not contain a launcher's processes.
+        # The settings do not contain the number of processes of a launcher.
         given.setdefault("nproc", record.plan.world_size)
     own = {name: value for name, value in given.items() if name not in _OF_THE_MOMENT}
     return shlex.join(["outpace", "train", *starting, *options.as_flags(own)])
 
 
 def _launch_options(command: Sequence[str]) -> Iterator[str]:
-    """Yield the options that are not settings: where ranks run, and how often they restart."""
+    """Yield the options that are not settings: the hosts of ranks, and the limits of restarts."""
     for word, following in itertools.pairwise((*command, "")):
         name, equals, _ = word.partition("=")
         if name in options.OF_STARTING:

@@ -1,4 +1,4 @@
-"""Standard streams that always work: even if they are closed, full, or not in UTF-8."""
+"""Standard streams that work even if they are closed, full, or not in UTF-8."""
 
 import codecs
 import io
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from outpace.records.errors import OutpaceError
 
 _DESCRIPTORS = (0, 1, 2)
-# Replacements with the same meaning for characters that the terminal's encoding lacks.
+# Replacements for characters that the terminal's encoding lacks.
 _INSTEAD = {"×": "x", "µ": "u", "–": "-", "—": "-", "−": "-", "·": ".", "→": "->", "≈": "~",
             "✓": "ok", "…": "...", "²": "2", "α": "alpha", "≤": "<=", "≥": ">=", "▌": "|",
             "é": "e", "É": "E"}  # fmt: skip
@@ -22,10 +22,11 @@ class OutputError(OutpaceError):
 
 
 def repair_streams(argv: Sequence[str]) -> None:
-    """Make a process's standard streams accept everything that is written. Closed descriptors are
-    opened on the null device; otherwise, the next file to be opened would receive the output. Text
-    that standard error does not accept is dropped, since it cannot be reported. Characters that the
-    encoding lacks are replaced, in JSON by escapes.
+    """Make this process's standard streams accept everything that is written.
+
+    Closed descriptors are opened on the null device: otherwise, the next file to be opened would
+    receive the output. Text that standard error does not accept is dropped, since there is nowhere
+    to report it. Characters that the encoding lacks are replaced, in JSON by escapes.
     """
     for descriptor in _DESCRIPTORS:
         try:
@@ -46,7 +47,7 @@ def repair_streams(argv: Sequence[str]) -> None:
 
 
 def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
-    """Return a text stream to replace the old one, which is None if it was closed."""
+    """Return a text stream that replaces `before`, which is None if it was closed."""
     known = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -58,7 +59,7 @@ def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrappe
 
 
 class _Output(io.FileIO):
-    """Standard output that remembers a failed write and refuses later ones."""
+    """Standard output that raises for the first failed write and drops all later ones."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -76,17 +77,17 @@ class _Output(io.FileIO):
 
 
 class _LenientOutput(_Output):
-    """A descriptor that accepts everything written to it, even if its disk or terminal does not."""
+    """A stream that drops what its disk or terminal does not accept."""
 
     def write(self, data: Any) -> int:
-        """Return the number of bytes accepted. Raises nothing."""
+        """Return the number of bytes accepted. Never raises OSError."""
         with suppress(OSError):
             return super().write(data)
         return len(data)
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""Write a character in ASCII as in JSON: \u00d7."""
+    r"""Replace characters by JSON's escapes in ASCII: \u00d7."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
@@ -94,14 +95,14 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Replace a character by one of the same meaning, or by a question mark."""
+    """Replace characters by similar ones, or by question marks."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
 
 
 def flush_output() -> None:
-    """Write the rest of standard output. Raises OutputError or BrokenPipeError."""
+    """Flush standard output. Raises OutputError or BrokenPipeError, also for earlier failures."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -130,13 +131,13 @@ def output_error() -> OutputError | None:
 
 def _sentence(error: OSError) -> OutputError:
     return OutputError(
-        f"standard output cannot be written: {error.strerror}. Results are kept; send the output "
-        "somewhere else."
+        f"cannot write to standard output: {error.strerror}. Results that were saved "
+        "are kept. Redirect the output elsewhere."
     )
 
 
 def drop_output() -> None:
-    """Drop everything that is still to be written to standard output."""
+    """Redirect standard output to the null device, so that buffered output is dropped."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -19,7 +19,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print a topology and its consequences; return 0.
+    """Print a host's topology, and its consequences for parallelism; return 0.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -41,7 +41,7 @@ def _draw(path: Path, found: HostTopology) -> None:
     from outpace.reporting.sections.topology_svg import cpu_svg, topology_svg
 
     if path.suffix != ".svg":
-        raise BadInputError(f"--svg {path}: the name has to end with .svg")
+        raise BadInputError(f"--svg {path}: the name must end with .svg")
     if found.topology is not None and found.placement is not None:
         write_output(path, topology_svg(found.topology, found.placement))
     elif found.cpu is not None:
@@ -85,7 +85,7 @@ def _parser() -> Parser:
     add("--from", "FILE", Path,
         "output of nvidia-smi topo -m from another host, as a file; - is standard input",
         dest="file")  # fmt: skip
-    add("--svg", "FILE", output_file, "also draw it to this file")
+    add("--svg", "FILE", output_file, "also draw the topology to this .svg file")
     add("--nvlink", "GENERATION", str,
         "NVLink generation, 2 to 5, to show a group's bandwidth and how much slower other links "
         "are (default: that of this host's GPUs)")  # fmt: skip

@@ -40,9 +40,9 @@ _EPILOG = (
 
 @dataclass(frozen=True)
 class _Request:
-    """Settings, the origin of each, and the command as the user gave it.
+    """Settings, the origin of each, and the user's command line.
 
-    `progress`: whether to show it. `trial`: a run of two steps, for --micro-batch auto.
+    `progress`: whether to show progress. `trial`: run only two steps, for --micro-batch auto.
     """
 
     settings: TrainSettings
@@ -98,7 +98,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
-    """Return this process's rank, if it has one, and log under the rank's name from now on."""
+    """Return this process's ranks if a launcher started it, and name the process after its rank."""
     ranks = ranks_from(environ)
     if ranks is not None:
         name_rank(ranks.rank)
@@ -106,7 +106,7 @@ def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Refuse launch options that contradict each other."""
+    """Refuse launch options that contradict each other or the settings."""
     given = _given_launch_options(arguments)
     hosts = [name for name in given if name in ("--hosts", "--hostfile")]
     if not given:
@@ -185,9 +185,10 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
 
 
 def _existing_path(word: str) -> list[Path]:
-    """Return the file or folder that a setting names if it exists here; for a pattern, its folder.
+    """Return the existing file or folder that a setting names, or nothing.
 
-    For Megatron's prefixes, this is the .bin file; for file.py:build, it is the file.
+    For a glob pattern, this is its folder; for a Megatron prefix, the .bin file; for file.py:build,
+    the file.
     """
     path = Path(word)
     plain = Path(*takewhile(lambda part: not has_magic(part), path.parts))
@@ -197,7 +198,7 @@ def _existing_path(word: str) -> list[Path]:
 
 
 def _with_auto_resume(command: list[str]) -> list[str]:
-    """Return the command, changed to resume the run if there is one."""
+    """Add --auto-resume to a command, so that it resumes the run if there is one."""
     return command if "--auto-resume" in command else [*command, "--auto-resume"]
 
 
@@ -217,7 +218,7 @@ def _say(sentence: str) -> None:
 
 
 def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
-    """Apply the plan's settings; rank 0 prints the choice to standard error."""
+    """Apply the settings of --plan; rank 0 prints the chosen plan to standard error."""
     from outpace.jobs.planning.auto_plan import apply_settings_plan
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
@@ -233,11 +234,11 @@ def _apply_plan_file(asked: _Request, environ: Mapping[str, str]) -> _Request:
 
 
 def _say_nothing(sentence: str) -> None:
-    """Print nothing, since rank 0 prints it."""
+    """Print nothing, because rank 0 prints the sentence."""
 
 
 def _replan(asked: _Request, ranks: Ranks) -> _Request:
-    """Choose a layout for the current ranks if the resumed run had a different number of them."""
+    """Choose a layout for the current ranks if the resumed run had another number of ranks."""
     if not asked.settings.resume or asked.trial:
         return asked
     from outpace.jobs.planning.replan import replan
@@ -248,7 +249,7 @@ def _replan(asked: _Request, ranks: Ranks) -> _Request:
 
 
 def _hand_over(asked: _Request) -> list[str]:
-    """Return arguments that pass the request on to other processes, so that all follow one plan."""
+    """Return arguments with which other processes use the same request, and so the same plan."""
     handed = {**vars(asked), "settings": asked.settings.model_dump(mode="json")}
     with tempfile.NamedTemporaryFile(
         "w", prefix="outpace-plan-", suffix=".json", delete=False, encoding="utf-8"
@@ -259,7 +260,7 @@ def _hand_over(asked: _Request) -> list[str]:
 
 
 def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks) -> None:
-    """Refuse an --nproc that contradicts the launcher; a resumed run's value does not count."""
+    """Refuse an --nproc that contradicts the launcher, unless it is from a resumed run."""
     if origins["nproc"] in (options.DEFAULT, options.RUN_FILE):
         return
     if settings.nproc not in (None, ranks.local_world_size):
@@ -272,7 +273,7 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
 def _train_here(
     asked: _Request, ranks: Ranks, environ: Mapping[str, str], end: Callable[[str, int], NoReturn]
 ) -> Measurement:
-    """Train in this process, as one rank, with progress on standard error."""
+    """Train in this process as one rank. Rank 0 shows progress on standard error."""
     ahead = prefault_memory(asked.settings, ranks, environ)  # runs while torch loads
     with import_quickly():
         from outpace.jobs.train import job
@@ -295,7 +296,7 @@ def _train_here(
 
 
 def _explain(path: Path) -> None:
-    """Write a page next to the file that says what each rank was doing, and print its path."""
+    """Write a hang report as a page next to its file, and print the path of the page."""
     from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page
@@ -340,7 +341,7 @@ def _parser() -> Parser:
         "train on these hosts over ssh, with this number of ranks on each")  # fmt: skip
     add("--hostfile", "FILE", Path, "like --hosts, from a file with a line 'A slots=4' per host")
     add("--min-nodes", "N", number_type(int, 1),
-        "keep training while at least N hosts are left (default: all hosts are needed)"
+        "keep training while at least N hosts are left (default: all hosts)"
     )  # fmt: skip
     add("--max-nodes", "N", number_type(int, 1),
         "use at most N of the hosts at once (default: all)")  # fmt: skip
@@ -348,14 +349,14 @@ def _parser() -> Parser:
         "resume from the last checkpoint up to N times when a rank or host is lost "
         f"(default: {_RESTARTS} with --min-nodes, else 0)")  # fmt: skip
     parser.switch("--auto-resume", "resume the run in --out if there is one, otherwise start it")
-    # Settings and their origins, as passed on by outpace.train.
+    # File with a request of outpace.train or of the process that started this one.
     add("--handed-over", None, Path, argparse.SUPPRESS)
     options.add_settings(parser)
     return parser
 
 
 def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
-    """Read settings and their origins from the arguments of a run that a scheduler starts.
+    """Return the settings and their origins for a run whose ranks a scheduler starts.
 
     Raises BadInputError if a setting is invalid, or an option would start ranks.
     """
@@ -371,12 +372,12 @@ def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
 
 
 def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the given options about how ranks are started."""
+    """Return the options for starting ranks that were given."""
     return [name for name in options.OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
 def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request:
-    """Merge command line, file, resumed run and defaults, or use the request that was passed on."""
+    """Merge command line, file, resumed run and defaults, or read the request handed over."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
@@ -393,9 +394,9 @@ def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request
 
 
 def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
-    """Return whether the directory holds a run.
+    """Return whether the directory of --out holds a run.
 
-    All ranks get the same answer, since it is written after the rendezvous.
+    All ranks get the same answer, because run.json is only written after the rendezvous.
     """
     named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
     if not named:
@@ -404,7 +405,7 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
 
 
 def _finished_result(settings: TrainSettings) -> Measurement | None:
-    """Return the result of the resumed run if it has no steps left."""
+    """Return the result of the resumed run if it is finished, else None."""
     if not settings.resume or settings.out is None:
         return None
     from outpace.records.run import RunRecord
@@ -420,7 +421,7 @@ def _finished_result(settings: TrainSettings) -> Measurement | None:
 
 
 def with_run_named(argv: list[str]) -> list[str]:
-    """Rewrite `--resume DIR` as `--resume --out DIR`, which means the same.
+    """Rewrite `--resume DIR` as `--resume --out DIR`.
 
     Raises BadInputError if --out names another run.
     """
@@ -444,7 +445,7 @@ def with_run_named(argv: list[str]) -> list[str]:
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, closest to the user first; with `resume`, the run's settings come last."""
+    """Merge layers in order of precedence; with `resume`, the run's settings come last."""
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)

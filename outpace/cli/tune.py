@@ -39,24 +39,24 @@ _ABOUT = (
 _EPILOG = (
     "Takes all options of outpace train: those you give are fixed, the rest is tuned. Each trial "
     "trains in separate processes, with a time limit and --memory-limit; a trial that fails is a "
-    "result. The first proposals are better if machine.json of outpace probe is here. Then: "
-    "outpace train --plan DIR/plan.json."
+    "result. The first proposals are better if machine.json of outpace probe is in the current "
+    "folder. Then: outpace train --plan DIR/plan.json."
 )
 TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
 HOST_FILE = "host.json"  # the machine of the trials
-# Options of the tuning that belong to a run in outpace train.
+# Help for options that belong to the tuning here, but to a run in outpace train.
 _TEXTS = {
     "out": "directory for the tuning (default: tunings/<time>)",
     "resume": "resume the tuning in --out; repeat the options that it was started with",
 }
-_OF_FREE = 0.9  # of free host memory, for all processes of a trial
+_OF_FREE = 0.9  # share of free host memory for all processes of a trial
 _OWN = ("out", "resume", "plan")  # belong to the tuning, not to the training
-# Settings of actual training, not of trials, which are short and nobody reads individually.
+# Settings that do not apply to trials: their length, and settings of output.
 _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Tune, print the plan and the trials; returns 0, or 1 if all trials failed."""
+    """Tune, print the fastest plan and the trials; return 0, or 1 if all trials failed."""
     arguments = _parser().read(argv)
     folder, asked, tuning = _answer(arguments, argv)
     if arguments.json:
@@ -70,7 +70,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def run_tuning(argv: list[str]) -> Tuning:
-    """Run the tuning that the command line asks for, and save it.
+    """Tune as the command line `argv` says, save the tuning and return it.
 
     Raises BadInputError if an argument is invalid.
     """
@@ -78,7 +78,7 @@ def run_tuning(argv: list[str]) -> Tuning:
 
 
 def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[str, Any], Tuning]:
-    """Tune; return the folder of the tuning, the settings that were given, and the tuning."""
+    """Tune; return the folder, the settings that the user gave, and the tuning."""
     settings, origins = _settings(arguments)
     asked = _given_settings(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning run") as folder:
@@ -103,7 +103,7 @@ def _tune(
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
-    # Otherwise, the first trial would prepare it within its time limit.
+    # Otherwise, the first trial would have to prepare the data within its time limit.
     prepare_data(settings, [TrainingProgress()])
     _require_host(folder, proposer.machine)
     rates = rates_to_begin_with(settings)  # after all checks that may refuse
@@ -137,7 +137,7 @@ def _tune(
 
 
 def _host_bytes(settings: TrainSettings) -> int | None:
-    """Return the host memory that a trial on a CPU may use without exhausting the machine."""
+    """Return the host memory that a trial on the CPU may use; None on other devices."""
     from outpace.jobs.defaults import resolve_device
     from outpace.probing.hardware.process_memory import free_bytes
 
@@ -147,7 +147,7 @@ def _host_bytes(settings: TrainSettings) -> int | None:
 
 
 def _require_host(folder: Path, machine: Machine) -> None:
-    """Refuse to resume trials of another machine."""
+    """Refuse to resume a tuning of another machine."""
     path = folder / HOST_FILE
     if not path.is_file():
         return
@@ -167,7 +167,7 @@ def _trials(
     before: list[PlanTrial],
     host_bytes: int | None,
 ) -> tuple["TuningEnd", BaseException | None]:
-    """Run the trials and write each one immediately; also return the interruption, if any."""
+    """Run the trials, and write each immediately; also return any interruption."""
     from outpace.experiment.trials import Trials, fit_together
     from outpace.experiment.tune import NextTrial, TuningEnd, tune
 
@@ -203,7 +203,7 @@ def _say(words: str) -> None:
 
 
 def _limit_flags(limits: "Limits") -> dict[str, Any]:
-    """Return the limits by the names of their flags."""
+    """Return the limits by flag name."""
     return {"trials": limits.trials, "budget": limits.budget_s, "within": limits.within}
 
 
@@ -254,7 +254,7 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
 
 
 def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
-    """Return the trials of the tuning so far.
+    """Return the finished trials of a resumed tuning.
 
     Raises BadInputError if the tuning had other settings.
     """
@@ -275,7 +275,7 @@ def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Pla
 
 
 def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the command that trains with the plan that was found."""
+    """Return the command that trains with the fastest plan."""
     own = {name: value for name, value in asked.items() if name != "nproc"}
     return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 
@@ -289,7 +289,7 @@ def _parser() -> Parser:
     add("--budget", "TIME", duration_type(1),
         "start no trial after this time: 90, 10m, 1h (default: 600 s)", default=600.0)  # fmt: skip
     add("--within", "X", number_type(float, 0.0, 1),
-        "stop when no remaining plan can be faster by more than this share (default: 0.02)",
+        "stop when no remaining plan can be faster by more than this fraction (default: 0.02)",
         default=0.02)  # fmt: skip
     options.add_settings(parser, _TEXTS)
     return parser

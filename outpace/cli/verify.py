@@ -36,7 +36,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Prove strategies and print a certificate; 0 if all passed. Raises OutpaceError."""
+    """Verify strategies and print a certificate; return 0. Raises OutpaceError if any fails."""
     arguments = _parser().read(argv)
     asked = ",".join(filter(None, [arguments.strategy, *arguments.names])) or "all"
     strategies = choose_words("--strategy", asked, STRATEGIES)
@@ -91,7 +91,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _custom_reference(model: str | None, proved: RunRecord | None) -> str | None:
-    """Return 'file.py:function' of the custom model to prove, if there is one."""
+    """Return the 'file.py:function' of a custom model to verify, else None."""
     from outpace.interop.models import names_code
 
     reference = model if model is not None or proved is None else proved.settings.model
@@ -105,11 +105,11 @@ def _verify_module(
     ranks: Ranks | None,
     proved: RunRecord | None,
 ) -> int:
-    """Prove strategies with a custom model, in processes forked from this one."""
+    """Verify strategies with a custom model, in processes forked from this one; return 0."""
     if ranks is not None:
         raise BadInputError(
             f"verify --model {reference} starts its own processes. Run it without torchrun, "
-            "and give their number with --nproc."
+            "and set their number with --nproc."
         )
     if arguments.precision != "fp64" or arguments.device == "cuda":
         raise BadInputError(
@@ -149,7 +149,7 @@ def _verify_module(
 def _module_plans(
     arguments: argparse.Namespace, asked: str, proved: RunRecord | None
 ) -> Sequence[Plan | str] | None:
-    """Return the plans to prove: a plan, a run's plan, names of strategies, or None for all."""
+    """Return what to verify: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
             "--levers applies to models that outpace builds. For a custom model, give a whole plan "
@@ -165,20 +165,20 @@ def _module_plans(
 
 
 def _require_passed(certificate: Certificate) -> None:
-    """Raise OutpaceError, for exit code 1, if a strategy differs from a single process."""
+    """Raise OutpaceError (exit code 1) if the results of a strategy differ from one process's."""
     failed = [
         verdict.strategy
         for verdict in certificate.verdicts
         if not verdict.passed and not verdict.refused
     ]
     if failed:
-        error = OutpaceError(f"{', '.join(failed)}: the numbers differ from a single process's")
+        error = OutpaceError(f"{', '.join(failed)}: results differ from those of a single process")
         error.answered = True
         raise error
 
 
 def _read_options(text: str) -> dict[str, str]:
-    """Parse fields of a plan and their values, as in "checkpointing=full,loss=plain"."""
+    """Parse fields of a plan and their values: "checkpointing=full,loss=plain"."""
     levers: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         name, given, value = pair.partition("=")
@@ -193,7 +193,7 @@ def _read_options(text: str) -> dict[str, str]:
 
 
 def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
-    """Return this rank's device. Metal has no fp64, so it is not chosen."""
+    """Return this rank's device. "auto" never chooses Metal, which has no fp64."""
     import torch
 
     from outpace.jobs.defaults import resolve_device
@@ -205,7 +205,7 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
 
 
 def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
-    """Return the model to train: the given model, or a tiny one like a run's, or a tiny default."""
+    """Return the model to train: the given one, a tiny model like a run's, or a tiny default."""
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 
@@ -222,7 +222,7 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
 
 
 def _trial_notes(proved: RunRecord | None) -> list[str]:
-    """Describe the parts of a run's plan that the trial leaves out."""
+    """Describe what the trial leaves out of a run's plan."""
     if proved is None:
         return []
     draws = proved.plan.lora_dropout or (proved.model is not None and proved.model.dropout)
@@ -244,9 +244,9 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
 
 
 def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
-    """Split a list at commas or spaces; return its words in the order of those `known`.
+    """Split a list at commas or spaces, and return its words in the order of `known`.
 
-    "all" stands for all of them. Raises BadInputError if a word is not known.
+    "all" stands for all known words. Raises BadInputError for others.
     """
     words = list(known) if text == "all" else text.replace(",", " ").split() or [text]
     for word in words:
@@ -262,19 +262,19 @@ def _parser() -> Parser:
     parser = Parser("verify", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.option
-    add("names", "A,B", str, "same as --strategy; also A B", default=[], nargs="*")
+    add("names", "A,B", str, "strategies, as for --strategy; also A B", default=[], nargs="*")
     add("--strategy", "A,B", str,
-        "strategies to prove (default: all that this machine can run)", action=JoinedList
+        "strategies to verify (default: all that this machine can run)", action=JoinedList
     )  # fmt: skip
     add("--precision", "A,B", str,
-        "fp64, fp32, bf16, bf16-master (several by commas), or all (default: fp64); tolerances: "
-        "docs/concepts/parity.md", default="fp64", action=JoinedList)  # fmt: skip
+        "any of fp64, fp32, bf16, bf16-master, comma-separated, or all (default: fp64); "
+        "tolerances: docs/concepts/parity.md", default="fp64", action=JoinedList)  # fmt: skip
     add("--levers", "NAME=VALUE,…", str,
-        "options to prove each plan with, such as checkpointing=full,loss=plain",
+        "options to verify each strategy with, such as checkpointing=full,loss=plain",
         default="", action=JoinedList)  # fmt: skip
-    add("--plan", "FILE.json", Path, "prove this plan instead")
+    add("--plan", "FILE.json", Path, "verify this plan instead of strategies")
     add("--run", "DIR", Path,
-        "prove the plan of this run on a tiny model of the same kind; writes DIR/certificate.json"
+        "verify the plan of this run with a tiny model of its family; write DIR/certificate.json"
     )  # fmt: skip
     add("--model", None, str,
         "preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a custom model with its "
@@ -285,7 +285,7 @@ def _parser() -> Parser:
     add("--nproc", "N", number_type(int, 1),
         "number of processes to start on this host (default: 2)", default=2)  # fmt: skip
     add("--device", None, str,
-        "where to compute (default: one CUDA device per process, else the CPU)",
+        "device to compute on (default: one CUDA device per process, else the CPU)",
         default="auto", choices=("auto", "cpu", "cuda"))  # fmt: skip
     add("--out", "FILE.json", output_file, "file to save the certificate in")
     return parser

@@ -1,4 +1,4 @@
-"""`outpace version`: versions of packages, found without importing them."""
+"""`outpace version`: versions of packages, without importing them."""
 
 import json
 import platform

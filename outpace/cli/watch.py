@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 _ABOUT = "Show how busy devices and cores are while something trains, with averages at the end."
 _EPILOG = (
-    "With RUN, follows the processes on this host that train in that folder until they end, "
-    "and saves the series there; for a finished run, shows the load that the run recorded. With a "
-    "command after --, starts the command, watches until it ends, and exits with its code. "
-    "Otherwise press Ctrl-C to stop."
+    "With RUN, watches this host's processes that train in that folder until they end, and saves "
+    "the time series there; for a finished run, shows the load that it recorded. With a command "
+    "after --, starts the command, watches it until it ends, and exits with its exit code. "
+    "Otherwise, press Ctrl-C to stop."
 )
 _INTERRUPTED = 130
 _TAIL_BYTES = 1 << 14
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Watch; returns 0, 130 if interrupted before --for had passed, or the command's exit code."""
+    """Watch; return 0, 130 if interrupted before the end of --for, or the command's exit code."""
     at = argv.index("--") if "--" in argv else len(argv)
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)
@@ -91,7 +91,7 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
 
 
 class _UtilisationWatch:
-    """Watcher that takes samples, shows them and saves them."""
+    """Loop that samples the utilisation, shows it and records it."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class _UtilisationWatch:
 
     @property
     def utilisation(self) -> Utilisation | None:
-        """Return the averages so far; None before the first sample."""
+        """Return the time series so far; None before the first sample."""
         return self._samples.series
 
     def sample_until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
-        """Sample until `wait(seconds)` returns true, the run ends or time is up."""
+        """Sample until `wait(seconds)` returns true, the run ends, or `for_s` has passed."""
         over = False
         try:
             while not over:
@@ -148,7 +148,7 @@ def _finish(
 
     seen = watching.utilisation
     if seen is None:
-        console.print("nothing was recorded: it ended within a tenth of a second")
+        console.print("nothing was recorded, because it ended within a tenth of a second")
         return
     paths = [] if arguments.out_file is None else [arguments.out_file]
     if arguments.run is not None:
@@ -189,8 +189,9 @@ def _show_recorded(folder: Path, arguments: Namespace) -> int:
     paths = sorted((folder / "utilisation").glob("host-*.json"))
     if not paths:
         raise BadInputError(
-            f"no process of this host trains in {folder}, and no load was recorded there. Run "
-            "this on one of its hosts, or leave the folder out to watch the whole machine."
+            f"no process on this host trains in {folder}, and no load was recorded there. Run "
+            "outpace watch on one of the run's hosts, or leave out the folder to watch the whole "
+            "machine."
         )
     seen = [Utilisation.load(path) for path in paths]
     if arguments.json:
@@ -207,7 +208,7 @@ def _show_recorded(folder: Path, arguments: Namespace) -> int:
 
 
 def _latest_step(folder: Path) -> str:
-    """Return the newest step that the run has logged, as text; '' if it has logged none."""
+    """Format the latest step that a run has logged; '' if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         total = json.loads((folder / "run.json").read_text(encoding="utf-8"))["total_steps"]
         with (folder / "metrics.jsonl").open("rb") as file:
@@ -227,5 +228,5 @@ def _parser() -> Parser:
     add("--every", "TIME", duration_type(0.2),
         "time between samples: 0.5, 5s, 1m (default: 1 s)", default=1.0)  # fmt: skip
     add("--for", "TIME", duration_type(0.2), "stop after this time: 90, 10m, 1h", dest="for_s")
-    add("--out", "FILE.json", output_file, "file to save the series in", dest="out_file")
+    add("--out", "FILE.json", output_file, "file to save the time series in", dest="out_file")
     return parser

@@ -1,4 +1,4 @@
-"""A command that `outpace watch` starts, whose output is kept out of the live view."""
+"""A command started by `outpace watch`, whose output does not disturb the live view."""
 
 import os
 import subprocess
@@ -17,11 +17,11 @@ _CHUNK = 1 << 14
 
 
 class Command:
-    """A process in the same terminal, which ends with this process at the latest.
+    """A process of a command, which is terminated at the end of the `with` block.
 
-    In a terminal, its lines are printed above the live view, and `said` is its unfinished line (a
-    progress bar). Otherwise, it writes to the same streams as this process; with `json`, none of
-    its output goes to standard output.
+    In a terminal, its lines are printed above the live view, and `said` is its unfinished line
+    (such as a progress bar). Otherwise, it writes to the streams of this process; with `json`, all
+    its output goes to standard error.
     """
 
     def __init__(self, command: list[str], console: Console, json: bool) -> None:
@@ -44,12 +44,12 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Process ID of the command."""
+        """Return the process ID of the command."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code as in a shell: 128 plus the number of a signal that ended it."""
+        """Return the exit code as in a shell: 128 + number if a signal ended the process."""
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
@@ -68,7 +68,7 @@ class Command:
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
         """Call `watch(wait)` until the process has ended, even after Ctrl-C.
 
-        A terminal sends the signal to both processes, and the command may still have to save.
+        The terminal sends Ctrl-C to both processes, and the command may still need time to save.
         """
         while self._process.poll() is None:
             with suppress(KeyboardInterrupt):

@@ -239,7 +239,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (other["before_s"], other["assumed"]) == (row["before_s"], row["assumed"])
     assert main(["calibrate", state, *CARD, "--layout=checkpointing=full,optimizer=sgd"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "assumed, since the log does not say: precision=bf16 (--layout)" in text
+    assert "assumed, because the log does not say: precision=bf16. Change it with --layout" in text
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monke
     assert main([*shlex.split(last)[1:], "--json"]) == 0
     assert len(Comparison.load(folder / "comparison.json").outcomes) == 4
     assert main([*words, "--resume"]) == 2
-    assert "--resume: which comparison? Give its directory" in capsys.readouterr().err
+    assert "--resume needs a comparison. Give its directory" in capsys.readouterr().err
 
 
 def test_strategies_on_one_process_are_compared_and_said_to_be_the_same(
@@ -188,8 +188,8 @@ def test_strategies_on_one_process_are_compared_and_said_to_be_the_same(
     words = ["compare", "ddp", "zero3", "--rounds=1", "--data=nowhere", f"--out={tmp_path / 'c'}"]
     assert main(words) == 0  # as outpace train does
     said = capsys.readouterr().err
-    assert "ddp, zero3: on one process all strategies compute the same thing" in said
-    assert "Start several with --nproc N" in said
+    assert "ddp, zero3: on one process, all strategies compute the same thing" in said
+    assert "Start several processes with --nproc N" in said
     assert "ddp on 1 process, zero3 on 1 process: at most 1 round," in said
     assert "round 1 of at most 1: ddp takes 20.0 ms a step" in said
     assert (
@@ -262,7 +262,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     shown = " ".join(capsys.readouterr().out.split())
     assert "were not interleaved" in shown and "Losses agree in all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
-    assert "in these two runs (of too few steps" in shown and "per M" in shown
+    assert "in these two runs (with too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
     assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more
     assert not {"out", "measure_only", "sample_tokens"} & stored.experiment.common.keys()
@@ -292,7 +292,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         ([":ddp", "zero3"], "arm ':ddp': name"),
         (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
         (["--command=a", "--command=b", "--metric=(t="], "is not a regular expression"),
-        (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
+        (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and others settings"),
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: all 3 steps would be warm-up"),
         (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave out metric"),

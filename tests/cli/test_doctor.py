@@ -161,7 +161,7 @@ def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
         ),
         (["--from=nowhere.txt"], "--from nowhere.txt: No such file"),
         ([f"--from={TOPOLOGIES / 'sources.toml'}"], "it contains no matrix of GPUs"),
-        ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "has to end with .svg"),
+        ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "must end with .svg"),
         (
             [f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=/no/dir/t.svg"],
             "there is no folder /no/dir",

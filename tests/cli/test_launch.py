@@ -82,7 +82,7 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--sbatch", "cpus-per-task=8", *TRAIN], "Use --cpus-per-rank instead"),
         (["slurm", "--sbatch", "signal=TERM@60", *TRAIN], "Use --save-s instead"),
         (["slurm", "--sbatch", "array=0-3", *TRAIN], "jobs of an array would train in one folder"),
-        (["slurm", "--sbatch", "no-requeue", *TRAIN], "lets SLURM start it again after a"),
+        (["slurm", "--sbatch", "no-requeue", *TRAIN], "relies on SLURM to requeue it after a"),
         (["slurm", "--sbatch", "gpus-per-node=a100:4", *TRAIN], "--sbatch gres=gpu:a100:4, with"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
         (
@@ -111,7 +111,7 @@ def test_a_second_job_does_not_take_up_the_run_of_the_first_unasked(
     begun = {"settings": {"model": "gpt2", "nproc": 4, "seq_len": 128}}
     (here / "runs" / "outpace" / "run.json").write_text(json.dumps(begun))
     assert main(["launch", "slurm", *TRAIN, "--lr", "3e-4"]) == 2
-    assert "runs/outpace holds a run already" in capsys.readouterr().err
+    assert "runs/outpace already holds a run" in capsys.readouterr().err
     assert main(["launch", "slurm", *TRAIN, "--out", "runs/outpace"]) == 0
     assert main(["launch", "slurm", "--time", "12", "--name", "other", *TRAIN]) == 0
 

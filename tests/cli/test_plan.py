@@ -76,7 +76,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
     for part in ("llama-3-8b, 8.03 G parameters",
                  "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
                  "MFU", "where the time goes", "a device's memory by kind", "matmuls",
-                 "faster than plan ", "slower than the fastest", "Not taken:", "1.00 T tokens:",
+                 "faster than plan ", "slower than the fastest", "Rejected:", "1.00 T tokens:",
                  " days (", ", at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time is between", "with 90 %"):  # fmt: skip
         assert part in text, part
@@ -241,9 +241,7 @@ def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatc
     assert "Adapters need far less memory: plan them with --lora-rank 16" in told
     # Before the plans: what they need, and the precision that they have.
     head = told.split("Recommended")[0]
-    assert (
-        "Plan 1 needs " in head and "GiB of host memory per node; whether the host has it" in head
-    )
+    assert "Plan 1 needs " in head and "GiB of host memory per node. The host's memory" in head
     assert "--precision bf16-master (bf16 in plans that offload, as here)." in head
     assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
     # Where they would be refused they are not proposed.
@@ -668,7 +666,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--vary=compile", "--keep=compile=true"], "use one value or search all"),
         (["--vary=precision", "--precision=fp16"], "use one precision or search all"),
         (["--explain=9"], "--explain 9: "),
-        (["--price=3"], "Give the number of tokens to train on with --tokens"),
+        (["--price=3"], "Give that number with --tokens"),
         (["--tokens=0"], "--tokens: 0 is not at least 1"),
         (["--what-if=link=400"], "--what-if link=400: its unit is missing. Write 400Gbit/s or"),
         (["--what-if=inside=fast"], "--what-if inside=fast: link 'fast' is not in the catalog"),
@@ -760,7 +758,7 @@ def test_what_offloading_is_made_of_is_told(capsys, monkeypatch):
     text = " ".join(shown(capsys, monkeypatch, *words, "--explain=1").split())
     assert "copies 949.40 MiB of weights, for each micro-batch's forward and backward: 0.0" in text
     assert "offloading copies 949.40 MiB of gradients and new weights: " in text
-    assert "the optimizer steps on the host: " in text and "fewer, larger micro-batches" in text
+    assert "the optimizer runs on the host: " in text and "fewer, larger micro-batches" in text
     assert "of activations" not in text
 
 

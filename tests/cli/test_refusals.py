@@ -86,7 +86,7 @@ def test_a_pointer_of_git_lfs_is_said_to_be_one(
     said = refused(capsys, "train", f"--model={model}", f"--data={data}",
                    f"--out={tmp_path / 'out'}", "--seq-len=32", "--steps=1", "--device=cpu",
                    f"--cache-dir={tmp_path / 'cache'}")  # fmt: skip
-    assert "pointer of Git LFS" in said and "git lfs pull" in said
+    assert "a Git LFS pointer" in said and "git lfs pull" in said
 
 
 def test_sentencepiece_alone_is_refused_with_what_writes_the_other_form(

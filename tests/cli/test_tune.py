@@ -119,7 +119,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
     assert PlanFile.load(tmp_path / "t" / "plan.json").plan == kept.fastest.plan
     assert main(asked) == 2
-    assert "--resume: which tuning run? Give its directory" in capsys.readouterr().err
+    assert "--resume needs a tuning run. Give its directory" in capsys.readouterr().err
 
 
 def test_training_by_the_plan_checks_the_promise(tuned, capfd, tmp_path):

@@ -56,7 +56,7 @@ def test_a_claim_whose_median_has_turned_since_is_not_told_with_a_negative_size(
     found = verdict(ratios, [1.0] * len(ratios), 0.01, 0.95, True)
     assert found.claimed and found.slower and found.slowdown < 0
     words = found.words("b", "a")
-    assert "slower than a in most rounds when that was claimed" in words
+    assert "slower than a in most rounds at the time of the claim" in words
     told = "the median is now -5.0 %"
     assert told in words and "is -" not in words and "now -" not in words.replace(told, "")
 
