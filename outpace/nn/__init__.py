@@ -1,1 +1,1 @@
-"""The transformer, built from a ModelSpec; its loss; generation."""
+"""The transformer built from a ModelSpec, its loss, and generation."""

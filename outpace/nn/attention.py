@@ -1,10 +1,10 @@
 """Blocked attention on a CPU in 16 bits: the scores of one block at a time stay in cache.
 
 torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's matrix
-units; in a bf16 step it takes several times as long as batched matmuls do
-(docs/development/log.md). Here matmuls are batched, block by block, so only part of the scores
-exists at any time, and a causal block skips later keys. As in the fused kernels, the backward
-recomputes the scores instead of keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
+units, and takes several times as long as batched matmuls (docs/development/log.md). Here each block
+is a batched matmul, so only some of the scores exist at any time, and a causal block skips later
+keys. As in the fused kernels, the backward recomputes the scores instead of keeping them (Dao et
+al., arXiv 2205.14135, algorithm 4).
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key, C
 head width, R rows of a block.
@@ -27,7 +27,7 @@ SCORE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """Slices of the batch, heads and queries, and the number of keys that these queries see."""
+    """A block of scores: slices of batch, heads and queries, and the number of visible keys."""
 
     entries: slice
     kv_heads: slice
@@ -36,7 +36,7 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    """Yield blocks that together cover the scores of every query."""
+    """Yield blocks that together cover the visible scores of all queries."""
     (batch, all_heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
@@ -55,7 +55,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
 
 
 class _Parts:
-    """Access to a block's rows of tensors (B, heads, length, C) as a batch of matrices."""
+    """Views of a block's rows of tensors (B, heads, length, C) as batches of matrices."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -79,7 +79,7 @@ class _Parts:
         return part.reshape(-1, block.keys, x.shape[3])
 
     def put_queries(self, whole: Tensor, block: _Block, part: Tensor) -> None:
-        """Write a block's part (n, G·R, C) into the whole tensor."""
+        """Write a block's rows (n, G·R, C) into the whole tensor."""
         place = self._by_group(whole)[block.entries, block.kv_heads, :, block.queries]
         place.copy_(part.view(place.shape))
 
@@ -87,7 +87,7 @@ class _Parts:
         return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
 
     def scaled_matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute left · right / √C: scores, or gradients that come through them."""
+        """Compute left · right / √C, for scores and for gradients through them."""
         return torch.baddbmm(self._none, left, right, beta=0, alpha=self._scale)
 
     def probabilities(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
@@ -106,10 +106,10 @@ class _Parts:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Compute softmax(q · kᵀ / √C) · v in the form of q (B, H, S, C); k and v are (B, K, T, C).
+    """Compute softmax(q · kᵀ / √C) · v, (B, H, S, C), from q (B, H, S, C) and k, v (B, K, T, C).
 
     `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: queries do not see later keys;
-    there must be as many queries as keys. The result is laid out in memory as (B, S, H, C).
+    S must equal T. The result is laid out in memory as (B, S, H, C).
     """
     parts = _Parts(q, k, mask, causal)
     out = _empty_joined(q)
@@ -126,7 +126,7 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `q`, `k` and `v` from the result's. Sums over blocks are in fp32."""
+    """Return the gradients of `q`, `k` and `v`. Sums over blocks are in fp32."""
     parts = _Parts(q, k, mask, causal)
     several = q.shape[2] > ROWS
     q_grad = _empty_joined(q)

@@ -1,9 +1,9 @@
 """Cross-entropy over the vocabulary on a CPU in bf16; the gradient overwrites the logits.
 
 torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long as bf16 on
-processors with bf16 units. With whole logits, autograd keeps fp32 copies of them and a gradient for
-each copy (docs/development/log.md). Here matmuls are in 16 bits, as under autocast. Softmax is
-computed in fp32 for a few rows at a time, and its gradient then replaces their logits.
+processors with bf16 units. With whole logits, autograd keeps fp32 copies and a gradient for each
+copy (docs/development/log.md). Here matmuls are in 16 bits, as under autocast. The softmax of a few
+rows at a time is computed in fp32, and its gradient then replaces their logits.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 from outpace.nn.operators import operator
 
 IGNORED = -100
-BLOCK_BYTES = 2 << 20  # bytes of fp32 rows per block, which stay in cache from first to last pass
-# Rows of the head per matmul: this is faster than one large matmul, and their bf16 copy stays in
-# cache.
+BLOCK_BYTES = 2 << 20  # fp32 rows per block, which stay in cache between the passes over them
+# Rows of the head per matmul: faster than one large matmul, because their bf16 copy stays in cache.
 HEAD_ROWS = 2048
 
 
@@ -56,7 +55,7 @@ def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of losses, fp32 or wider; overwrite `logits` (N, V) with their gradient."""
+    """Return the sum of losses in fp32 or wider; overwrite `logits` (N, V) with the gradient."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=wide)
     counts = targets != IGNORED
@@ -93,8 +92,8 @@ def _low_loss_backward(
 ) -> list[Tensor]:
     """Compute the gradients of `hidden`, `weight` (if `trains`) and `bias`, in their dtypes.
 
-    `loss_grad` scales the matmuls while they are in fp32. Each block of the head contributes to
-    `hidden`'s gradient; the contributions are rounded to bf16 and summed in fp32.
+    `loss_grad` scales the fp32 results within the matmuls. The contributions of the head's blocks
+    to `hidden`'s gradient are rounded to bf16 and summed in fp32.
     """
     scale = loss_grad.item()
     hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
@@ -128,7 +127,7 @@ def _made_backward(
 
 
 def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """Return the bytes that the operator allocates and frees internally."""
+    """Return the peak of the bytes that the forward operator allocates and frees internally."""
     tokens, vocab = len(hidden), len(weight)
     rows = min(_rows(vocab), tokens)
     softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _rows(vocab)
@@ -136,7 +135,7 @@ def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def backward_temporary_bytes(hidden: Tensor, weight: Tensor, trains: bool) -> int:
-    """Return the bytes that the backward allocates internally; `trains`: the head is trained."""
+    """Return the same as `temporary_bytes` for the backward. `trains`: the head is trained."""
     total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
     matmul = 2 * hidden.numel()
     if trains:
@@ -155,7 +154,7 @@ def _cast_bytes(weight: Tensor) -> int:
 
 
 def _rows(vocab: int) -> int:
-    """Return the number of rows whose softmax is computed at a time."""
+    """Return the number of rows per block of the softmax."""
     return max(1, BLOCK_BYTES // (4 * vocab))
 
 

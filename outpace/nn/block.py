@@ -25,29 +25,29 @@ Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose values come from the model's `reset_parameters(seed)`."""
+    """nn.Linear that the model's `reset_parameters(seed)` initialises."""
 
     def reset_parameters(self) -> None:
-        """Leave memory uninitialised, since values drawn here would be discarded."""
+        """Leave the memory uninitialised, because the model draws the values."""
 
 
 def is_plain(module: nn.Module) -> bool:
     """Return whether a module is exactly a `Linear`: no subclass, not sharded, no hooks."""
-    asked = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is Linear and not asked and not is_spread(module.weight)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is Linear and not hooked and not is_spread(module.weight)
 
 
 def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
-    """Return the weights of linear layers (out, in), concatenated in one matrix."""
+    """Concatenate the weights of linear layers into one matrix (out, in)."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     return torch.cat(weights) if len(weights) > 1 else weights[0]
 
 
 def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """Return the concatenated outputs of several linear layers for `x`, by one matmul.
+    """Apply several linear layers to `x` by one matmul, and return their concatenated outputs.
 
-    Joining copies the weights, but `x` and its gradient, which are far larger, are then read and
-    written only once.
+    Joining copies the weights, but the far larger `x` and its gradient are then read and written
+    only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -57,8 +57,8 @@ def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply several linear layers to `x` by one matmul; return the output of each.
 
-    The backward joins the weights again instead of keeping them. Otherwise, the joined weights of
-    all layers would be in memory at the same time, and unsharded even if the weights are sharded.
+    The backward joins the weights again instead of keeping the joined copy. Otherwise, the copies
+    of all blocks would be in memory at the same time, unsharded even if the weights are sharded.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_matmul(joined_matmul(x, layers), layers)
@@ -93,8 +93,8 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """Return `x` in autocast's dtype if autocast is on.
 
-    Autocast casts an activation again for each matmul that reads it. One cast before several
-    matmuls makes a single copy, and autograd saves that one.
+    Autocast casts an activation for each matmul that reads it. Casting before several matmuls makes
+    a single copy, the only one that autograd saves.
     """
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -131,7 +131,7 @@ def fused_attention(
 def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Attend as `fused_attention` does, with outpace's own blocked kernel where it is faster."""
+    """Compute `fused_attention`, by outpace's blocked kernel where that is faster."""
     on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
     if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
@@ -140,9 +140,9 @@ def suited_attention(
 
 
 class HeadNorm(nn.RMSNorm):
-    """nn.RMSNorm of each head, with its weight cast to the dtype of the input.
+    """nn.RMSNorm of each head, with the weight cast to the dtype of the input.
 
-    The input is fp32 even if the weights are 16-bit, and torch's fused kernel needs equal dtypes.
+    The input is fp32 even if weights are 16-bit, and torch's fused kernel needs equal dtypes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class HeadNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, with fewer key/value heads if the spec says so.
+    """Multi-head attention, with grouped queries if the spec has fewer key/value heads.
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
-    `mix` computes the weighted sums of values; a strategy may replace it. `joins`: whether queries,
-    keys and values are computed by one matmul (None: on accelerators only).
+    `mix` computes the attention-weighted sums of values; a strategy may replace it. `joins`:
+    whether one matmul computes queries, keys and values (None: on accelerators only).
     """
 
     mix: Mixing
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; maps (B, S, D) to (B, S, D), or to (B, 1, D) for one position of each sample."""
+        """Map (B, S, D) to (B, S, D), or with `read_B`, to (B, 1, D) at one position per sample."""
         x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
         if read_B is not None:
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether one matmul can replace three: plain layers, without adapters or hooks."""
+        """Return whether one matmul may replace three: plain layers without adapters or hooks."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Return the heads' values, (B, S, H·C), from projections (B, S, H·C) and (B, S, K·C)."""
+        """Attend with projected q (B, S, H·C) and k, v (B, S, K·C); return (B, S, H·C)."""
         q_BHSC, k_BKSC, v_BKSC = self._heads(q), self._heads(k), self._heads(v)
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
@@ -253,8 +253,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `norm_first`, each reads a normalised copy (Radford et al. 2019, GPT-2, §2.3); without it,
-    each sum is normalised (Vaswani et al., §3.1; BERT).
+    With `norm_first` (pre-norm), each reads a normalised copy (Radford et al. 2019, GPT-2, §2.3);
+    otherwise (post-norm), each sum is normalised (Vaswani et al., §3.1; BERT).
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -274,7 +274,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position per sample is needed."""
+        """Map (B, S, D) to (B, S, D), or with `read_B`, to (B, 1, D) at one position per sample."""
         normed = self.attention_norm(x_BSD) if self.norm_first else x_BSD
         attended = self.dropout(self.attention(normed, sees, rotary, cache, read_B))
         if read_B is not None:

@@ -1,4 +1,4 @@
-"""Cache of keys and values of earlier tokens, so that generation computes each token once.
+"""Cache of the keys and values of earlier tokens, so that generation computes each token once.
 
 Legend: B batch, K key/value heads, S new tokens, T tokens so far, C head width.
 """
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one block: room for `capacity` tokens, of which `length` are filled."""
+    """Keys and values of one block: `length` tokens of at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -15,7 +15,7 @@ class LayerCache:
         self._room: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys_BKSC: Tensor, values_BKSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values to the cache; return all cached ones, (B, K, T, C) each."""
+        """Append keys and values, and return all cached keys and values, (B, K, T, C) each."""
         if self._room is None:
             batch, heads, _, width = keys_BKSC.shape
             shape = (batch, heads, self.capacity, width)
@@ -35,5 +35,5 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the cache."""
+        """Return the number of cached tokens."""
         return self.layers[0].length

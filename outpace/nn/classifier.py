@@ -30,18 +30,19 @@ _TP_PLAN: Mapping[str, str] = {
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """Draw a weight that only classifiers have: N(0, 0.02), from a separate stream."""
+    """Draw a weight that only classifiers have: N(0, 0.02) from its own stream; biases are 0."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 
 
 class Classifier(nn.Module):
-    """A transformer with a linear layer over classes in place of its head over the vocabulary.
+    """A transformer whose head over the vocabulary is replaced by a linear layer over classes.
 
-    An encoder is read at its first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
-    1810.04805, §4.1, as in BertForSequenceClassification). A decoder is read at its last token, the
-    only one that sees all others (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification).
-    The classifier reuses the modules of `model` that it needs, and draws new weights from `seed`.
+    Encoders classify by their first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
+    1810.04805, §4.1, as in BertForSequenceClassification). Decoders classify by their last token,
+    the only one that sees all others (Radford et al. 2018, GPT, §3.2;
+    GPT2ForSequenceClassification). Modules are taken from `model`, and new weights drawn from
+    `seed`.
     """
 
     def __init__(self, model: Transformer, classes: int, seed: int = 0) -> None:
@@ -81,7 +82,7 @@ class Classifier(nn.Module):
         padding_mask_BS: Tensor | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """Return scores (B, C). `last_B`: positions of the samples' last tokens, for a decoder."""
+        """Return scores (B, C). `last_B`: positions of the samples' last tokens, for decoders."""
         batch, length = tokens_BS.shape
         if self.pooler is not None or last_B is None:
             last_B = tokens_BS.new_full((batch,), length - 1 if self.pooler is None else 0)
@@ -96,8 +97,8 @@ class Classifier(nn.Module):
 class ClassificationObjective(nn.Module):
     """A classifier with its loss, for a strategy to wrap.
 
-    In evaluation mode, `forward` also returns the values named in `sums`. Add them up over samples
-    and ranks, and `metrics` computes accuracy and F1 from the totals.
+    In evaluation mode, `forward` also returns the values named in `sums`. From their totals over
+    samples and ranks, `metrics` computes accuracy and F1.
     """
 
     def __init__(self, model: Classifier) -> None:
@@ -111,10 +112,10 @@ class ClassificationObjective(nn.Module):
         )
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the sums of losses in nats (fp32 or fp64, with gradient) and of samples (int64).
+        """Return the sum of losses in nats (fp32 or fp64, with gradient) and of samples (int64).
 
-        `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count. For an
-        encoder it also has `segments` and `padding_mask` (B, S), for a decoder `last` (B,).
+        `batch` has `tokens` (B, S) and `targets` (B,), which are −100 for ignored samples; for an
+        encoder also `segments` and `padding_mask` (B, S), for a decoder `last` (B,).
         """
         scores_BC = to_fp32(
             self.model(
@@ -139,7 +140,7 @@ class ClassificationObjective(nn.Module):
         return torch.stack(parts)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Return accuracy and F1 from sums over all samples: F1 = 2·both / (predicted + actual)."""
+        """Compute accuracy, and F1 = 2·both / (predicted + actual), from sums over all samples."""
         scores = []
         for number in self._counted:
             either = sums[f"predicted_{number}"] + sums[f"actual_{number}"]

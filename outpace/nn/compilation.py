@@ -1,10 +1,9 @@
-"""Compilation of forwards by torch.compile: a whole model's, or each block's.
+"""Compilation of forwards by torch.compile: of a whole model, or block by block.
 
-Only `forward` is compiled, so hooks (of `fully_shard`, of offloading, of tensor parallelism) are
-called outside the compiled region. Shapes are static: each new batch shape is compiled separately,
-so the data is padded to a few shapes. Evaluation and generation run eagerly
-(`without_compilation`): a forward without gradients would be a separate graph, and compiling takes
-more time than a few batches can gain.
+Only `forward` is compiled, so hooks (of `fully_shard`, offloading or tensor parallelism) run
+outside the compiled region. Shapes are static: each batch shape is compiled separately, so data is
+padded to a few shapes. Evaluation and generation run eagerly (`without_compilation`): a forward
+without gradients would be another graph, and compiling it takes longer than a few batches save.
 """
 
 import copy
@@ -23,17 +22,17 @@ from torch import nn
 from outpace.nn.transformer import hold_masks
 from outpace.records.errors import error_summary
 
-# Maximum number of input variants for which a function is compiled; beyond torch's default of 8 it
-# runs eagerly.
+# Maximum number of input variants for which a function is compiled, instead of torch's default of
+# 8; other variants run eagerly.
 _COMPILED_MOST = 64
 
 
 class Compilation:
     """Compiled forwards of one model, with a fallback to eager mode if the compiler fails.
 
-    The first call compiles the forward and its backward before either computes anything, so a
-    compiler failure surfaces before any result is used. From then on, all forwards are eager, and
-    `on_failure` is called with the reason. `failure` is the reason, or None.
+    The first call compiles forward and backward before either computes anything, so a compiler
+    failure surfaces before any result is used. After a failure, all forwards run eagerly;
+    `on_failure` is called with the reason, which `failure` keeps.
     """
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
@@ -45,7 +44,7 @@ class Compilation:
         module.forward = CompiledForward(module.forward, self)
 
     def say_failure(self) -> None:
-        """Report that forwards run eagerly from now on, and why."""
+        """Report why all forwards now run eagerly."""
         self._on_failure(
             f"torch.compile fails on this model ({self.failure}), so it trains uncompiled. "
             "Avoid the attempt with --no-compile."
@@ -53,7 +52,7 @@ class Compilation:
 
 
 class CompiledForward:
-    """A module's forward, compiled at its first call with gradients; copies are not compiled."""
+    """A module's forward, compiled at its first call. Copies of the module are not compiled."""
 
     def __init__(self, forward: Callable[..., Any], compilation: Compilation) -> None:
         update_wrapper(self, forward)
@@ -63,7 +62,7 @@ class CompiledForward:
         self._works = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the module's own forward."""
+        """Call the compiled forward, or the module's own after a failure."""
         if self._compilation.failure is not None:
             return self._forward(*args, **kwargs)
         with _raise_recompile_limit():
@@ -91,7 +90,7 @@ class CompiledForward:
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The module's own forward."""
+        """Return the module's own forward."""
         return self._forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -100,7 +99,7 @@ class CompiledForward:
 
 
 def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the setting of a variable that disables torch.compile; None without one."""
+    """Return the environment variable that disables torch.compile, as "NAME=1"; None if unset."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if environ.get(name) == "1":
             return f"{name}=1"
@@ -121,7 +120,7 @@ def compile_forwards(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether the forward of the module or of one within it is compiled, even if wrapped."""
+    """Return whether any forward in the module is compiled, even if it is wrapped."""
     forwards = [part.forward for part in module.modules()]
     forwards = [getattr(forward, "inner", forward) for forward in forwards]
     return any(isinstance(forward, CompiledForward) for forward in forwards)
@@ -144,7 +143,7 @@ def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _raise_recompile_limit() -> Iterator[None]:
-    """Raise the recompile limit; `config.patch` takes 15 µs or more per call."""
+    """Raise the recompile limit. (`config.patch` would take 15 µs or more per call.)"""
     from torch._dynamo import config
 
     limit = config.recompile_limit
@@ -157,7 +156,7 @@ def _raise_recompile_limit() -> Iterator[None]:
 
 @contextmanager
 def without_compilation(module: nn.Module) -> Iterator[None]:
-    """Call compiled forwards eagerly, since compiled code is for training."""
+    """Run compiled forwards eagerly, as in evaluation and generation."""
     if not is_compiled(module):
         yield
         return
@@ -167,10 +166,10 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
-    """Keep compiled code in `folder` for later runs, unless the user has chosen another folder.
+    """Cache compiled code in `folder` for later runs, unless the user has chosen another folder.
 
-    This sets the environment variables for Inductor's graphs and code and for Triton's kernels. It
-    does nothing unless `used`.
+    Sets the environment variables for Inductor's graphs and code and for Triton's kernels. Does
+    nothing unless `used`.
     """
     if not used:
         yield
@@ -186,7 +185,7 @@ def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) 
 
 
 def compile_time_s() -> float:
-    """Return the seconds that this process has spent compiling, without loading the compiler."""
+    """Return the seconds that this process has spent in the compiler, without loading it."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0.0
     from torch._dynamo.utils import calculate_time_spent
@@ -195,6 +194,6 @@ def compile_time_s() -> float:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of the compiler's message, with the kind of its innermost error."""
+    """Return the type and first line of the compiler's innermost error."""
     inner: BaseException = getattr(error, "inner_exception", None) or error
     return error_summary(inner)

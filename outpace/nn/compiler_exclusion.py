@@ -1,7 +1,7 @@
 """Exclusion of code from torch.compile without loading the compiler, which takes a second.
 
-Parts of torch ask the compiler to skip some of their methods, which has no effect if nothing is
-compiled. Here, nothing asks the compiler.
+torch loads the compiler to exclude some of its own methods, even if nothing is compiled. The
+functions here avoid that.
 """
 
 import sys
@@ -23,15 +23,15 @@ def leave_alone(method: Callable[..., Any]) -> None:
 
 
 def leave_to_python(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that compiled code calls in Python instead of compiling it.
+    """Exclude a hook from compilation, so that compiled code calls it in Python.
 
-    A compiler that traces a hook may apply its side effects once for several calls.
+    A compiled hook may apply its side effects once for several calls.
     """
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether a part of a model, or its forward, was compiled by `torch.compile`."""
+    """Return whether `torch.compile` has compiled any module of a model, or its forward."""
     return "torch._dynamo" in sys.modules and any(
         type(part).__name__ == "OptimizedModule"
         or getattr(part, "_compiled_call_impl", None) is not None
@@ -41,9 +41,9 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def run_eagerly(compiled: bool) -> AbstractContextManager[object]:
-    """Return a context in which compiled code runs in Python, if any is.
+    """Return a context in which code runs eagerly, if any of it is `compiled`.
 
-    Otherwise, code first called while a dispatch mode is active would never be compiled later.
+    Without it, code that is first called under a dispatch mode would never be compiled later.
     """
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Tensors that may be DTensors: the local part, the whole tensor, and parts of it."""
+"""Tensors that may be DTensors: local shards, whole tensors, and gathering of rows."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ from outpace.nn.torch_versions import all_gather_single
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than an extra message
+_ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than a separate message
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
@@ -37,12 +37,12 @@ def has_spread(kinds: Iterable[type]) -> bool:
 
 
 def _dtensor() -> "type[DTensor] | None":
-    """Return the DTensor class if its module is fully loaded, else None."""
+    """Return the DTensor class if its module has been loaded, else None."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this rank, which shares its memory."""
+    """Return this rank's shard of a tensor, which shares its memory."""
     if not is_spread(tensor):
         return tensor
     return tensor.to_local()
@@ -50,15 +50,15 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. Collective over the ranks that hold a part of it."""
+    """Return the whole tensor. Collective over the ranks that hold its shards."""
     if not is_spread(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
 
     placements = list(tensor.placements)
-    # torch 2.11 would detach the result of one with a graph in place, which DTensor cannot do.
+    # For a tensor with a graph, torch 2.11 would detach the result in place, which DTensor cannot.
     gathered: Any = tensor.detach()
-    # Gather the last split first: torch would do the same, with a warning.
+    # Gather axis by axis: torch would do the same, with a warning.
     for axis in range(len(placements)):
         placements[axis] = Replicate()
         gathered = gathered.redistribute(placements=placements)
@@ -67,17 +67,17 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def splits(placement: "Placement", dim: int) -> bool:
-    """Return whether a placement splits a tensor along `dim`, contiguously or strided.
+    """Return whether a placement shards a tensor along `dim`, contiguously or strided.
 
-    torch's `is_shard` ignores strided shards, which result from splitting a tensor twice.
+    torch's `is_shard` ignores strided shards, which result from sharding a tensor twice.
     """
     return getattr(placement, "dim", None) == dim
 
 
 class RowSplit(NamedTuple):
-    """Split of a tensor's rows into equal parts over one axis of its mesh.
+    """Sharding of a tensor's rows over one axis of its mesh, `rows` per rank.
 
-    This rank's rows start at `begin`; the last ranks may have fewer than `rows` rows, or none.
+    This rank's rows start at `begin`. The last ranks may have fewer rows, or none.
     """
 
     group: dist.ProcessGroup
@@ -86,7 +86,7 @@ class RowSplit(NamedTuple):
 
 
 def split_rows(tensor: Tensor) -> RowSplit | None:
-    """Return how a tensor's rows are split; None if it is whole or split in another way."""
+    """Return how a tensor's rows are sharded; None if it is whole or sharded in another way."""
     if not is_spread(tensor) or not tensor.dim():
         return None
     from torch.distributed.tensor import Shard
@@ -102,9 +102,9 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 
 @torch.no_grad()
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gather tensors of one dtype whose rows are split over the same ranks (`split_rows`).
+    """Gather tensors of one dtype whose rows are sharded over the same ranks (`split_rows`).
 
-    Each large, evenly split tensor is sent in a separate message, without copies; all others share
+    Each large, evenly sharded tensor has a separate collective, without copies; all others share
     one. Each result has its own memory. Collective.
     """
     whole = [_gather_alone(tensor) for tensor in tensors]
@@ -114,7 +114,7 @@ def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gather_alone(tensor: Tensor) -> Tensor | None:
-    """Gather a large tensor that is split into equal parts; None for any other. Collective."""
+    """Gather a large, evenly sharded tensor; return None for any other. Collective."""
     rows, part = split_rows(tensor), local(tensor)
     assert rows is not None
     ranks = rows.group.size()
@@ -146,7 +146,7 @@ def _gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, split like `like`, without communication."""
+    """Return this rank's shard of a whole tensor, placed like `like`, without communication."""
     if not is_spread(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -157,7 +157,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Wrap a part as a DTensor of `shape`, placed like `like`; unchanged if `like` is plain."""
+    """Wrap a shard as a DTensor of `shape`, placed like `like`; unchanged if `like` is plain."""
     if not is_spread(like):
         return part
     from torch.distributed.tensor import DTensor

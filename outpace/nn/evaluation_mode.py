@@ -1,4 +1,4 @@
-"""Evaluation mode of a module: for a while, or as the user has set it."""
+"""Evaluation mode of modules: a context, and an explanation of the modes that a user has set."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from outpace.records.errors import BadInputError, first_names
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put every part of `module` in evaluation mode, and restore each part's mode afterwards.
+    """Put all of `module` in evaluation mode, and restore the mode of each submodule afterwards.
 
-    A user's own `eval` and `train` methods are called both times: some merge adapters into weights
-    for evaluation and unmerge them for training. Parts that were already in evaluation mode, such
-    as a frozen BatchNorm, return to it. Parts added in the meantime get the mode of their parent.
-    Raises BadInputError if a user's method fails.
+    Calls the `eval` and `train` methods of custom modules, since some merge adapters into weights
+    for evaluation and unmerge them for training. Submodules that were already in evaluation mode,
+    such as a frozen BatchNorm, return to it. Submodules added in the meantime get the mode of their
+    parent. Raises BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
     _switch(module, training=False)
@@ -31,10 +31,10 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def explain_modes(module: nn.Module) -> str | None:
-    """Explain that a user's module is not in the modes that `module.train()` would set.
+    """Explain that a custom module is not in the modes that `module.train()` would set.
 
-    Returns None if it is, or if a `train` method does not set a mode. Parts that only `train()`
-    would put in training mode are left to the user, who has frozen them.
+    Returns None if it is, or if a `train` method does not set a mode. Submodules in evaluation mode
+    that `train()` would put in training mode are not reported: the user has frozen them.
     """
     if not module.training:
         return (
@@ -67,7 +67,7 @@ def explain_modes(module: nn.Module) -> str | None:
 
 
 def _train_sets_mode(part: nn.Module) -> bool:
-    """Return whether a user's `train` takes a mode, as torch's does: others run a training."""
+    """Return whether a user's `train` sets a mode, like torch's, rather than running a training."""
     try:
         first, *others = inspect.signature(part.train).parameters.values()
     except (TypeError, ValueError):  # without a signature, or without parameters
@@ -87,6 +87,6 @@ def _switch(module: nn.Module, training: bool) -> None:
         raise BadInputError(
             f"the module's {'train()' if training else 'eval()'} failed with {type(e).__name__}: "
             f"{said[0][:200]}. If it works in one process, it uses parameters of which this rank "
-            "holds only a shard, or nothing. Do it in the forward (if self.training), or use "
+            "holds only a shard, or nothing. Do this work in forward (if self.training), or use "
             "strategy ddp or zero1."
         ) from e

@@ -1,6 +1,6 @@
-"""Extra state of a module's parts (`get_extra_state`), in a form that checkpoints can store.
+"""Extra state of modules (`get_extra_state`), as bytes that checkpoints can store.
 
-DCP would otherwise write a dict entry by entry, and load only entries that a newly built module
+DCP would otherwise save a dict entry by entry, and load only the entries that a newly built module
 has.
 """
 
@@ -15,33 +15,33 @@ from torch import nn
 
 from outpace.records.errors import BadInputError, first_names
 
-EXTRA_STATE = "_extra_state"  # the last component of its name in a state dict
-# checkpoint_wrapper (offload_wrapper) and torch.compile hold the wrapped module by these names.
+EXTRA_STATE = "_extra_state"  # last component of an extra state's name in a state dict
+# Names under which checkpoint_wrapper (offload_wrapper) and torch.compile hold the wrapped module.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is a module's extra state rather than a tensor."""
+    """Return whether a name in a state dict is that of extra state, not of a tensor."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def saved_name(name: str) -> str:
-    """Return a parameter's or buffer's name in checkpoints, without names of torch's wrappers."""
+    """Return the name of a parameter or buffer in checkpoints, without torch's wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules that have their own `get_extra_state`."""
+    """Yield the submodules that define `get_extra_state`, with their names."""
     for name, part in module.named_modules(remove_duplicate=True):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             yield name, part
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert each extra state in a module's state dict to torch.save's bytes; return the dict.
+    """Convert each extra state in a state dict to bytes of torch.save; return the dict.
 
-    Work in place, since a state dict also has attributes (`_metadata`). Raises BadInputError for
-    values that cannot be written.
+    Works in place, since a state dict also has attributes (`_metadata`). Raises BadInputError for
+    values that cannot be pickled.
     """
     for name, value in state.items():
         if is_extra_state(name):
@@ -50,7 +50,7 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Undo `pack`, in place; return the dict. Values from a GPU are put on `device`.
+    """Undo `pack` in place; return the dict. Tensors from a GPU are loaded to `device`.
 
     Entries that are not bytes stay unchanged. Raises BadInputError for values that are not plain.
     """
@@ -61,10 +61,9 @@ def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def require_plain(module: nn.Module) -> None:
-    """Refuse extra state that cannot be saved safely, and tensors under unknown names.
+    """Refuse extra state that cannot be saved or loaded safely, and tensors under unknown names.
 
-    Saving extra state must work, and loading it must not run code. A name is unknown if no
-    parameter or buffer has it.
+    Loading extra state must not run code. A name is unknown if no parameter or buffer has it.
     """
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__
@@ -83,10 +82,7 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Return the values that `pack` converted to bytes.
-
-    Raises BadInputError unless they are plain.
-    """
+    """Load a value from the bytes of `pack`. Raises BadInputError if it is not plain."""
     place = partial(_place, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)

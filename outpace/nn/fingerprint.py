@@ -1,7 +1,7 @@
 """Fingerprints of tensors, to detect changes that a tensor's version counter misses.
 
-torch counts in-place changes of a tensor in `_version`, but neither updates of running averages by
-its fused batch normalisation nor changes through `.data`.
+torch counts in-place changes of a tensor in `_version`, except updates of running averages by fused
+batch normalisation, and changes through `.data`.
 """
 
 import torch
@@ -18,10 +18,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int | None:
-    """Return a hash of a tensor's values; different values collide with probability about 2^-64.
+    """Return a 64-bit hash of a tensor's values, independent of strides.
 
-    Strides do not matter. Returns None if there are no values (meta and fake tensors, compilation)
-    or they are not dense in memory (sparse tensors).
+    Returns None if there are no values (meta and fake tensors, compilation), or if they are not
+    dense in memory (sparse and quantized tensors).
     """
     has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
     if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:

@@ -1,9 +1,8 @@
-"""Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
+"""Norms and embeddings computed in fp32 under autocast, although their weights are 16-bit.
 
-Autocast expects weights in fp32: it casts the weights of matmuls and no others. With sharded
-parameters, ranks gather 16-bit weights instead (`parallel.fsdp`). On these, torch's norms refuse
-16-bit weights with an fp32 input, and an embedding would make a transformer's whole residual stream
-16-bit.
+Autocast expects fp32 weights, and casts only those of matmuls. With sharded parameters, ranks
+gather 16-bit weights instead (`parallel.fsdp`). With these, torch's norms refuse an fp32 input, and
+an embedding would make a transformer's whole residual stream 16-bit.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Make norms and embeddings compute in fp32 under autocast, whatever their weights' dtype.
+    """Make a model's norms and embeddings compute in fp32 under autocast, in place.
 
-    Changes the model in place; `runs_on` is the type of device that it computes on. Without
-    autocast, nothing changes. On a CPU, the whole embedding table is cast, since the kernel sums
-    gradients in the dtype of the weights; elsewhere, only the rows that are looked up are cast.
+    `runs_on` is the device type of the computation. On a CPU, the whole embedding table is cast,
+    since the kernel sums gradients in the dtype of the weights; elsewhere, only the output is cast.
+    Without autocast, the model computes as before.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -38,8 +37,8 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward casts the module's parameters to fp32.
 
-    Patching each instance's forward would not work: a compiler guards it by identity, so layers
-    would not share compiled code, and the compiler gives up after a few.
+    A compiler guards a patched forward of an instance by identity, so layers would not share
+    compiled code, and the compiler would give up after a few.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +63,7 @@ def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 def _forward_with_raised(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward with its direct 16-bit parameters cast to fp32."""
+    """Call a module's forward with its own 16-bit parameters cast to fp32."""
     own = module._parameters
     low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
     if not low or not _autocasts(next(iter(low.values())).device):

@@ -37,11 +37,11 @@ def require_fp8(device: torch.device) -> None:
 def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
     """Replace the matmuls of the blocks' linear layers by float8 ones; names and weights stay.
 
-    Layers with a dimension that is not a multiple of 16 stay unchanged. `emulate` computes the
-    hardware's results in fp32, for tests.
+    Layers with a dimension that is not a multiple of 16 stay unchanged. `emulate` computes in fp32
+    what the hardware would, for tests. Raises BadInputError if no layer is replaced.
     """
     float8 = torchao_module("float8", "--precision fp8")
-    # Padding is needed because reading one position per sample changes the token count.
+    # Pad, because reading one position per sample changes the number of rows.
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     changed = 0
     for block in blocks:

@@ -1,9 +1,9 @@
 """Tanh-approximated GELU on a CPU in 16 bits; the forward also computes the derivative.
 
 torch's kernels compute one tanh for the value and another for the derivative; in a small model,
-each takes as long as a matmul (docs/development/log.md). Here one sigmoid serves both: some
-elements at a time are computed in fp32, in the cache, and the derivative is kept instead of the
-input, so the backward is one multiplication.
+each takes as long as a matmul (docs/development/log.md). Here one sigmoid serves both, computed in
+fp32 for chunks that stay in cache. The derivative is kept instead of the input, so the backward is
+one multiplication.
 
 Hendrycks and Gimpel, arXiv 1606.08415, §2: with w = 2·√(2/π)·(x + 0.044715·x³),
 gelu(x) = x·σ(w), and its derivative is σ(w) + σ(w)·(1 − σ(w))·(3·w − 4·√(2/π)·x).
@@ -23,9 +23,9 @@ ELEMENTS = 1 << 18  # per chunk; three fp32 temporaries of this size stay in cac
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gelu(x) and its derivative in x's dtype and shape. `x` is dense and 16-bit.
+    """Compute gelu(x) and its derivative, in the dtype and shape of `x`, which is dense and 16-bit.
 
-    The derivative is NaN beyond 10¹³, where the cube overflows fp32.
+    The derivative is NaN for magnitudes beyond 10¹³, whose cube overflows fp32.
     """
     value, slope = torch.empty_like(x), torch.empty_like(x)
     pieces = [one.view(-1).split(ELEMENTS) for one in (x, value, slope)]

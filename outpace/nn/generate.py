@@ -24,12 +24,12 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
-    """Return `tokens` and the model's continuation, up to one of `stop_ids` (excluded).
+    """Return `tokens` and their continuation, which ends before the first of `stop_ids`.
 
-    Temperature 0, or one too small to matter, selects the most likely token. Otherwise, a token is
-    drawn from softmax(logits / temperature), among the `top_k` most likely ones if given. Tokens
-    are drawn on the CPU, so equal logits give equal tokens on all devices. When the model's
-    positions are used up, it continues from the newest half of them. Raises BadInputError for
+    Temperatures below 1e-6 select the most likely token. Otherwise, a token is sampled from
+    softmax(logits / temperature), among the `top_k` most likely tokens if given. Sampling is on the
+    CPU, so equal logits give equal tokens on all devices. When the model's positions are used up,
+    generation continues with the latest tokens in half of the positions. Raises BadInputError for
     models that are not causal, an empty prompt, tokens outside the vocabulary, and bad sampling
     values.
     """
@@ -51,16 +51,15 @@ def generate(
 
 
 def read_length(tokens: int, positions: int) -> int:
-    """Return how many of a text's last tokens to read.
+    """Return how many of a text's last tokens to read: all if they fit, else half the positions.
 
-    These are all if they fit, otherwise half of the model's positions, which leaves room for new
-    tokens.
+    Half of the positions then remain for new tokens.
     """
     return tokens if tokens <= positions else max(1, positions // 2)
 
 
 def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
-    """Return the tokens to read first, and an empty cache with room for them and `left` more."""
+    """Return the tokens to read, and an empty cache with room for them and `left` new ones."""
     positions = model.spec.max_positions
     kept = written[-read_length(len(written), positions) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))
@@ -89,7 +88,7 @@ def _choose(
 
 @contextmanager
 def _quiet(model: Transformer) -> Iterator[None]:
-    """Disable dropout, gradients and compilation (the length changes with each token)."""
+    """Disable dropout, gradients, and compilation, since the length changes with each token."""
     with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 

@@ -1,8 +1,8 @@
 """Loss over a large vocabulary on an accelerator: padded matmuls, and one copy of the logits.
 
-Logits of a few GiB dominate the loss's memory and, apart from matmuls, its time. Here they exist
-once, in the dtype of the matmuls (16 bits in mixed precision), and are overwritten by their
-gradient. There are two methods:
+The logits dominate the memory of the loss and, apart from matmuls, its time. Here they exist once,
+in the dtype of the matmuls (16 bits in mixed precision), and are overwritten by their gradient.
+There are two methods:
 
 - whole: the forward computes all logits and reads them once, for log Σ exp; the backward overwrites
   them with their scaled gradient for its matmuls. This is as precise as autograd.
@@ -12,14 +12,14 @@ gradient. There are two methods:
 
 The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper need rows of 16
 bytes, and GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200, 2026-11-27).
-The padding consists of zero rows in the copy of the head that matmuls read; its logits are ignored,
-and it is never stored. cuBLAS sums the head's gradient in fp32, within one matmul, or by one
+The padding consists of zero rows in the copy of the head that matmuls read. It is never stored, and
+its logits are ignored. cuBLAS sums the head's gradient in fp32, within one matmul, or by one
 accumulating matmul per chunk.
 
 `LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
 or eager. Either way, cuBLAS computes the matmuls.
 
-Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
+Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's shard of it), P = V padded.
 """
 
 from collections.abc import Callable
@@ -35,21 +35,21 @@ from outpace.nn.logits_functions import EAGER, LogitsFunctions
 from outpace.nn.torch_versions import add_wide_matmul
 
 PADDED_TO = 64  # elements: 128 bytes in 16 bits, one cache line
-# Logits up to this size are computed in one piece: 2³¹ values of 16 bits, the most that kernels
-# count in 32 bits, which is 16,384 tokens of Llama 3's vocabulary of 128,256. This is a constant so
-# that all ranks do the same.
+# Logits up to this size are computed at once: 2³¹ values of 16 bits, the most that kernels with
+# 32-bit indices support, or 16,384 tokens of Llama 3's vocabulary of 128,256. The limit is a
+# constant, so that all ranks do the same.
 WHOLE_BYTES = 4 * 2**30
 # Larger logits are split into as few equal chunks as possible, of at most this many bytes.
 CHUNK_BYTES = 2 * 2**30
-# Rows of a chunk if chunks are requested, and the minimum otherwise: with fewer, the head's
-# gradient is read and written too often (4 times 4·V·D bytes at 16,384 tokens).
+# Rows per chunk if chunks are requested, and the minimum otherwise: with fewer, the head's gradient
+# is read and written too often (4 times 4·V·D bytes at 16,384 tokens).
 CHUNK_ROWS = 4096
 # Combines local log-sum-exps and targets' logits (N) over all ranks.
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def padded_width(vocab: int) -> int:
-    """Return the number of logits' columns, padding included, for a vocabulary of this size."""
+    """Return the number of columns of the logits, including padding."""
     return -(-vocab // PADDED_TO) * PADDED_TO
 
 
@@ -72,11 +72,11 @@ def head_loss_sum(
     dtype: torch.dtype | None = None,
     passes: LogitsFunctions = EAGER,
 ) -> Tensor:
-    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], in fp32 or wider.
+    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], with gradient, in ≥ fp32.
 
-    The sum is differentiable. `dtype` is the dtype of matmuls and logits (None: fp32, or the
-    operands' if wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at
-    a time, and "auto" decides by size.
+    `dtype` is the dtype of matmuls and logits (None: fp32, or the operands' if wider). `kind`:
+    "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, and "auto" decides
+    by size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -107,9 +107,9 @@ def whole_loss_sum(
     passes: LogitsFunctions,
     combine: Combine | None = None,
 ) -> Tensor:
-    """Return the loss from all logits at once; columns and counts are as in `LogitsFunctions`.
+    """Return the loss from all logits at once. Columns and counts are as in `LogitsFunctions`.
 
-    `combine` combines this rank's scores with other ranks', if the vocabulary is split.
+    `combine` combines the scores of all ranks, if the vocabulary is sharded.
     """
     with torch.autocast(hidden_ND.device.type, enabled=False):
         loss: Tensor = _WholeLoss.apply(  # type: ignore[no-untyped-call]
@@ -120,9 +120,9 @@ def whole_loss_sum(
 
 @dataclass
 class _KeptTensors:
-    """Tensors that a forward keeps for its backward, each until its last use.
+    """Tensors kept for the backward, each until its last use.
 
-    `due` holds the numbers of the operands whose gradients have not yet been requested.
+    `due` has the numbers of the operands whose gradients have not yet been computed.
     """
 
     logits: Tensor | None
@@ -138,8 +138,8 @@ class _KeptTensors:
 class _WholeLoss(torch.autograd.Function):
     """The loss with all logits kept from forward to backward.
 
-    Each operand's gradient is computed once. Gradients may be requested one after the other, as by
-    schedules that split the backward.
+    The gradient of each operand can be computed once; schedules that split the backward compute
+    them one after the other.
     """
 
     @staticmethod
@@ -179,9 +179,9 @@ class _WholeLoss(torch.autograd.Function):
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """Return the operands that require a gradient and whose gradient this run of autograd needs.
+    """Return the operands whose gradients the current backward computes.
 
-    `needs_input_grad` does not tell: it keeps its value from the forward.
+    `needs_input_grad` does not say so, since it keeps its value from the forward.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)
@@ -198,7 +198,7 @@ def _is_run(node: Any) -> bool:
 def _whole_gradients(
     ctx: Any, kept: _KeptTensors, loss_grad: Tensor, asked: set[int]
 ) -> list[Tensor | None]:
-    """Return gradients of hidden states, head and bias, in their dtypes; None if not requested."""
+    """Return the gradients of hidden states, head and bias in their dtypes; None if not asked."""
     logits = kept.logits
     assert logits is not None
     if not kept.is_gradient:
@@ -221,7 +221,7 @@ def _whole_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss, by chunks of rows; the forward computes gradients, and the backward scales them."""
+    """The loss by chunks of rows. The forward computes gradients; the backward scales them."""
 
     @staticmethod
     def forward(
@@ -277,7 +277,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _loss_alone(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the loss without gradients, uncompiled, since evaluation meets too many shapes."""
+    """Compute the loss without gradients, uncompiled, since evaluation has too many shapes."""
     hidden, weight, bias, columns, counts = operands
     head = padded_head(weight, dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
@@ -312,7 +312,7 @@ def _matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tenso
 
 
 def wide_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `left` @ `right` in `dtype`; cuBLAS writes its fp32 sums unrounded."""
+    """Compute `left` @ `right` in `dtype`; for fp32, cuBLAS returns its fp32 sums unrounded."""
     if dtype == left.dtype:
         return torch.mm(left, right)
     if dtype != torch.float32:

@@ -1,9 +1,9 @@
-"""A block that keeps the outputs of matmuls and attention, and recomputes everything else.
+"""Selective checkpointing of a block that keeps the outputs of matmuls and attention.
 
-torch's selective checkpointing asks a policy about every operator, twice. Here, a tensor that a
-linear layer saves for its backward is replaced by a recipe to recompute it: the input from a norm
-or an activation function, and a weight's copy by casting or joining. The same number of bytes is
-kept, but the residual sum within the block is kept in fp32 instead of its two terms in 16 bits.
+torch's selective checkpointing calls a policy twice for every operator. Here, each tensor that a
+linear layer saves for its backward is replaced by a recipe to recompute it: inputs by the norm or
+activation function, and copies of weights by casting or joining. The same number of bytes is kept,
+but the residual sum within the block is kept in fp32 instead of its two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ from outpace.nn.rotary import Tables
 
 
 class Recipe:
-    """Recipe to recompute a tensor. Several readers share the result.
+    """Recipe to recompute a tensor, whose result several readers share.
 
-    `compute` holds detached inputs, which do not keep the graph alive, and runs without autocast,
-    as a backward does.
+    `compute` must use detached inputs, which do not keep the graph alive, and runs without
+    autocast, like the backward.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -42,7 +42,7 @@ class Recipe:
         self._value: Tensor | None = None
 
     def add_reader(self) -> Callable[[], Tensor]:
-        """Return a function that computes the tensor, and count one more reader."""
+        """Register one more reader; return the function with which it gets the tensor."""
         self._left += 1
         return self._read_once
 
@@ -55,7 +55,10 @@ class Recipe:
 
 
 def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
-    """Return the outputs of linear layers for rows (N, in), by one matmul with all weights."""
+    """Apply linear layers to rows (N, in) by one matmul, with saved operands to be recomputed.
+
+    `again` recomputes the rows. The weights are copied again if they were cast or joined.
+    """
     made = joined_matmul(rows, layers)
     dtype = made.dtype
 
@@ -90,7 +93,7 @@ def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
 
 
 def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
-    """Return whether a norm is computed in fp32 both with and without autocast."""
+    """Return whether a norm computes in fp32 both with and without autocast."""
     return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 
@@ -103,9 +106,9 @@ def can_keep_matmuls(
 ) -> bool:
     """Return whether `keep_matmuls` supports a block with these arguments.
 
-    The block must be pre-norm and have no norms except those of the residual stream. Its linear
-    layers must be plain, and nothing in it may be random, compiled or read from a cache. The CPU's
-    own operators must not be in use, since they save their own tensors.
+    The block must be pre-norm, without other norms than those of the residual stream, and its
+    linear layers must be plain. Nothing may be compiled or read from a cache. outpace's operators
+    for the CPU must not be in use, since they save tensors of their own.
     """
     if not isinstance(block, Block) or torch.compiler.is_compiling():
         return False
@@ -123,7 +126,7 @@ def can_keep_matmuls(
 def keep_matmuls(
     block: Block, x_BSD: Tensor, sees: Visibility, rotary: Tables | None = None, *_: Any
 ) -> Tensor:
-    """Run a block's forward without dropout, (B, S, D) to (B, S, D), and keep only its matmuls."""
+    """Run a block's forward without dropout, (B, S, D) to (B, S, D), saving only matmul outputs."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
     x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls need them, in one view for all layers
     low, again = _apply_norm(block.attention_norm, x_ND)

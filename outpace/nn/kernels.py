@@ -7,11 +7,11 @@ torch's own choice is wrong or wasteful for some calls:
   (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell it returns wrong results for a single
   query (pytorch#193893). It is never used for these calls, in any version.
 - FlashAttention supports neither masks nor fp32, and the memory-efficient kernel did not support
-  grouped queries before pytorch#191085, so torch falls back to the kernel that holds all scores.
-  Here keys and values are repeated for the memory-efficient one instead.
+  grouped queries before pytorch#191085, so torch falls back to the kernel that stores all scores.
+  Here keys and values are repeated for the memory-efficient kernel instead.
 - With a mask, every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
-  skips invisible blocks and needs no mask in memory; it supports no dropout, no fp64, and no heads
-  narrower than a tensor core's 16.
+  skips invisible blocks and needs no mask in memory. It supports neither dropout nor fp64, nor
+  heads narrower than a tensor core's 16.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
 """
@@ -38,20 +38,20 @@ _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = {
     "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
     "math": (SDPBackend.MATH,),
 }
-# Variants are each kind of mask, with and without gradients, for one length and for any length.
+# Compiled variants: each kind of mask, with and without gradients, for one length and any length.
 _COMPILED_MOST = 64
 NARROWEST = 16  # head width that FlexAttention supports
-# cuDNN before this version returns NaN with masks: pytorch#196678, whose fix tests this version.
+# Earlier versions of cuDNN return NaN with masks (pytorch#196678, whose fix tests this version).
 _CUDNN_WITH_MASKS = 92600
 # Kernels load up to 16 bytes at a time: 8 values of 16 bits. A multiple of 8 also suits fp32.
 _WIDTH_MULTIPLE = 8
 
 
 def suits_flash(width: int, dropout: float) -> bool:
-    """Return whether FlashAttention supports heads of this width on every GPU that it runs on.
+    """Return whether torch's FlashAttention supports heads of this width on all of its GPUs.
 
-    torch's supports at most 256. On sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) it has no
-    gradients for 193 to 224, nor above 224 with dropout
+    It supports widths up to 256. On sm86, sm89 and sm120 (RTX 30, 40 and 50, L4), it has no
+    gradients for widths of 193 to 224, nor above 224 with dropout
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     return width <= 192 or (224 < width <= 256 and dropout == 0)
@@ -62,8 +62,8 @@ def choose_kernel(
 ) -> Kernel:
     """Return the kernel for one call; "any" leaves the choice to torch.
 
-    `device`: the device's type. `grouped`: there are fewer key heads than query heads. `flash`:
-    whether FlashAttention supports the heads' width.
+    `device`: the device type. `grouped`: whether there are fewer key heads than query heads.
+    `flash`: whether FlashAttention supports the width of the heads.
     """
     if device != "cuda":
         return "any"
@@ -79,10 +79,9 @@ def choose_kernel(
 
 @contextmanager
 def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
-    """Let torch use cuDNN's attention only if it is correct with masks.
+    """Exclude cuDNN's attention if its version is wrong with masks, for custom models.
 
-    This is for custom models, whose attention calls are unknown. `cudnn_version` comes from
-    `torch.backends.cudnn.version()`.
+    `cudnn_version` comes from `torch.backends.cudnn.version()`.
     """
     if cudnn_version is None or cudnn_version >= _CUDNN_WITH_MASKS:
         yield
@@ -92,7 +91,7 @@ def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
 
 
 def takes_blocks(device: str, head_dim: int, dropout: float) -> bool:
-    """Return whether masks are passed as blocks, to FlexAttention."""
+    """Return whether FlexAttention, with masks as blocks, supports a model on a device."""
     return device == "cuda" and head_dim >= NARROWEST and dropout == 0
 
 
@@ -101,7 +100,7 @@ def attend_by_blocks(
 ) -> Tensor | None:
     """Compute softmax(q·kᵀ/√C)·v over visible keys, (B, H, S, C), by FlexAttention.
 
-    FlexAttention is a fused kernel only if compiled, with the surrounding code or by itself.
+    FlexAttention is a fused kernel only if it is compiled, with the surrounding code or alone.
     Returns None if the compiler fails.
     """
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
@@ -112,21 +111,20 @@ def attend_by_blocks(
 
 
 class _CompiledFlexAttention:
-    """FlexAttention, compiled for each kind of mask: first for one length, then for any."""
+    """FlexAttention, compiled for each kind of mask: first for one length, then for any length."""
 
     def __init__(self, compiled: Callable[..., Tensor]) -> None:
         self._compiled = compiled
         self._fails = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Call FlexAttention; return None once the compiler has failed, and report that once."""
+        """Call FlexAttention; return None if the compiler has failed, which is reported once."""
         if self._fails:
             return None
         from torch._dynamo import config  # already loaded if anything is compiled
         from torch._dynamo.exc import TorchDynamoException
 
-        # This is also needed if forwards run eagerly, since reaching torch's own limit would raise
-        # an error.
+        # Also where forwards run eagerly, because exceeding torch's own limit would raise an error.
         with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
             try:
                 made: Tensor = self._compiled(*args, **kwargs)
@@ -156,7 +154,7 @@ def attend_by(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
-    """Compute softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True where visible."""
+    """Compute softmax(q·kᵀ/√C)·v, (B, H, S, C), by a kernel. `mask`: bool, True where visible."""
     width, grouped = q_BHSC.shape[3], q_BHSC.shape[1] != k_BKTC.shape[1]
     if kernel == "any":
         return F.scaled_dot_product_attention(
@@ -180,7 +178,7 @@ def attend_by(
 def operands_for(
     kernel: Kernel, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands that a kernel accepts: keys for all heads, and widths padded with zeros."""
+    """Adapt operands to a kernel: repeat grouped keys and values, and pad widths with zeros."""
     repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
     if kernel in ("efficient", "math") and repeats > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))

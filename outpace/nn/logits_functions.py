@@ -1,4 +1,4 @@
-"""Functions, eager or compiled, that read logits for a loss and replace them by its gradient."""
+"""Eager and compiled functions that overwrite logits with the gradient of their loss."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,15 +12,15 @@ from outpace.nn.compilation import copy_with_code
 from outpace.nn.torch_versions import compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
 
-# Bytes of fp32 logits that the eager functions hold in addition to the logits.
+# Bytes of temporary fp32 logits in the eager functions.
 BLOCK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class LogitsFunctions:
-    """Functions that read and write logits (N, P); only the first `vocab` columns are real.
+    """Functions that read and write logits (N, P), of which all but `vocab` columns are padding.
 
-    `columns_N`: the targets' columns, −1 if these logits do not contain the target. `counts_N`:
+    `columns_N`: the column of each target, −1 if these logits do not contain it. `counts_N`:
     whether a token has a target at all.
 
     - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 for no target),
@@ -37,7 +37,7 @@ class LogitsFunctions:
 
 
 def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Compute the scores; compiled, this is one kernel over the logits and one for the targets."""
+    """Compute the scores: compiled, by one kernel over the logits and one for the targets."""
     return _log_sum_exp(logits_NP, vocab), _targets_logits(logits_NP, columns_N)
 
 
@@ -51,9 +51,9 @@ def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
 def _gradient(
     logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
 ) -> None:
-    """Compute the gradient; compiled, one kernel reads the logits and writes over them.
+    """Overwrite logits with their gradient: compiled, by one kernel.
 
-    Padded columns are set to 0, since exp(0 − lse) of a padded logit may be infinite.
+    Padded columns are set to 0, because exp(0 − lse) may be infinite there.
     """
     p_NP = _only((_wide(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
     at_NP = torch.arange(logits_NP.shape[1], device=p_NP.device) == columns_N.unsqueeze(1)
@@ -67,7 +67,7 @@ def _loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient when compiled; `targets_logits_N`: the targets' logits if known."""
+    """Compute loss and gradient, for the compiler. `targets_logits_N`: the targets' logits."""
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
@@ -120,7 +120,7 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient with one softmax, from log Σ exp = max logit − its log softmax."""
+    """Compute loss and gradient from one softmax: log Σ exp = max logit − its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
@@ -153,7 +153,7 @@ EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient
 class CompiledPass:
     """A function compiled for each shape, with an eager fallback if the compiler fails.
 
-    Beyond torch's recompile limit (8 shapes by default), further shapes run eagerly too.
+    Shapes beyond torch's recompile limit (8 by default) also run eagerly.
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
@@ -182,20 +182,20 @@ class CompiledPass:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the compiler's error types. Call only after an error: this loads the compiler."""
+    """Return the compiler's error types. Loads the compiler: call it only after an error."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 def _is_limit(error: Exception) -> bool:
-    """Return whether an error is torch's (2.13) for a function compiled for too many shapes."""
+    """Return whether an error is that of too many compiled shapes (as of torch 2.13)."""
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 
 
 def compiled_passes() -> LogitsFunctions:
-    """Return functions that torch.compile compiles at their first call; this loads the compiler."""
+    """Return functions that are compiled at their first call. This loads the compiler."""
     both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
     return LogitsFunctions(
         CompiledPass(_scores, EAGER.scores),
@@ -205,10 +205,7 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Return a function that reads the targets' logits before `compiled` overwrites the logits.
-
-    It reads them in a separate kernel.
-    """
+    """Return a function that reads the targets' logits, in a separate kernel, before `compiled`."""
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int

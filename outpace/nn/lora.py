@@ -33,7 +33,7 @@ PLACES: Mapping[LoraTarget, str] = {
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer, built from `base`, with an adapter, or without one if `rank` is 0."""
+    """A frozen linear layer, made from `base`, with an adapter unless `rank` is 0."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -66,7 +66,7 @@ class LoraLinear(Linear):
 
 
 class NF4Linear(LoraLinear):
-    """A LoraLinear over a 4-bit matrix; its parts are parameters, so ZeRO-3 can shard them."""
+    """A LoraLinear over a 4-bit matrix, whose tensors are parameters, so ZeRO-3 can shard them."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)
@@ -90,11 +90,11 @@ class NF4Linear(LoraLinear):
 def add_adapters(
     model: Transformer, plan: Plan, seed: int, device: torch.device | None = None
 ) -> Transformer:
-    """Freeze a model and add the plan's adapters, in place; do nothing if the plan has none.
+    """Freeze a model and add the plan's adapters in place; do nothing if the plan has none.
 
     With base nf4, the blocks' matrices are quantized one by one on `device` and stay there, so the
-    unquantized model need not fit. On the meta device, adapters get no values: see `first_value`.
-    Raises BadInputError for a target that the model does not have.
+    unquantized model need not fit. Adapters on the meta device get no values; `first_value` has
+    them. Raises BadInputError for a target that the model does not have.
     """
     if plan.lora_rank is None:
         return model
@@ -116,7 +116,7 @@ def add_adapters(
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
-    """Yield a transformer's matrices that can have adapters, by name; skip absent blocks."""
+    """Yield the name, target and module of each matrix that can have an adapter."""
     for name, module in model.named_modules():
         for target, place in PLACES.items():
             if isinstance(module, nn.Linear) and name.endswith(f".{place}"):
@@ -139,9 +139,9 @@ def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
 def first_value(
     name: str, shapes: Mapping[str, tuple[int, ...]], rank: int | None, seed: int
 ) -> Tensor | None:
-    """Return an adapter's initial value by name; None for any other parameter.
+    """Return the initial value of an adapter's parameter; None for any other parameter.
 
-    `shapes`: shapes of the transformer's parameters without adapters.
+    `shapes`: the shapes of the transformer's parameters, without adapters.
     """
     module, _, kind = name.rpartition(".")
     if rank is None or kind not in ("lora_a", "lora_b"):
@@ -151,14 +151,14 @@ def first_value(
 
 
 def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Draw U(−1/√in, 1/√in), as in the paper's code; each name has its own stream."""
+    """Draw from U(−1/√in, 1/√in), as in the paper's code, with a random stream per name."""
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
     return drawn.uniform_(-bound, bound, generator=stream(seed, name))
 
 
 def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return A (r, in), B (out, r) and the scale of B · A, by the name of the module."""
+    """Return A (r, in), B (out, r) and the scale of B · A of each adapter, by module name."""
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear) and module.lora_a is not None:
@@ -168,7 +168,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the number of all weights, in any format, and the number of trained ones."""
+    """Return the number of all weights, whatever their format, and of trained weights."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
     parts = {id(part) for module in in_4_bits for part in module._parts()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)

@@ -2,9 +2,8 @@
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 
-Accelerators use `head_loss`. On a CPU, large logits are computed in chunks. In bf16, chunks start
-at 256 MiB of logits and use `low_loss`; in fp32 (also for fp16), gradients are accumulated in
-place.
+Accelerators use `head_loss`. On a CPU, large logits are computed in chunks: in bf16, by `low_loss`,
+above 256 MiB of logits; in fp32 (also for fp16), with gradients accumulated in place, above 32 MiB.
 
 torch's chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it sums the loss in the
 dtype of its input, so a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum above
@@ -40,11 +39,11 @@ LOW_LOGITS_BYTES_CPU = 256 * 2**20
 class LanguageModelObjective(nn.Module):
     """A transformer with its loss, for a strategy to wrap.
 
-    `compute_dtype` is the dtype of the head's matmuls (None: fp32), since the chunked operator
-    ignores autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
-    their size on `runs_on`, the device type of training (tensors may be traced on another).
-    `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator.
-    `passes` are the compiled functions, or replacements.
+    `compute_dtype` is the dtype of the head's matmuls (None: fp32), since the loss ignores
+    autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by their size
+    and by `runs_on`, the device type of training (tensors may be traced on another). `compiles`:
+    whether to compile the functions on logits, on an accelerator. `passes` are the compiled
+    functions, or replacements.
     """
 
     runs_on: str | None = None
@@ -66,13 +65,13 @@ class LanguageModelObjective(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of losses in nats (fp32, with gradient) and the number of targets (int64).
 
-        `batch` has `tokens` and `targets` (B, S), int64, −100 for no target, and optionally
+        `batch` has int64 `tokens` and `targets` (B, S), with −100 for no target, and optionally
         `documents`, `segments`, `padding_mask` (B, S) and `positions`.
         """
         return self.loss_from_hidden(self.hidden_states(batch), batch["targets"])
 
     def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the model's hidden states (B, S, D), for which no targets are needed."""
+        """Return the model's hidden states (B, S, D). `batch` needs no targets."""
         hidden_BSD: Tensor = self.model(
             batch["tokens"],
             batch.get("documents"),
@@ -98,14 +97,14 @@ class LanguageModelObjective(nn.Module):
         return loss_sum, (targets_N != IGNORED).sum()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on an accelerator, or is traced as if on one."""
+        """Return whether a tensor is on an accelerator, or traced as if it were."""
         return (self.runs_on or tensor.device.type) not in _CPUS
 
     def functions_for(self, device_type: str) -> LogitsFunctions:
-        """Return the functions on logits for an accelerator; compile them on first use.
+        """Return the functions on logits: compiled on an accelerator, if `compiles`, else eager.
 
-        A CPU does not use them, so no compiler is loaded there. Without gradients, as in
-        evaluation, nothing new is compiled.
+        Without gradients, as in evaluation, they are eager. On a CPU, which does not use them, the
+        compiler is not loaded.
         """
         eager = not self.compiles or not torch.is_grad_enabled()
         if eager or (self.runs_on or device_type) in _CPUS:
@@ -127,9 +126,9 @@ def linear_loss_sum(
 ) -> Tensor:
     """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
-    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is the dtype of
-    the matmuls, `runs_on` the device type to optimize for (None: the tensors'), `passes` the
-    functions on logits for an accelerator.
+    The sum is in fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is the dtype
+    of the matmuls, `runs_on` the device type to optimize for (None: that of the tensors), and
+    `passes` the functions on logits for an accelerator.
     """
     if (runs_on or hidden_ND.device.type) not in _CPUS:
         return head_loss_sum(hidden_ND, weight_VD, bias_V, targets_N, kind, dtype, passes)
@@ -172,7 +171,7 @@ def prefers_chunks(rows: int, vocab: int) -> bool:
 def _plain_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
 ) -> Tensor:
-    """Compute all logits at once: matmuls in `low`, softmax and sum in fp32 (through autocast)."""
+    """Compute the loss from all logits: matmuls in `low`, softmax and sum in fp32 (by autocast)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = to_fp32(hidden)
@@ -192,7 +191,7 @@ def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 class ChunkedSum(torch.autograd.Function):
     """The loss on a CPU by chunks of rows: matmuls in bf16, sums and gradients in fp32.
 
-    It costs the same three matmuls as the plain loss. The forward computes gradients and the
+    It has the same three matmuls as the plain loss. The forward computes the gradients, and the
     backward only scales them, so a second backward raises an error.
     """
 
@@ -232,7 +231,7 @@ class ChunkedSum(torch.autograd.Function):
 
 
 class WideChunkedSum(torch.autograd.Function):
-    """`ChunkedSum` on a CPU in the dtype of its operands, fp32 or fp64.
+    """The loss on a CPU by chunks of rows, in the dtype of the operands (fp32 or fp64).
 
     Each chunk's gradient replaces its logits, and the head's gradient is summed in place.
     """

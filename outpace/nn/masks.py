@@ -1,6 +1,6 @@
 """Attention masks: boolean, True where attention is allowed, or lists of blocks.
 
-Legend: B batch, S queries, T keys (the last S of them are the queries' own), N blocks.
+Legend: B batch, S queries, T keys (of which the last S are those of the queries), N blocks.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Visibility:
-    """Visibility of tokens in a layer's attention: a mask, blocks, the causal flag, or nothing.
+    """Keys that a layer's queries see: by a mask, blocks or the causal flag; else all keys.
 
-    If the flag alone suffices, there is no mask, so the fused kernel is used. `blocks` are for
-    FlexAttention, and hold (S / 128)² numbers instead of S².
+    If the flag alone suffices, there is no mask, so the fused kernel can be used. `blocks` are for
+    FlexAttention, with (S / 128)² numbers instead of S².
     """
 
     mask: Tensor | None = None
@@ -29,7 +29,7 @@ class Visibility:
     blocks: BlockMask | None = None
 
     def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
-        """Return the mask (B, 1, 1, T) of one query per sample, at its position in `read_B`."""
+        """Return the visibility for one query per sample, at position `read_B`."""
         if self.mask is not None:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
@@ -50,7 +50,7 @@ class Visibility:
 
 
 def _mask_of(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
-    """Return the mask of some queries as (B, 1, S, T); `rows` has the shape (B or 1, 1, S, 1)."""
+    """Return the mask (B, 1, S, T) of the queries at `rows`, (B or 1, 1, S, 1)."""
     samples = torch.arange(blocks.kv_indices.shape[0], device=rows.device)[:, None, None, None]
     columns = torch.arange(keys, device=rows.device)
     mask: Tensor = blocks.mask_mod(samples, samples, rows, columns)
@@ -70,9 +70,9 @@ def visibility(
     """Return the cheapest exact description of one layer's attention pattern.
 
     `window`: a token sees itself and the window − 1 tokens before it (Mistral 7B, arXiv 2310.06825,
-    §2), and without `causal` the same number of tokens after it. `documents_BS`: only tokens with
-    equal numbers see each other. `padding_mask_BS`: True for real tokens; others are only visible
-    to themselves. `by_blocks`: use blocks instead of a mask, if there is at least one whole block.
+    §2), and without `causal` also that many after it. `documents_BS`: only tokens with equal
+    numbers see each other. `padding_mask_BS`: True for real tokens; padding is visible only to
+    itself. `by_blocks`: use blocks instead of a mask, if there is at least one whole block.
     """
     if window is not None and window >= keys:
         window = None
@@ -111,13 +111,12 @@ def block_mask(
 
     Fully visible blocks are listed separately from partial ones, for which FlexAttention calls the
     mask function. An invisible block may be listed as partial if document numbers fall and rise
-    again, or if two rules hide different parts of it. This costs time, but does not change the
-    result.
+    again, or if two rules hide different regions of it. This costs time, but the result is exact.
     """
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
     last_N = first_N + BLOCK - 1
-    # Row minus column takes every whole value from `low` to `high` in a block.
+    # In a block, row minus column takes every integer from `low` to `high`.
     low_NN = first_N.unsqueeze(1) - last_N.unsqueeze(0)
     high_NN = last_N.unsqueeze(1) - first_N.unsqueeze(0)
     inside_N = last_N < length
@@ -151,7 +150,7 @@ def block_mask(
 
 
 def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
-    """Split into blocks, (B, N, 128); pad the last one with `filler_B1`."""
+    """Split (B, S) into blocks (B, N, 128), the last one padded with `filler_B1`."""
     missing = count * BLOCK - x_BS.shape[1]
     filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
     blocks: Tensor = filled.unflatten(1, (count, BLOCK))
@@ -159,7 +158,7 @@ def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
 
 
 def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns per row, and column numbers with True ones first."""
+    """Return the number of True columns per row, and the column numbers, True columns first."""
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -183,7 +182,7 @@ def _mask_function(
 
 
 def at_places(x_BSX: Tensor, read_B: Tensor) -> Tensor:
-    """Return each sample's row at its position in `read_B`, (B, 1, X)."""
+    """Return the row of each sample at position `read_B`, (B, 1, X)."""
     samples = torch.arange(len(read_B), device=read_B.device)
     return x_BSX[samples, read_B].unsqueeze(1)
 

@@ -30,13 +30,12 @@ DTYPES: Mapping[Precision, torch.dtype | None] = {
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Mixed precision of a training run: enter `cast()` around each forward.
+    """Mixed precision of a run. Enter `cast()` around each forward.
 
-    `cast(True)` keeps casts of weights within `casts_kept`.
-
-    `scaler` is None unless the loss is scaled. `weights` is the dtype in which weights are stored,
-    None to keep the model's own. `wide_gradients`: whether 16-bit gradients are cast to fp32 before
-    they are unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
+    `cast(True)` keeps the casts of weights within `casts_kept`. `scaler` is None unless the loss is
+    scaled. `weights` is the dtype in which weights are stored, None for that of the model.
+    `wide_gradients`: whether 16-bit gradients are cast to fp32 before they are unscaled.
+    `wide_sums`: whether the gradients of several micro-batches are summed in fp32.
     """
 
     dtype: torch.dtype | None
@@ -48,13 +47,13 @@ class MixedPrecision:
 
     @property
     def keeps_masters(self) -> bool:
-        """Return whether the optimizer also keeps the weights in fp32."""
+        """Return whether the optimizer keeps fp32 master weights."""
         return self.wide_gradients or self.wide_sums
 
 
 @contextmanager
 def fp32_matmuls(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let CUDA round fp32 operands of matmuls to TF32, if a precision asks for it.
+    """Let CUDA round the fp32 operands of matmuls to TF32 if the precision is tf32.
 
     TF32 has fp32's range and 10 of its 23 mantissa bits (NVIDIA, "A100 Tensor Core GPU
     Architecture", 2020). Raises BadInputError on devices without TF32.
@@ -76,7 +75,7 @@ def fp32_matmuls(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def weights_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype in which weights are stored; None for the model's own."""
+    """Return the dtype in which weights are stored; None for that of the model."""
     name = WEIGHTS.get(precision)
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
@@ -84,9 +83,8 @@ def weights_dtype(precision: Precision) -> torch.dtype | None:
 def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tensor]:
     """Cast an objective's weights in place, as `mixed` specifies.
 
-    Return the original fp32 values of trained weights, by their names in the objective's `model`,
-    if the optimizer's master weights start from them. The result is empty for a model on the meta
-    device.
+    Returns the original fp32 values of trained weights, by name in the objective's `model`, if the
+    optimizer keeps master weights, which start from them. Empty for a model on the meta device.
     """
     model: nn.Module = objective.model  # type: ignore[assignment]
     before = {
@@ -100,21 +98,21 @@ def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tens
 
 
 def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
-    """Return whether autocast keeps casts of weights until a forward ends.
+    """Return whether autocast caches the casts of weights during a forward.
 
-    `asked` decides if given. The default is no: a transformer uses each matrix once per forward, so
-    kept casts save no time, and they hold 16-bit copies of all weights if the backward recomputes
-    or gathers them again.
+    `asked` decides if given. By default, only unknown code has a cache: a transformer uses each
+    matrix once per forward, so a cache saves no time, and it holds 16-bit copies of all weights
+    even if the backward recomputes or gathers them again.
     """
     return unknown_code if asked is None else asked
 
 
 @contextmanager
 def casts_kept() -> Iterator[None]:
-    """Make autocast keep casts of weights over several forwards, until this context ends.
+    """Make autocast keep the casts of weights over several forwards, until this context ends.
 
-    Autocast drops casts when its outermost context ends, so this enters an outer one. Weights must
-    not change in the meantime.
+    Autocast drops casts at the end of its outermost context, so this enters an outer one. Weights
+    must not change in the meantime.
     """
     torch.autocast_increment_nesting()
     try:
@@ -135,13 +133,11 @@ def make_mixed(
     unknown_code: bool = False,
     fully_shards: bool = False,
 ) -> MixedPrecision:
-    """Return autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
+    """Return the mixed precision of a device. `cache`: autocast caches weights during a forward.
 
     `fully_shards`: shards of weights are gathered in 16 bits, so the fp32 shards are the master
-    weights of "bf16-master" (`records.precisions.SHARD_DTYPES`).
-
-    With 16-bit weights, everything is computed in their dtype without autocast, except in unknown
-    code, which may combine them with tensors of other dtypes.
+    weights of "bf16-master" (`records.precisions.SHARD_DTYPES`). 16-bit weights need no autocast,
+    except in unknown code, which may combine them with tensors of other dtypes.
     """
     dtype = DTYPES[precision]
     if dtype is None:

@@ -1,8 +1,8 @@
-"""Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
+"""Options of any model with repeated blocks: float8, checkpointing, torch.compile, offloading.
 
-All of them work in place and keep parameter names. Float8 replaces modules, so it comes first; then
-checkpointing, so that the compiler sees what is recomputed. Offloading comes last, since its hooks
-for saved tensors are outside a compiled block.
+All of them change the model in place and keep parameter names. Float8 replaces modules, so it comes
+first; then checkpointing, so that the compiler sees what is recomputed. Offloading comes last,
+since its saved-tensor hooks are outside a compiled block.
 """
 
 import re
@@ -40,11 +40,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model.
 
-    Blocks are members of a ModuleList, or of a Sequential or numbered ModuleDict (as in
-    torchtitan's models) in which a class repeats. Of several containers, take the one whose most
-    common class has the most parameters. Dicts with other keys hold heads, towers or tasks. Members
-    without a forward, such as lists, are replaced by the modules in them. Raises BadInputError if
-    there are no blocks.
+    Blocks are the members of a ModuleList, or of a Sequential or numbered ModuleDict (as in
+    torchtitan's models) in which a class repeats. Among several containers, the one whose most
+    common class has the most parameters is used. ModuleDicts with other keys hold heads, towers or
+    tasks, and are ignored. Members without a forward, such as lists, are replaced by their
+    children. Raises BadInputError if there are no blocks.
     """
     found: list[nn.Module] = []
     for container in module.modules():
@@ -79,7 +79,7 @@ def _most_common_members(container: nn.Module) -> list[nn.Module]:
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
-    """Return the module if it has parameters; for one without a forward (lists), those in it."""
+    """Return a module with parameters; for one without a forward (lists), its children instead."""
     if not _size([module]):
         return []
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -99,16 +99,16 @@ def apply_checkpointing(
 ) -> None:
     """Make blocks recompute their activations in the backward instead of keeping them.
 
-    `mode` is one mode for all blocks, or a sequence with one per block. `blocks` are detected if
-    not given.
+    `mode` is one mode for all blocks, or a sequence with one mode per block. `blocks` are detected
+    by default.
 
-    Chen et al., arXiv 1604.06174. "full" keeps only a block's input. "attention" also keeps the
+    "full" keeps only a block's input (Chen et al., arXiv 1604.06174). "attention" also keeps the
     output of fused attention. "selective" also keeps the outputs of matmuls, and recomputes the
-    cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, recompute attention;
-    here it is kept, since fused attention has no scores to keep). Recomputation draws the same
-    random numbers. For outpace's own blocks, "selective" needs no policy that is called for each
-    operator (`kept_matmuls`); `by_policy` uses one nevertheless, for offloading, which must see
-    all saved tensors.
+    cheap operators between them. (Korthikanti et al., arXiv 2205.05198, §5, recompute attention;
+    here its output is kept, because fused attention stores no scores.) Recomputation draws the same
+    random numbers. For outpace's blocks, "selective" needs no policy that is called for each
+    operator (`kept_matmuls`); `by_policy` uses one anyway, for offloading, which must see all saved
+    tensors.
     """
     if mode == "none":
         return
@@ -132,8 +132,8 @@ def apply_checkpointing(
 def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
     """Return the arguments of torch's checkpoint.
 
-    Outpace's own blocks repeat exactly the same computation, and without dropout draw no random
-    numbers, so generator states need not be kept, nor shapes compared.
+    outpace's blocks repeat exactly the same computation, and draw random numbers only for dropout,
+    so shapes need not be compared, nor generator states kept without dropout.
     """
     options: dict[str, Any] = {}
     if isinstance(block, Block):
@@ -173,7 +173,7 @@ def _run_checkpointed(
 def _without_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop key/value caches, to which recomputation would append a second time."""
+    """Drop key/value caches, because recomputation would append to them a second time."""
     given = (*args, *kwargs.values())
     if not any(_is_cache(value) for value in given):
         return args, kwargs
@@ -184,7 +184,7 @@ def _without_caches(
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether a value is a transformers model's cache, which training also fills."""
+    """Return whether a value is transformers' key/value cache, which training fills, too."""
     if value is None or isinstance(value, torch.Tensor):
         return False
     kinds = type(value).__mro__
@@ -200,7 +200,7 @@ def _kept_or_checkpointed(
 
 
 def _selective_contexts(kept: frozenset[Any]) -> Contexts:
-    """Keep the outputs of these operators, which are expensive to recompute."""
+    """Return contexts of selective checkpointing that keep the outputs of the operators `kept`."""
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in kept:
@@ -211,8 +211,8 @@ def _selective_contexts(kept: frozenset[Any]) -> Contexts:
     return contexts
 
 
-# Batched matmuls are left out on purpose: if attention is not fused, they compute the scores, (B,
-# H, S, S), whose memory checkpointing is meant to free.
+# Without batched matmuls: if attention is not fused, they compute the scores (B, H, S, S), whose
+# memory checkpointing must free.
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _ATTENTION = frozenset(
     {
@@ -238,8 +238,8 @@ def apply_options(
 ) -> None:
     """Apply a plan's options to the blocks of a model, in the only order that works.
 
-    `scratch` takes tensors that are offloaded to disk (None: the system's directory for temporary
-    files). `on_failure` is called with the reason if the compiler fails on the model.
+    `scratch` stores tensors that are offloaded to disk (None: in the system's temporary directory).
+    `on_failure` is called with the reason if the compiler fails on the model.
     """
     if plan.precision == "fp8":
         apply_fp8(blocks or find_blocks(module))

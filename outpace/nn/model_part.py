@@ -1,4 +1,4 @@
-"""A part of a transformer: some of its blocks, with or without embedding and head."""
+"""A part of a transformer, as in a pipeline stage: blocks, with or without embedding and head."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model: numbered blocks, the embedding if `first`, and the head if `last`."""
+    """A part of a model: blocks by number, the embedding if `first`, and the head if `last`."""
 
     blocks: Collection[int]
     first: bool
@@ -27,10 +27,10 @@ class AbsentModule(nn.Module):
 
 
 def take_part(model: Transformer, part: Part) -> Transformer:
-    """Return a transformer with the modules of this part, which it shares with `model`.
+    """Return a transformer with only the modules of a part, which it shares with `model`.
 
-    Parameters keep their names. Parts after the first are called with hidden states (B, S, D)
-    instead of tokens. A tied embedding is also in the last part, as its head.
+    Parameters keep their names. Parts after the first map hidden states (B, S, D) instead of
+    tokens. The last part has a tied embedding, too, as its head.
     """
     with torch.device("meta"):
         taken = Transformer(model.spec)

@@ -5,7 +5,7 @@ magnitude and rounded to 16 levels, the quantiles of a normal distribution. The 
 are quantized to 8 bits, in blocks of 256. That is 4.127 bits per value.
 
 A quantized matrix is stored as plain tensors, so code that shards, sends or copies a model's
-tensors works on it unchanged. Blocks need not be aligned with rows.
+tensors needs no changes. Blocks need not be aligned with rows.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from outpace.records.errors import BadInputError
 
 BLOCK, SCALES_BLOCK = 64, 256
-# Tensors of a quantized matrix: values (two per byte), a scale per block, the scales' own scales
-# and their offset, and the 256 levels of scales.
+# Tensors of a quantized matrix: values (two per byte), a quantized scale per block, the scales and
+# offset of the scales, and the 256 levels of scales.
 PARTS = ("codes", "scales", "scale_scales", "scale_mean", "scale_levels")
 
 
@@ -37,11 +37,11 @@ def require_nf4() -> None:
 
 @cache
 def _library() -> Any:
-    """Return bitsandbytes, with its advice about downloading kernels silenced.
+    """Return bitsandbytes.functional, without its advice about downloading kernels.
 
-    bitsandbytes' first call computes the levels of scales for all later calls in the process. Under
-    fake tensors, as in a trace, they would have no values, so that first call is made here with
-    real tensors.
+    The first call of bitsandbytes computes the levels of scales for all later calls in the process.
+    In a trace, with fake tensors, they would have no values, so this makes the first call with real
+    tensors.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
@@ -57,7 +57,7 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """Return a matrix's PARTS as one-dimensional tensors on its device, equal on every machine."""
+    """Return a matrix's PARTS as flat tensors on its device. They are equal on every machine."""
     codes, state = _library().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -67,9 +67,9 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of this shape, from its PARTS in order; fp64 gets fp32's values."""
+    """Return the matrix from its PARTS, in order. For fp64, values are computed in fp32."""
     codes, scales, scale_scales, scale_mean, scale_levels = parts
-    # Call the operators that `quantize` registered: compilers and fake tensors know them.
+    # Call the operators that bitsandbytes registers: compilers and fake tensors support them.
     blocks = torch.ops.bitsandbytes
     scales = blocks.dequantize_blockwise.default(
         scales, scale_scales.float(), scale_levels.float(), SCALES_BLOCK, torch.float32
@@ -82,9 +82,9 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
 
 
 class NF4Matmul(torch.autograd.Function):
-    """x · Wᵀ with a frozen 4-bit W, which is dequantized again in the backward and never kept.
+    """x · Wᵀ with a frozen 4-bit W, which is dequantized in forward and backward and never kept.
 
-    bitsandbytes has such a matmul for 16 and 32 bits. This one also computes in fp64, so that
+    bitsandbytes has this matmul for 16 and 32 bits. This one also computes in fp64, so that
     verification runs the same code as training.
     """
 

@@ -1,7 +1,7 @@
-"""RMSNorm as one operator on a CPU, where torch runs several.
+"""RMSNorm on a CPU as one operator.
 
-torch's operators make about fifteen passes over memory, and keep the normalised values in addition
-to the input. Here three passes compute the value, and torch's LayerNorm kernel computes the
+torch runs several operators with about fifteen passes over memory, and keeps the normalised values
+in addition to the input. Here three passes compute the value, and torch's LayerNorm kernel the
 gradients, corrected for the mean.
 
 Zhang and Sennrich, arXiv 1910.07467, eq. 4: y = x / √(mean(x²) + ε) · weight.
@@ -19,10 +19,10 @@ ROW_BYTES = 1 << 20  # per chunk of rows; the scaling pass still finds them in c
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute the norm over the last dimension D of a dense `x` (…, D), and 1/rms of each row.
+    """Normalise a dense `x` (…, D) over its last dimension; also return 1/rms of each row.
 
-    The norm has the dtype of `x`; 1/rms (rows, 1) is in fp32, or fp64 if `x` is. 16-bit values are
-    computed in fp32.
+    The result has the dtype of `x`; 1/rms (rows, 1) is in fp32, or in fp64 if `x` is. 16-bit values
+    are computed in fp32.
     """
     rows = _fp32_rows(x)
     factor = torch.linalg.vector_norm(rows, 2, -1, keepdim=True)
@@ -47,8 +47,8 @@ def _rms_norm_backward(
 ) -> list[Tensor]:
     """Compute the gradients of `x` and, if `trains`, of `weight`, in their dtypes.
 
-    With x̂ = x/rms and g = grad·weight, x's gradient is (g − x̂·mean(g·x̂))/rms: LayerNorm's for a
-    mean of 0, plus mean(g)/rms.
+    With x̂ = x/rms and g = grad·weight, the gradient of x is (g − x̂·mean(g·x̂))/rms, which is
+    LayerNorm's for a mean of 0, plus mean(g)/rms.
     """
     rows, its_grad, wide = _fp32_rows(x), _fp32_rows(grad), weight.to(factor.dtype)
     x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
@@ -95,7 +95,7 @@ rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm that uses the operator above where it can: on a CPU, for plain dense tensors."""
+    """nn.RMSNorm that uses the operator above on a CPU, for plain dense tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, D) to (…, D)."""
@@ -108,8 +108,8 @@ class RMSNorm(nn.RMSNorm):
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return whether a Python operator supports these tensors: dense, local, on a CPU.
 
-    The compiler gets torch's own operators, which it fuses into one kernel. So do torch.func's
-    transforms, since a Python operator lacks the rules that they need.
+    Not under the compiler, which fuses torch's operators into one kernel, nor under transforms of
+    torch.func, which need rules that a Python operator lacks.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

@@ -1,9 +1,9 @@
-"""Offloading of the tensors that blocks save for backward, to host memory or disk.
+"""Offloading of the tensors that blocks save for the backward, to host memory or disk.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload checkpoints. Here everything
-that autograd saves inside a block is offloaded; with checkpointing, that is the block's input. A
-block's tensors are copied out while later blocks compute, and prefetched in the backward while the
-block after it computes.
+that autograd saves inside a block is offloaded; with full checkpointing, only the block's input. A
+block's tensors are copied out while later blocks compute. In the backward, they are prefetched
+while the block after it computes.
 """
 
 import weakref
@@ -22,35 +22,33 @@ from outpace.nn.scratch_files import Scratch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Offload
 
-# One page; offloading smaller tensors saves nothing.
-LEAST_BYTES = 4096
-# Number of blocks by which the device may lag behind the host. A larger lag only accumulates
-# copies.
+LEAST_BYTES = 4096  # one page: offloading smaller tensors saves nothing
+# Number of blocks by which the device may lag behind the host. More would only accumulate copies.
 _AHEAD = 2
 
 
 class Parcel(Protocol):
-    """A tensor stored elsewhere; its memory there lives as long as this object."""
+    """An offloaded tensor, stored as long as this object lives."""
 
     def prefetch(self) -> None:
-        """Start bringing the tensor back."""
+        """Start to copy the tensor back."""
 
     def open(self) -> Tensor:
         """Return the tensor, ready for use. May be called repeatedly."""
 
 
 class Storage(Protocol):
-    """A place to store tensors."""
+    """Storage for offloaded tensors."""
 
     def store(self, tensor: Tensor) -> Parcel:
-        """Start copying a tensor."""
+        """Start to copy a tensor out."""
 
     def pace(self) -> None:
-        """Wait for copies that lag behind; called once per block in forward and backward."""
+        """Wait for copies that lag behind. Called once per block in forward and backward."""
 
 
 class _MappedTensor:
-    """A tensor in a memory-mapped file, from which the backward reads it."""
+    """A tensor in a memory-mapped file, which the backward reads in place."""
 
     def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
         self._tensor, self._region = scratch.copy_temporarily(tensor)
@@ -64,7 +62,7 @@ class _MappedTensor:
 
 
 class DiskStore:
-    """Memory-mapped files; the kernel reads ahead and writes back."""
+    """Storage in memory-mapped files; the kernel reads ahead and writes back."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -78,7 +76,7 @@ class DiskStore:
 
 
 class _PinnedTensor:
-    """A CUDA tensor in page-locked host memory."""
+    """A CUDA tensor in pinned host memory."""
 
     def __init__(self, tensor: Tensor, place: "HostStore") -> None:
         place.down.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -100,7 +98,7 @@ class _PinnedTensor:
         self._arrived = up.record_event()
 
     def open(self) -> Tensor:
-        self.prefetch()  # keep it, since others may have saved the same tensor
+        self.prefetch()  # and keep the copy, since other operators may have saved the same tensor
         assert self._back is not None
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(self._arrived)
@@ -109,7 +107,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with one stream per direction in addition to the compute stream."""
+    """Storage in pinned host memory, with a stream per direction beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -117,11 +115,11 @@ class HostStore:
         self._marks: deque[Sequence[torch.cuda.Event]] = deque()
 
     def store(self, tensor: Tensor) -> Parcel:
-        """Start copying a tensor to the host."""
+        """Start to copy a tensor to the host."""
         return _PinnedTensor(tensor, self)
 
     def pace(self) -> None:
-        """Limit the memory of tensors that wait to be copied out or were prefetched early."""
+        """Limit the device memory of tensors that wait to be copied out or are prefetched."""
         computing = torch.cuda.current_stream(self._device)
         self._marks.append([stream.record_event() for stream in (computing, self.down)])
         if len(self._marks) > _AHEAD:
@@ -130,10 +128,10 @@ class HostStore:
 
 
 class _SavedTensors:
-    """Tensors saved by one forward of a block, each stored once, however many operations save it.
+    """Tensors saved by one forward of a block, each stored once even if several operators save it.
 
-    Blocks do not share copies: a pipeline receives into the same memory repeatedly, which
-    autograd's version counters do not notice.
+    Blocks do not share copies, because a pipeline receives into the same memory repeatedly without
+    changing the tensors' version counters.
     """
 
     def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
@@ -143,11 +141,11 @@ class _SavedTensors:
         self._opened = False
 
     def pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
-        """Store a tensor and return a handle to it; or return the tensor itself if it stays."""
+        """Store a tensor and return its handle, or return the tensor itself if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
-        # While a weak reference to it exists, a storage's identity is not reused.
+        # The identity of a storage is not reused while a weak reference to it exists.
         key = (
             StorageWeakRef(held.untyped_storage()), held._version, held.storage_offset(),
             held.shape, held.stride(), held.dtype, type(tensor),
@@ -161,7 +159,7 @@ class _SavedTensors:
         return found
 
     def open(self) -> None:
-        """Prefetch the previous block's tensors, since the backward has reached this one."""
+        """Prefetch the tensors of the previous block, when the backward reaches this one."""
         if self._opened:
             return
         self._opened = True
@@ -171,7 +169,7 @@ class _SavedTensors:
             before.prefetch()
 
     def prefetch(self) -> None:
-        """Start to prefetch all tensors that are still needed."""
+        """Prefetch all tensors that are still needed."""
         for known in self._saved.values():
             saved = known()
             if saved is not None:
@@ -179,7 +177,7 @@ class _SavedTensors:
 
 
 class _SavedTensor:
-    """A saved tensor, plain or part of a DTensor; it keeps its `_SavedTensors` alive."""
+    """A saved tensor, plain or the local shard of a DTensor. Keeps its `_SavedTensors` alive."""
 
     def __init__(self, parcel: Parcel, spec: Any, shelf: _SavedTensors) -> None:
         self.parcel, self._spec, self._shelf = parcel, spec, shelf
@@ -195,20 +193,20 @@ class _SavedTensor:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Return whether a tensor has separate memory that is worth moving."""
+    """Return whether a tensor is plain, and large enough to be worth offloading."""
     plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 class Keeper:
-    """Stores the tensors that blocks save in `place`."""
+    """Offloads the tensors that blocks save to `place`."""
 
     def __init__(self, place: Storage) -> None:
         self.place = place
         self._last: weakref.ref[_SavedTensors] | None = None
 
     def forward(self, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, the block's forward; store the tensors that it saves."""
+        """Call `run`, the block's forward, and store the tensors that it saves."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         self.place.pace()
@@ -220,7 +218,7 @@ class Keeper:
 
 
 class KeptForward:
-    """Wrapper of a block's forward, `inner`, whose saved tensors a Keeper stores."""
+    """Wrapper of a block's forward, `inner`, that stores saved tensors with a Keeper."""
 
     def __init__(self, keeper: Keeper, inner: Callable[..., Any], block: nn.Module) -> None:
         self.inner, self._keeper, self._block = inner, keeper, block
@@ -240,7 +238,7 @@ def _memory(parameter: Tensor) -> int:
 
 
 def require_place(where: Offload, device: torch.device) -> None:
-    """Raise BadInputError for a place that cannot hold a device's activations."""
+    """Raise BadInputError if a device's activations cannot be offloaded to this place."""
     if where == "cpu" and device.type != "cuda":
         raise BadInputError(
             f"offload_activations cpu: the activations of a {device.type} device are in host "
@@ -254,7 +252,7 @@ def require_place(where: Offload, device: torch.device) -> None:
 
 
 def offload_activations(blocks: Sequence[nn.Module], place: Storage) -> None:
-    """Make each block keep its saved tensors in `place`. Values do not change."""
+    """Make each block store the tensors that it saves in `place`. Results do not change."""
     keeper = Keeper(place)
     for block in blocks:
         block.forward = KeptForward(keeper, block.forward, block)

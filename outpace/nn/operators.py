@@ -1,7 +1,7 @@
-"""Custom torch operators in Python; tracing and compiling see each as one operator.
+"""Custom torch operators in Python, each a single operator to tracing and compiling.
 
-This replaces `torch.library.custom_op`, whose first call loads torch's compiler, which adds half a
-second to a run's start.
+They replace `torch.library.custom_op`, whose first call loads torch's compiler, which adds half a
+second to the start of a run.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ _LIBRARY = Library("outpace", "DEF")
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator: `overload` is called by torch; `code` is its implementation on a CPU."""
+    """An operator: `overload` is registered with torch, and `code` implements it on a CPU."""
 
     overload: torch._ops.OpOverload
     code: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call the operator like one of torch's own."""
+        """Call the operator through torch's dispatcher."""
         return self.overload(*args)
 
 
@@ -35,8 +35,9 @@ def operator(
 ) -> Operator:
     """Register `code` as `outpace::NAME`, with its name (without the _) and signature.
 
-    The operator must not write to its arguments. `made` returns results without values (the fake
-    implementation). `keep` and `backward` are as in `torch.library.register_autograd`.
+    The operator must not write to its arguments. `made` is the fake implementation, which returns
+    results without values. `keep` and `backward` are the `setup_context` and `backward` of
+    `torch.library.register_autograd`.
     """
     short = code.__name__.strip("_")
     name = f"outpace::{short}"
@@ -44,7 +45,7 @@ def operator(
     _LIBRARY.impl(short, code, "CPU")
     torch.library.register_fake(name, made, lib=_LIBRARY)
     if backward is not None:
-        # a second backward would silently give no gradients
+        # Otherwise, double backward would silently give no gradients.
         backward = once_differentiable(backward)
         torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
     return Operator(getattr(torch.ops.outpace, short).default, code)

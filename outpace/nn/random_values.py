@@ -1,11 +1,11 @@
 """Normal random values that are a pure function of a seed, a name and an index.
 
-A value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011), so every device, and every rank that holds a part of a tensor, draws the same values
-in place. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable pseudorandom number
+Each value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC 2011), so every device, and every rank with a shard of a tensor, draws the same values in
+place. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014, fig. 17): each group of 16 bits selects one of 65,536 quantiles of the
 normal distribution, up to 4.3 standard deviations. Only integer arithmetic and a lookup are
-involved, so all devices get equal results.
+involved, so results are equal on all devices.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _AT_ONCE_CPU, _AT_ONCE = 1 << 18, 1 << 26
 
 
 def stream_key(seed: int, name: str) -> int:
-    """Return the key of a stream for this seed and name, 64 bits as a signed integer."""
+    """Return the key of a stream for a seed and a name, 64 bits as a signed integer."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
@@ -77,7 +77,7 @@ def _xor_shifted(state: Tensor, places: int) -> Tensor:
 
 @cache
 def _quantiles(device: torch.device) -> Tensor:
-    """Return the normal quantiles at the midpoints of 65,536 equal shares, fp32, ascending."""
+    """Return 65,536 quantiles of the normal distribution at equal spacing, fp32, ascending."""
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

@@ -1,7 +1,7 @@
-"""Buffers that a block's forward updates, where the backward recomputes that forward.
+"""Buffers of checkpointed blocks, whose forward is recomputed in the backward.
 
-The recomputation must see the buffers (running averages, counters) as the forward saw them, and
-must not update them a second time.
+The recomputation must see buffers (running averages, counters) as the forward saw them, and must
+not update them a second time.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Tracks the buffers that a block's forward changes, so that recomputing leaves them alone."""
+    """Tracks the buffers that a block's forward changes, to keep them when it is recomputed."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -30,11 +30,11 @@ class BufferKeeper:
 
     @property
     def has_buffers(self) -> bool:
-        """Return whether there are buffers to keep."""
+        """Return whether the block has buffers."""
         return bool(self._places)
 
     def change_once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that changes buffers on its first call, but not when recomputed."""
+        """Return a forward that changes buffers at its first call, but not when recomputed."""
         before: dict[_Place, Tensor] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,10 @@ class BufferKeeper:
         return self._places if self._moving is None else list(self._moving)
 
     def _changed_buffers(self, moved: set[_Place]) -> set[_Place]:
-        """Return all buffers that have been seen to change."""
+        """Return the buffers that change, as seen in the block's first forward.
+
+        Raises BadInputError if others have changed since.
+        """
         late = set() if self._moving is None else moved - self._moving
         if late:
             _, name = next(iter(late))

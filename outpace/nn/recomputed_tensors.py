@@ -1,7 +1,7 @@
 """Replacement of a linear layer's saved tensors by functions that recompute them.
 
 `torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved in its context.
-Here only one tensor is replaced, after the matmul.
+Here, single saved tensors are replaced after the matmul.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Autograd nodes of a matmul, and their attribute for its input (rows, (N, in)). Both nodes call the
-# weight `mat2`, in the form (in, out) in which it is multiplied.
+# Autograd nodes of a matmul, and their attribute for its input, rows (N, in). Both nodes call the
+# weight, as (in, out), `mat2`.
 _INPUTS = {"AddmmBackward0": "_raw_saved_mat1", "MmBackward0": "_raw_saved_self"}
 
 
@@ -20,11 +20,11 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `matmul`, an `F.linear` of rows, get its operands from functions.
+    """Let the backward of `matmul`, an `F.linear` of rows, recompute its operands by functions.
 
-    None leaves an operand unchanged. The operand must have been saved: the input if the weight is
-    trained, the weight if the input needs a gradient. Nothing changes if torch used other autograd
-    nodes than for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
+    None leaves an operand unchanged. The others must have been saved: the input if the weight is
+    trained, the weight if the input needs a gradient. Nothing changes if the autograd node is not
+    that of plain tensors, or if other saved-tensor hooks are active (checkpointing, offloading).
     """
     node = matmul.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -42,7 +42,7 @@ def has_hooks() -> bool:
 
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
-    """Replace a node's saved tensor, given as its `_raw_saved_` attribute, by a function."""
+    """Replace a saved tensor, given as a node's `_raw_saved_` attribute, by a function."""
     saved.register_hooks(lambda _: make, _make_again)
 
 

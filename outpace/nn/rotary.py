@@ -26,9 +26,9 @@ def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale down low frequencies by `factor`, keep high ones, and blend between them.
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them.
 
-    Llama 3's rule (arXiv 2407.21783, §3.4.2, and the reference code of Llama 3.1).
+    This is Llama 3's rule (arXiv 2407.21783, §3.4.2, and the reference code of Llama 3.1).
     """
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -38,10 +38,9 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
-    """Return cosines and sines for `positions` of shape (S,) or (B, S).
+    """Return cosines and sines for `positions` of shape (S,) or (B, S), (1 or B, 1, S, C) in fp32.
 
-    Each has shape (1 or B, 1, S, C) in fp32, with the first half of the sines negated: a rotation
-    is x·cos + swapped(x)·sin.
+    The first half of the sines is negated, so that a rotation is x·cos + swapped(x)·sin.
     """
     with torch.autocast(positions.device.type, enabled=False):
         frequencies = rotary_frequencies(spec, positions.device)
@@ -59,7 +58,7 @@ def tables_at(tables: Tables, read_B: Tensor) -> Tables:
 
 
 def rotate(x_BHSC: Tensor, tables: Tables) -> Tensor:
-    """Rotate each pair (x_i, x_{i+C/2}) by its position's angle; compute and return fp32."""
+    """Rotate each pair (x_i, x_{i+C/2}) by the angle of its position, in fp32."""
     cos, sin = tables
     first, second = x_BHSC.chunk(2, dim=-1)
     return x_BHSC * cos + torch.cat((second, first), dim=-1) * sin

@@ -1,13 +1,13 @@
-"""Memory-mapped, nameless files on a disk, for tensors that are not needed for a while.
+"""Memory-mapped scratch files on a disk, for offloaded tensors.
 
-Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files with
-explicit reads and writes. Here the files are mapped: a tensor is used in place, the kernel reads
-ahead and writes back in the background, and as long as the machine has free memory, pages stay in
-its cache without waiting for a disk. Pages count as the process's memory only between use and
-release, and never as anonymous memory, which the kernel cannot reclaim under a memory limit.
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, read and write files explicitly. Here
+files are mapped: tensors are used in place, and the kernel reads ahead and writes back in the
+background. As long as the machine has free memory, pages stay in the page cache, without waiting
+for the disk. Pages count as the process's memory only between use and release, and never as
+anonymous memory, which the kernel cannot reclaim under a memory limit.
 
 The files have no names (O_TMPFILE, or deleted as soon as they are open), so they disappear with the
-process, however it ends. Nothing is left behind or mistaken for a checkpoint.
+process, however it ends.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from torch import Tensor
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
 
-# Address space per file, so that few files stay open; disk space is taken only as needed.
+# Address space per file, large so that few files are open. Disk space is allocated as needed.
 _FILE_BYTES = 1 << 30
 _ALIGNED_BYTES = 64  # as in torch's own allocator
 
@@ -43,14 +43,13 @@ class Region:
     nbytes: int
 
     def prefetch(self) -> None:
-        """Ask the kernel to read the region ahead in the background."""
+        """Let the kernel read the region in the background."""
         self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.nbytes)
 
     def release(self) -> None:
-        """Release this process's memory for the region.
+        """Release this process's memory of the region.
 
-        Its values stay in the kernel's cache or on disk; the next use brings them back by a page
-        fault.
+        The values stay in the page cache or on disk, and the next access faults them in.
         """
         self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.nbytes)
 
@@ -58,7 +57,7 @@ class Region:
 class Scratch:
     """Allocator of memory in files in `directory` (None: the system's temporary directory).
 
-    `taken_bytes`: disk space in use. It never shrinks, since freed regions are reused.
+    `taken_bytes`: allocated disk space, which never shrinks, since freed regions are reused.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -78,7 +77,7 @@ class Scratch:
             self._end = self._open(max(_FILE_BYTES, pages))
         mapping, descriptor, used = self._end
         try:
-            # Writing to a page of a sparse file on a full disk would kill the process.
+            # On a full disk, writing to a mapped sparse file would kill the process.
             _allocate(descriptor, used, pages)
         except OSError as error:
             raise self._refusal(error, pages) from None
@@ -87,7 +86,7 @@ class Scratch:
         return Region(mapping, used, pages)
 
     def give_back(self, region: Region) -> None:
-        """Mark a region as free for reuse."""
+        """Free a region for reuse."""
         region.release()
         self._idle[region.nbytes].append(region)
 
@@ -108,7 +107,7 @@ class Scratch:
         return mapping, descriptor, 0
 
     def _require_disk(self) -> None:
-        """Raise BadInputError if the given directory is itself in memory."""
+        """Raise BadInputError if the user's directory is on a file system in memory."""
         whole = self._directory.absolute()
         device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
         for mount in psutil.disk_partitions(all=True) if self._named else ():
@@ -127,7 +126,7 @@ class Scratch:
         )
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Copy plain tensors into one permanent region, side by side."""
+        """Copy plain tensors into one region that is never freed."""
         begins, total = [], 0
         for tensor in tensors:
             begins.append(total)
@@ -139,7 +138,7 @@ class Scratch:
         return placed, region
 
     def region_of(self, tensor: Tensor) -> Region | None:
-        """Return the region of a tensor that was placed here; None for any other."""
+        """Return the region of a tensor from `copy_permanently`; None for any other."""
         return self._placed.get(tensor.data_ptr())
 
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
@@ -151,10 +150,10 @@ class Scratch:
 
 
 def _allocate(descriptor: int, start: int, nbytes: int) -> None:
-    """Allocate disk space for part of a file, all of it or none. Raises OSError.
+    """Allocate disk space for a range of a file, completely or not at all. Raises OSError.
 
-    Check first whether it fits: a file system may fill up before it refuses, so that other writes
-    fail in the meantime.
+    Checks first whether it fits: some file systems fill up before they refuse, so that other
+    writes fail in the meantime.
     """
     disk = os.fstatvfs(descriptor)
     if nbytes > disk.f_bavail * disk.f_frsize:
@@ -170,7 +169,7 @@ def _allocate(descriptor: int, start: int, nbytes: int) -> None:
 
 @torch.no_grad()
 def _copy(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
-    """Copy a tensor into memory at an offset, dense, in the order of its strides."""
+    """Copy a tensor into memory at an offset, densely, in the order of its strides."""
     if tensor.numel() == 0:
         return tensor.detach().clone()
     flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)

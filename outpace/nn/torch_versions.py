@@ -1,7 +1,7 @@
 """Differences between the versions of torch that outpace runs on, 2.11 to 2.15.
 
-Each function behaves as on the newest torch, or reports that a version cannot. No other module
-checks torch's version or whether it has an attribute (see `tests/nn/test_torch_versions.py`).
+Each function behaves as with the newest torch, or reports that the installed version cannot. No
+other module checks torch's version or for its attributes (see `tests/nn/test_torch_versions.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def torch_release(version: str = VERSION) -> tuple[int, int]:
 def all_gather_single(
     output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather equal parts of all ranks in one tensor; with `async_op`, return the work to wait for.
+    """Gather equal shards of all ranks into one tensor; return the work if `async_op`.
 
     torch has this name since 2.13, and warns about the old one.
     """
@@ -41,10 +41,9 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Sum a tensor over ranks and keep one of equal parts.
+    """Sum a tensor over ranks, and keep this rank's shard; return the work if `async_op`.
 
-    With `async_op`, return the work to wait for. torch has this name since 2.13, and warns about
-    the old one.
+    torch has this name since 2.13, and warns about the old one.
     """
     if hasattr(dist, "reduce_scatter_single"):
         return dist.reduce_scatter_single(output, whole, group=group, async_op=async_op)
@@ -54,8 +53,8 @@ def reduce_scatter_single(
 def add_wide_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add the matmul of two 16-bit tensors to `total` in fp32, inside cuBLAS's kernel.
 
-    Fake tensors support this only since torch 2.13. Before, they get the matmul alone, which costs
-    the same.
+    Before torch 2.13, fake tensors do not support this; the matmul alone stands in for it, which
+    counts the same.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
@@ -63,7 +62,7 @@ def add_wide_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def compiler_reads_before_it_writes() -> bool:
-    """Return whether compiled code reads an indexed input before it overwrites it (torch 2.13).
+    """Return whether compiled code gathers from an input before overwriting it (torch 2.13).
 
     Earlier versions of Inductor move the gather after the write if a reduction uses the gathered
     values: with torch 2.11 on a CPU, the loss of 300 tokens was 1,814 instead of 1,504.
@@ -72,11 +71,10 @@ def compiler_reads_before_it_writes() -> bool:
 
 
 def without_buffers() -> dict[str, Any]:
-    """Return the arguments that stop DistributedDataParallel from sending parameters and buffers.
+    """Return the arguments that stop DistributedDataParallel from broadcasting.
 
-    It sends both when constructed, and buffers before each forward.
-
-    torch 2.13 has another name for the option, and warns about the old one.
+    It broadcasts parameters and buffers when constructed, and buffers before each forward. torch
+    2.13 has another name for the option, and warns about the old one.
     """
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -86,14 +84,14 @@ def without_buffers() -> dict[str, Any]:
 def without_saved_tensor_hooks() -> dict[str, Any]:
     """Return the arguments that hide tensors kept by selective checkpointing from hooks.
 
-    Before torch 2.15 this is the only behavior; 2.15 warns unless the option is set.
+    torch 2.15 warns unless the option is set; earlier versions always hide them.
     """
     name = "respect_saved_tensors_hooks"
     return {name: False} if name in signature(checkpoint).parameters else {}
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups that a module's FSDP state gathers, a list since torch 2.12."""
+    """Return the parameter groups of a module's FSDP state; before torch 2.12, at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -112,9 +110,9 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 
 
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements that stop pipeline stages from voting on shapes: (owner, name, function).
+    """Yield (owner, name, function) to replace, so that pipeline stages do not vote on shapes.
 
-    Stages have voted since torch 2.12.
+    Stages vote since torch 2.12.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -123,9 +121,9 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
 
 
 def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
-    """Give zeros to a pipeline stage's inputs that have no gradient, so that they can be sent.
+    """Fill missing gradients of a pipeline stage's inputs with zeros, so that they can be sent.
 
-    torch itself does this since 2.13. Before, the stage raised, and the previous stage hung.
+    torch does this since 2.13. Before, the stage raised an error, and the previous stage hung.
     """
     gradients = stage.bwd_cache.get(micro_batch)
     if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):
@@ -150,10 +148,10 @@ def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
 
 
 def split_backward_refusal(strategy: str) -> str | None:
-    """Return why schedules that split the backward cannot run on a CPU; None if they can.
+    """Return why a schedule that splits the backward cannot run on a CPU; None if it can.
 
-    Before 2.13, `torch.autograd.grad` finds no metadata for operators with a registered backward,
-    such as norms on a CPU.
+    Before 2.13, `torch.autograd.grad` finds no metadata of operators with a registered backward,
+    such as outpace's norms on a CPU.
     """
     if torch_release() >= (2, 13):
         return None
@@ -165,14 +163,14 @@ def split_backward_refusal(strategy: str) -> str | None:
 
 
 def nested_split_refusal() -> str | None:
-    """Return why split backwards cannot use a parameter on what it has computed; None if they can.
+    """Return why a split backward does not support nested uses of a parameter; None if it does.
 
-    Before 2.13, torch's `stage_backward_weight` adds the gradients of the earlier use twice.
+    Before 2.13, torch's `stage_backward_weight` adds the gradient of the earlier use twice.
     """
     if torch_release() >= (2, 13):
         return None
     return (
-        "a block uses a parameter again on what it has computed with it, which torch "
-        f"{VERSION} adds twice where gradients of inputs and weights are computed separately. Use "
+        "a block uses a parameter again on a result of the same parameter, whose gradient torch "
+        f"{VERSION} adds twice if gradients of inputs and weights are computed separately. Use "
         "torch 2.13 or newer, or --strategy interleaved"
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-# At import, these loggers report which of torchao's kernels do not fit this machine; outpace uses
-# none.
+# At import, these loggers report kernels of torchao that do not fit this machine. outpace uses none
+# of these kernels.
 CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
-    """Return `torchao.NAME`. Raises BadInputError, naming `asked`, if it is not installed."""
+    """Import `torchao.NAME`. Raises BadInputError, which names `asked`, if it is not installed."""
     if find_spec("torchao") is None:
         raise BadInputError(
             f"{asked} needs torchao, which is not installed. Install it with pip install "

@@ -23,14 +23,14 @@ INIT_STD = 0.02
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding whose values come from the model's `reset_parameters(seed)`."""
+    """nn.Embedding that the model's `reset_parameters(seed)` initialises."""
 
     def reset_parameters(self) -> None:
-        """Leave memory uninitialised, since values drawn here would be discarded."""
+        """Leave the memory uninitialised, because the model draws the values."""
 
 
 class Embeddings(nn.Module):
-    """Embeddings of tokens and, if the spec has them, positions and segments, with a norm."""
+    """Embeddings of tokens and, if the spec has them, of positions and segments, with a norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class HeadTransform(nn.Module):
 
 @torch.no_grad()
 def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
-    """Fill a parameter with its initial value, in place. Returns it.
+    """Fill a parameter with its initial value in place, and return it.
 
     Weights are N(0, 0.02), drawn from a stream per parameter, so they do not depend on device, rank
-    or order. Biases are 0 and norms 1. Projections into the residual stream are divided by
-    √(2·layers) (Radford et al. 2019, §2.3).
+    or order. Biases are 0 and norms 1. In pre-norm models, projections into the residual stream are
+    divided by √(2·layers) (Radford et al. 2019, §2.3).
     """
     if name.endswith("bias"):
         return parameter.zero_()
@@ -113,13 +113,13 @@ def drawn_transformer(
 
 
 class Transformer(nn.Module):
-    """A transformer with its head. Parameters are fp32; autocast lowers compute precision.
+    """A transformer with its head.
 
-    Weights are a pure function of (spec, seed). On the meta device, none are drawn: allocate memory
-    with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
-    `blocks_of_masks`: whether to use block masks if the device has a (compiled) kernel for them;
-    otherwise masks are S × S. `runs_on`: the device type to optimize for; by default, the tensors'
-    device.
+    Weights are a pure function of (spec, seed), drawn in fp32. On the meta device, none are drawn:
+    allocate memory with `to_empty` and call `reset_parameters`, or load a state dict with
+    `assign=True`. `blocks_of_masks`: whether to use block masks if the device has a (compiled)
+    kernel for them; otherwise, masks are S × S. `runs_on`: the device type to optimize for, by
+    default that of the tensors.
     """
 
     head_bias: nn.Parameter | None
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """Return the head's weight (V, D), which is the token embedding's if tied."""
+        """Return the head's weight (V, D); if tied, that of the token embedding."""
         owner = self.embed.tokens if self.head is None else self.head
         weight: nn.Parameter = owner.weight  # type: ignore[assignment]
         return weight
@@ -165,11 +165,11 @@ class Transformer(nn.Module):
         """Return hidden states (B, S, D), ready for `logits`.
 
         `documents_BS`: the document number of each token; attention stays within a document, and
-        positions count from its start. `padding_mask_BS`: True for real tokens. `cache`: holds the
-        previous tokens, and is extended. `positions`: (S,) or (B, S), if they do not start at 0, or
-        if `tokens_BS` are hidden states of a part of the sequence. `read_B`: the one position of
-        each sample whose hidden state is needed; the last block computes only these, (B, 1, D).
-        Raises BadInputError for sequences longer than the model's positions.
+        positions count from its start. `padding_mask_BS`: True for real tokens. `cache`: keys and
+        values of previous tokens, which is extended. `positions`: (S,) or (B, S), if they do not
+        start at 0, or if `tokens_BS` are hidden states of a shard of the sequence. `read_B`: the
+        only position of each sample whose hidden state is needed; the last block then returns
+        (B, 1, D). Raises BadInputError for sequences longer than the model's positions.
         """
         past = 0 if cache is None else cache.length
         length = tokens_BS.shape[1] if positions is None else positions.shape[-1]
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
         lengths = (length, past + length)
-        # Not compiled in generation, where the length changes with each token.
+        # Not in generation, where nothing is compiled because the length changes with each token.
         by_blocks = cache is None and self._takes_blocks(tokens_BS.device)
         seen = self._visibilities(
             lengths, documents_BS, padding_mask_BS, tokens_BS.device, by_blocks
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         return hidden_BSD
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return scores of the next (or masked) token, (…, V), from hidden states (…, D)."""
+        """Return logits of the next (or masked) token, (…, V), from hidden states (…, D)."""
         return F.linear(hidden, self.head_weight, self.head_bias)
 
     def _visibilities(
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         device: torch.device,
         by_blocks: bool,
     ) -> dict[int | None, Visibility]:
-        """Return the visibility of each layer, computed once per distinct window."""
+        """Return the visibility in a layer, by its window."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
         given = documents_BS, padding_mask_BS
@@ -233,12 +233,12 @@ class Transformer(nn.Module):
 
 
 def hold_masks(module: nn.Module) -> None:
-    """Make transformers in the context use S × S masks, which need no compiler."""
+    """Make the transformers in a module use S × S masks, which need no compiler."""
     for part in module.modules():
         if isinstance(part, Transformer):
             part.blocks_of_masks = False
 
 
 def stream(seed: int, name: str) -> torch.Generator:
-    """Return one parameter's generator, whose seed derives from `seed` and `name`."""
+    """Return the random generator of a parameter, seeded by `seed` and `name`."""
     return torch.Generator("cpu").manual_seed(stream_key(seed, name) % (1 << 64) >> 1)

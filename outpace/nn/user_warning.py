@@ -1,4 +1,4 @@
-"""Warnings to the user, with the line of their own code."""
+"""Warnings that point to the user's line of code."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ _LIBRARIES = tuple(f"{path}/" for path in (Path(__file__).parents[1], *torch.__p
 
 
 def warn_user(sentence: str) -> None:
-    """Warn with the innermost line on the stack that is neither in outpace nor in torch."""
+    """Warn at the innermost line on the stack that is in neither outpace nor torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
