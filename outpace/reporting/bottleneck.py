@@ -1,4 +1,4 @@
-"""The part that limits training the most, from the measured times of its steps."""
+"""The bottleneck of training, from the measured times of its steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ _LEAST = 1 / 6
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The limit of a step in a word or two, and a sentence of advice.
+    """Description of what limits a step, and a sentence of advice.
 
-    `of_step`: `share` is a share of a step's time, not of cores or devices.
+    `of_step`: whether its share is one of a step's time, rather than of cores or devices.
     """
 
     words: str
@@ -28,9 +28,9 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class BottleneckInputs:
-    """Measurements of a step. `parts` are rank 0's; `device` is cpu, mps, or a GPU's name or kind.
+    """Measurements of a step. `parts` are rank 0's; `device` is cpu, mps, or a GPU's name or type.
 
-    `loads` are the hosts' loads at that time; () if unknown.
+    `loads` are the loads of the hosts at the same time; () if unknown.
     """
 
     parts: TimeParts
@@ -43,9 +43,9 @@ class BottleneckInputs:
 
 
 def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
-    """Return the largest part of a step's lost time, or computing; None if parts are unknown.
+    """Return the largest loss of a step's time, or that it is compute-bound; None if unknown.
 
-    They are unknown on mps, which is still computing when the clock is read.
+    The parts of a step are unknown on mps, which is still computing when the clock is read.
     """
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return None
@@ -54,7 +54,7 @@ def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
 
 
 def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
-    """Return the parts that noticeably delay a step, largest first; none if it only computes."""
+    """Return the notable losses of a step's time, largest first; none if it is compute-bound."""
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return []
     found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]
@@ -62,7 +62,7 @@ def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
 
 
 def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
-    """Return the shares of a step that are not spent on forwards and backwards."""
+    """Yield the share of each loss, which is time not spent on forward and backward passes."""
     parts = seen.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
@@ -80,7 +80,7 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
 
 
 def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of cores that idle although nothing waits, and the share that others use."""
+    """Yield the share of cores that are idle without waiting, and the share that others use."""
     hosts = [load.host for load in seen.loads]
     shares = [host.utilisation for host in hosts if host.utilisation is not None]
     if not shares:
@@ -98,7 +98,7 @@ _COMMUNICATES = (
     "less per token, --compress-gradients sends less, and outpace compare shows which --strategy "
     "waits least."
 )
-# Words and advice for each limit of a step; {} is the share.
+# Words and advice for each loss; {} is the share.
 _LIMITS: Mapping[str, tuple[str, str]] = {
     "data": (
         "waits for data {}",
@@ -141,7 +141,7 @@ def _limit(what: str, share: float) -> Bottleneck:
 
 
 def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
-    """Return the finding that forwards and backwards take nearly all of a step."""
+    """Return the finding that forward and backward passes take nearly all of a step."""
     share = _percent((seen.parts.forward_s + seen.parts.backward_s) / seen.parts.total_s)
     if seen.strategy is not None and TRAITS[seen.strategy].communicates_within:
         return Bottleneck(

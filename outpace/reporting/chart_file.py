@@ -1,4 +1,4 @@
-"""A document's charts as a file: a page for a browser, or a picture rendered by kaleido."""
+"""Charts as files: a page for a browser, or a picture rendered by kaleido."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _BACKGROUND = {"paper_bgcolor": "white", "plot_bgcolor": "white"}
 
 
 def check_chart_path(path: Path) -> None:
-    """Raise BadInputError if no chart can be written to a path; call this before expensive work."""
+    """Raise BadInputError if no chart can be written to a path. Call it before expensive work."""
     if path.suffix not in (PAGE, *PICTURES):
         raise BadInputError(
             f"--plot {path}: {path.suffix or 'no suffix'} is not a file type for charts. Use "
@@ -49,7 +49,7 @@ def write_document(document: Document, path: Path) -> None:
 
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
-    """Return traces and layout in plotly's form, with the title that a page shows above them."""
+    """Return a chart as plotly's data and layout, with its title, which a page shows separately."""
     layout = {**_BACKGROUND, "title": {"text": chart.title}, **chart.layout}
     return {"data": plotly_texts(chart.traces), "layout": plotly_texts(layout)}
 

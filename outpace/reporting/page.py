@@ -1,4 +1,4 @@
-"""Documents as one self-contained HTML page: no network, no server."""
+"""Documents as one self-contained HTML page, which needs no network and no server."""
 
 import base64
 import hashlib
@@ -17,13 +17,13 @@ from outpace.records.version import __version__
 from outpace.reporting.render.document import Chart, Document, cell_text
 
 _HERE = Path(__file__).parent
-# Keys of texts in plotly's template language, which contain nothing from a user (document.Chart).
+# Keys of texts in plotly's template language, which contain no text from users (document.Chart).
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS = 30  # maximum number of rows of a table that is not collapsed
 
 
 def page(documents: Sequence[Document]) -> str:
-    """Return the page. Strings of a document are shown literally, never interpreted as markup."""
+    """Render documents as a page. Their texts are shown literally, never interpreted as markup."""
     figures = [
         part
         for document in documents
@@ -66,7 +66,7 @@ def _plotly() -> str:
 
 
 def _hash(script: str) -> str:
-    """Return the hash by which the page's content security policy allows the script."""
+    """Return the hash with which the page's content security policy allows a script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
@@ -82,7 +82,7 @@ def _for_plotly(figure: Chart) -> dict[str, Any]:
 
 
 def plotly_texts(value: Any) -> Any:
-    """Return traces or a layout with strings escaped, since plotly interprets some markup."""
+    """Escape the texts of traces or a layout, since plotly interprets some markup."""
     if isinstance(value, str):
         return html.escape(value, quote=False).replace("\n", "<br>")
     if isinstance(value, Mapping):
@@ -95,6 +95,6 @@ def plotly_texts(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that cannot close the script element around it."""
+    """Encode a value as JSON that cannot close the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

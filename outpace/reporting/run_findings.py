@@ -1,4 +1,4 @@
-"""The doctor's findings on a run: what limited its speed, from its records."""
+"""Findings of the doctor on a run: what limited its speed, from its records."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ _LEAST_LOST = 0.05  # minimum share of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:
-    """Return findings on limits, slow steps, the expected step time, and the end of a run."""
+    """Return findings on a run's bottlenecks, slow steps, expected step time, and end."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
     seen = _measured_parts(run)
@@ -24,7 +24,7 @@ def run_examination(run: RunFolder) -> Examination:
         findings += _limits(seen) + _slow_steps(run)
     if seen.device == "mps":
         checked.remove("parts of a step")
-        not_checked["parts of a step"] = "an Apple GPU computes while the clock is read"
+        not_checked["parts of a step"] = "an Apple GPU is still computing when the clock is read"
     if seen.loads:
         checked.append("how busy cores and devices were")
     else:
@@ -46,7 +46,7 @@ def run_examination(run: RunFolder) -> Examination:
 
 
 def _measured_parts(run: RunFolder) -> BottleneckInputs:
-    """Return the measured parts of a step; for an unfinished run, of the steps so far."""
+    """Return the measurements of a step; for an unfinished run, of the steps so far."""
     measured = run.measurement
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan
@@ -62,7 +62,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
 
 
 def _limits(seen: BottleneckInputs) -> list[Finding]:
-    """Return the shares of a step's lost time that are large enough to matter."""
+    """Return a finding for each notable loss of a step's time."""
     return [
         Finding(
             check="speed",
@@ -108,8 +108,8 @@ def _slower(ratio: float, words: str) -> Finding:
         check="expected time",
         what="slower than expected",
         seen=words,
-        remedy="Compare with the run from which the expectation comes (outpace compare --runs A "
-        "B), or tune again (outpace tune) if the machine has changed.",
+        remedy="Compare this run with the run that the expected time is from (outpace compare "
+        "--runs A B), or tune again (outpace tune) if the machine has changed.",
         severity="moderate",
         costs=_cost(ratio),
     )

@@ -124,7 +124,7 @@ def test_cores_that_other_programs_had_are_in_the_verdict(run):
         assert any(line.startswith(sentence) for line in verdict) is told
         slow = measured.model_copy(update={"step_time_s": 1e3})
         *_, last = run_document(replace(found, measurement=slow)).verdict
-        assert ("outside that range. Predictions assume free cores, which other" in last) is told
+        assert ("outside that range. Predictions assume that no other program" in last) is told
 
 
 def test_times_of_a_resumed_run_are_named_by_its_last_part(run, of_run):
@@ -375,7 +375,9 @@ def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_
     assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
     assert "Without --profile" in words(document)
     (tmp_path / "result.json").unlink()
-    assert "Nor does this run have the times of actions" in words(run_document(read_run(tmp_path)))
+    assert "The times of each rank's passes are not recorded" in words(
+        run_document(read_run(tmp_path))
+    )
 
 
 def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_why(
@@ -477,7 +479,7 @@ def test_plans_have_their_pipelines_timeline_and_intervals(plans):
         one for one in parts(document, DataTable) if one.title.startswith("Cost of required")
     )
     assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
-    reasons = [one for one in parts(document, DataTable) if one.title == "Not taken"]
+    reasons = [one for one in parts(document, DataTable) if one.title == "Rejected"]
     assert sum(len(one.rows) for one in reasons) == len(answer.rejected)
     (steps,) = [one for one in document.sections if one.title == "Nearest published steps"]
     for case, (_, line) in zip(answer.plans[0].cases, steps.parts[0].rows, strict=True):

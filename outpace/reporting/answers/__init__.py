@@ -1,1 +1,1 @@
-"""Results as a verdict, tables and notes, for a terminal and for a document."""
+"""Results as a verdict, tables and notes, for terminals and documents."""

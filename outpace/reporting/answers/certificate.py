@@ -1,4 +1,4 @@
-"""A certificate: the verdict, a row for each plan, and each reason once."""
+"""Answer of a certificate: the verdict, a row for each plan, and each reason once."""
 
 import re
 from collections.abc import Iterator
@@ -18,10 +18,9 @@ from outpace.reporting.render.document import (
 
 
 def certificate_answer(certificate: Certificate) -> Answer:
-    """Say which plans were proved equal to one process, how closely, and under which conditions.
+    """Show which plans equal a single process, how closely, and under which conditions.
 
-    A row shows how closely the plan agrees with the reference, and the bytes that the busiest rank
-    sends.
+    A plan's row has its largest difference, and the bytes that the busiest rank sends.
     """
     reasons = tuple(_reasons(certificate))
     parts: list[Part] = [_table(certificate), *([Items(reasons)] if reasons else [])]
@@ -68,7 +67,7 @@ def _formula(verdict: ParityVerdict) -> Number:
 
 
 def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
-    """Yield the reasons for failures, refusals and notes, each once with all its strategies."""
+    """Yield the reasons for failures, refusals, notes and skips, each once with its strategies."""
     verdicts = certificate.verdicts
     kinds: tuple[tuple[str, Style, str, list[tuple[str, str | None]]], ...] = (
         ("✗", "red", "", [(v.strategy, v.reason) for v in verdicts if not v.refused]),
@@ -89,7 +88,7 @@ def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
 
 
 def _without_name(strategy: str, reason: str) -> str:
-    """Return a reason without the strategy's name, for use with several strategies."""
+    """Reword a reason without the strategy's name, for several strategies."""
     name = rf"strategy {re.escape(strategy)}"
     named = re.sub(rf"\bunder {name}\b", "under these strategies", reason)
     named = re.sub(rf"^{name} does not\b", "these strategies do not", named)
@@ -97,7 +96,7 @@ def _without_name(strategy: str, reason: str) -> str:
 
 
 def _verdict(certificate: Certificate) -> str:
-    """Return the result in a line: the numbers of equal, different and refused plans."""
+    """Return the result in one line, with the numbers of equal, different and refused plans."""
     verdicts = certificate.verdicts
     wrong = [one.strategy for one in verdicts if not one.passed and not one.refused]
     counts = {

@@ -1,4 +1,4 @@
-"""A comparison: the verdict first, then each arm's figures."""
+"""Answer of a comparison: the verdict first, then each arm's figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from outpace.reporting.render.document import Answer, Cell, Chart, DataTable, Nu
 
 @dataclass(frozen=True)
 class Column:
-    """A figure to show for arms: an attribute of the arms or of their verdicts, and its format."""
+    """A column of the table of arms: an attribute of arms or their verdicts, and its format."""
 
     name: str
     attribute: str
@@ -24,7 +24,7 @@ class Column:
         return getattr(owner, self.attribute, None)
 
     def cell(self, arm: ArmResult) -> Number:
-        """Return the arm's figure as a cell, sorted by the lower end of an interval."""
+        """Return the arm's figure as a cell. Intervals are sorted by their lower end."""
         value = self.value(arm)
         shown = "–" if value is None else self.show(value)
         return Number(value[0] if isinstance(value, tuple) else value, shown)
@@ -48,7 +48,7 @@ _COLUMNS = (
     Column("cores busy", "core_utilisation", show_share),
 )
 
-# Notes that explain unclear column names.
+# Explanations of column names.
 _NOTES = {
     "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
     "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
@@ -60,7 +60,7 @@ _NOTES = {
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Say which of three or more arms is claimed to be the fastest, if any; None for fewer.
+    """Return a sentence on the fastest of three or more arms; None for two arms, or for commands.
 
     Only differences from the first arm are tested.
     """
@@ -120,7 +120,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
 
 
 def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
-    """Return the reason why an arm has no figures."""
+    """Return the failure of an arm without figures; None if it has figures or never ran."""
     own = [one for one in comparison.outcomes if one.arm == arm.arm]
     if not own or any(one.value is not None for one in own):
         return None
@@ -128,7 +128,7 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
 
 
 def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
-    """Return the failure for which each excluded arm was excluded, if it has figures."""
+    """Return the last failure of each dropped arm that has figures."""
     kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
     found: dict[str, str | None] = {}
     for one in comparison.outcomes:
@@ -142,7 +142,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_answer(comparison: Comparison) -> Answer:
-    """Say which arms can be claimed to be faster, and show every arm's figures."""
+    """Show the claims about the arms, and the figures of each arm."""
     parts = step_parts(comparison)
     notes = [comparison.losses] if comparison.losses else []
     return Answer(
@@ -196,11 +196,11 @@ def _shared_cores_note(comparison: Comparison) -> str | None:
     least, most = f"{min(used):.1f}", f"{max(used):.1f}"
     cores = least if least == most else f"{least} to {most}"
     return (
-        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so steps "
-        "took longer and vary more than without them. Compare again when they are done."
+        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so step "
+        "times are longer and vary more. Compare again when they are done."
     )
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return the word for rounds, or for finished runs the word for parts."""
+    """Return "rounds", or "parts" for finished runs."""
     return "rounds" if comparison.experiment.in_turn else "parts"

@@ -1,4 +1,4 @@
-"""The planner's answer: the question, ranked plans with their reasons, and rejected families."""
+"""Answer of the planner: the request, ranked plans with reasons, and rejected families."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ _UNTRAINED = "† outpace itself does not train it."
 
 
 def plans_head(answer: Plans) -> str:
-    """Describe the planning question in one to three sentences."""
+    """Describe the planning request in one to three sentences."""
     world = answer.nodes * answer.devices_per_node
     idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
     spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
@@ -126,9 +126,9 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def budget_words(planned: RankedPlan) -> str:
-    """Return time and cost for the budget of tokens, after a space; "" if none was given.
+    """Return the time and cost of the given number of tokens, after a space; "" without one.
 
-    In parentheses are the ends of the step time's interval.
+    The ranges in parentheses follow from the interval of the step time.
     """
     one = planned.estimate
     if one.tokens is None or one.time_s is None:
@@ -156,7 +156,7 @@ def rejections(answer: Plans) -> Iterator[DataTable]:
         yield DataTable(title, ("setting", "cost"), costs)
     if answer.rejected:
         rows = tuple((one.family, one.reason) for one in answer.rejected)
-        yield DataTable("Not taken", ("family", "reason"), rows)
+        yield DataTable("Rejected", ("family", "reason"), rows)
 
 
 def _slower(slowdown: float) -> str:

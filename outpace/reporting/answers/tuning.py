@@ -1,4 +1,4 @@
-"""A tuning: the fastest plan, its gain, and the trials."""
+"""Answer of a tuning: the fastest plan, its gain, and the trials."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 
 
 def tuning_answer(tuning: Tuning) -> Answer:
-    """Say which plan was the fastest, and show all trials."""
+    """Show the fastest plan, and all trials."""
     failed = [one for one in tuning.trials if one.failure is not None]
     facts = (
         ("trials", str(len(tuning.trials))), ("failed", str(len(failed))),
@@ -59,13 +59,13 @@ def _verdict(tuning: Tuning) -> Iterator[str]:
         first, last = (show_seconds(one) for one in (best.first_predicted_s, best.predicted_s))
         share = deviation(best.predicted_s, tuning.step_time_s).text
         yield (
-            f"It was predicted to take {first} before any trial, and {last} when it was chosen: "
-            f"measured, {share} of the latter."
+            f"Its step time was predicted as {first} before any trial, and as {last} when it was "
+            f"chosen; the measurement is {share} off the latter."
         )
 
 
 def _one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest plan ran once, since the minimum of several is biased."""
+    """Return a warning if the fastest of several plans ran in one trial: a minimum is biased."""
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1
@@ -96,7 +96,7 @@ def _name_cell(tuning: Tuning, trial: PlanTrial) -> Cell:
 
 
 def _measured_cells(trial: PlanTrial, per_s: float | None) -> tuple[Number, ...]:
-    """Return a trial's cells from `measured` to `compared`."""
+    """Return the cells of the columns from `measured` to `compared`."""
     if trial.step_time_s is None:
         unknown = Number(None, "–")
         return (
@@ -170,13 +170,13 @@ def _shared_cores_notes(tuning: Tuning) -> list[str]:
     numbers = [str(one.number) for one in shared]
     which = f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {', '.join(numbers)}"
     return [
-        f"{which}: other processes kept {cores} cores busy meanwhile, so steps took longer than "
-        "without them. Tune again when they are done."
+        f"{which}: other processes kept {cores} cores busy meanwhile, so steps took longer. Tune "
+        "again when they are done."
     ]
 
 
 def disturbance_words(trial: PlanTrial) -> str:
-    """Return a suffix for a trial that shared its cores with other processes; '' for others."""
+    """Return a suffix if other processes used a trial's cores, else ''."""
     if trial.other_cores is None:
         return ""
     return f", while other processes kept {trial.other_cores:.1f} cores busy"

@@ -9,11 +9,11 @@ Floats = NDArray[np.float64]
 
 
 def thin(values: Floats, most: int) -> NDArray[np.int64]:
-    """Return positions of at most `most` values, in order, that represent a series.
+    """Return the positions of at most `most` values that represent a series, in order.
 
-    The series is split into buckets. The lowest and highest values of each bucket are kept, as are
-    the first and last value of the series, so a line through them has every peak of the full
-    series. Unknown values (NaN) are skipped. Raises ValueError for fewer than four points.
+    The series is split into buckets. The lowest and highest value of each bucket are kept, and the
+    first and last value of the series, so that a line through them shows all peaks. Unknown values
+    (NaN) are skipped. Raises ValueError if `most` is below four.
     """
     if most < 4:
         raise ValueError(f"{most} points cannot show a series: use 4 or more")

@@ -1,4 +1,4 @@
-"""The kinds of figures in reports, each with its table."""
+"""Charts of reports, each with a table of its data."""
 
 import math
 import textwrap
@@ -22,9 +22,9 @@ _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra><
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a figure's numbers, which are multiplied by `factor`. Its `name` is shown on axes.
+    """Unit of a chart's values, which are multiplied by `factor`. `name` is shown on axes.
 
-    `si`: the axis has prefixes, as in 5M.
+    `si`: whether the axis has SI prefixes, as in 5M.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Unit:
     si: bool = False
 
     def scale(self, values: Values) -> list[float | None]:
-        """Scale values to six digits for plotly; None if unknown or not finite."""
+        """Convert values to the unit with six digits, for plotly; None if unknown or not finite."""
         return [
             None
             if value is None or not math.isfinite(value)
@@ -42,7 +42,7 @@ class Unit:
         ]
 
     def cell(self, value: float | None) -> Number:
-        """Return the value as a cell of a table."""
+        """Return a value as a cell of a table."""
         return Number(value, self.show(value))
 
 
@@ -74,7 +74,7 @@ def shares() -> Unit:
 
 
 def counts(name: str) -> Unit:
-    """Return a decimal unit of a rate or count, whose axis has SI prefixes."""
+    """Return the unit of a rate or count, with SI prefixes."""
 
     def show(value: float | None) -> str:
         if value is None or name in ("FLOP/s", "B/s"):
@@ -99,7 +99,7 @@ def _top(values: Values) -> float:
 
 
 def label(name: str) -> str:
-    """Format a name for an axis, in a few short lines."""
+    """Wrap a name for an axis into a few short lines."""
     lines = textwrap.wrap(name, _LABEL_WIDTH) or [""]
     if len(lines) > _LABEL_LINES:
         lines = [*lines[:_LABEL_LINES]]
@@ -129,13 +129,13 @@ def axis(title: str, unit: Unit | None = None, **more: Any) -> dict[str, Any]:
 
 
 def join_items(items: Sequence[str], most: int = 5) -> str:
-    """Join items into a sentence, showing at most `most` of them."""
+    """Join at most `most` items into a sentence, and count the others."""
     more = len(items) - most
     return "; ".join(items[:most]) + (f"; and {more} more." if more > 0 else ".")
 
 
 def height_of(names: Sequence[str]) -> int:
-    """Return the height in px of a figure with one row per name."""
+    """Return the height in px of a chart with one row per name."""
     most = max((label(name).count("\n") + 1 for name in names), default=1)
     return _FRAME_PX + (_ROW_PX + _LABEL_PX * most) * max(len(names), 2)
 
@@ -150,7 +150,7 @@ def bars(
     intervals: Intervals = (),
     colours: Sequence[str] = (),
 ) -> Chart:
-    """Draw a bar per name, with the interval of its value if known."""
+    """Draw a bar per name, with the interval of each value if there are `intervals`."""
     trace: dict[str, Any] = {
         "type": "bar", "orientation": "h", "x": unit.scale(values), "y": list(range(len(names))),
         "marker": {"color": list(colours) or colour(0)}, "width": 0.62, "showlegend": False,
@@ -210,7 +210,7 @@ def stacked_bars(
     colours: Mapping[str, str],
     limit: tuple[str, float] | None = None,
 ) -> Chart:
-    """Draw a bar per name, made of parts; `limit` is a labelled line."""
+    """Draw a bar per name, stacked from parts. `limit` is a labelled line."""
     shown = {part: values for part, values in parts.items() if any(values)}
     traces = [
         {
@@ -250,7 +250,7 @@ def _line_at(words: str, x: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """Series of a line figure; `x` has values for each quantity on the horizontal axis."""
+    """A line of a chart. `x` has its values for each choice of the horizontal axis."""
 
     name: str
     x: tuple[Values, ...]
@@ -260,7 +260,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """A quantity for the horizontal axis: its button, the title of the axis, and the unit."""
+    """A choice for the horizontal axis: the label of its button, the axis title, and the unit."""
 
     label: str
     title: str
@@ -277,7 +277,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Draw lines over the first quantity of `along`; the reader can select another."""
+    """Draw lines over the first choice of `along`; the reader can select another."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -328,7 +328,7 @@ def prediction_bars(
     title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
     axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Chart:  # fmt: skip
-    """Draw predictions with their `intervals` above measurements with theirs (`around`)."""
+    """Draw predictions with their `intervals` above measurements with their intervals, `around`."""
     both = (
         ("predicted", predicted, intervals, -0.2, PREDICTED),
         ("measured", measured, around, 0.2, MEASURED),
@@ -364,7 +364,7 @@ def prediction_bars(
 
 
 def deviation(predicted: float | None, measured: float | None) -> Number:
-    """Return how far the measurement exceeds the prediction, relative to the prediction."""
+    """Return the relative difference of a measurement from its prediction."""
     if not predicted or measured is None:
         return Number(None, "n/a")
     share = measured / predicted - 1

@@ -1,4 +1,4 @@
-"""Colours that most colour-blind people can distinguish, one per subject."""
+"""Colours that most colour-blind readers can distinguish, each with one meaning."""
 
 from collections.abc import Mapping
 

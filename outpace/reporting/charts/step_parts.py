@@ -1,4 +1,4 @@
-"""The time of a step by part."""
+"""Chart of a step's time by part."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from outpace.reporting.render.document import Chart
 
 
 def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
-    """Draw a bar per name, composed of a step's parts."""
+    """Draw a bar per name, stacked from the parts of a step."""
     unit = seconds([one.total_s for one in parts.values()])
     alt = join_items([f"{name}: {in_words(one)}" for name, one in parts.items()])
     return stacked_bars(

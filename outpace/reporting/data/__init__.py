@@ -1,1 +1,1 @@
-"""Readers of the data in reports: run folders, step logs, traces, predictions."""
+"""Data of reports: run folders, step logs, traces, predictions."""

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline's ranks, from the Chrome traces that `--profile` writes."""
+"""Timeline of a pipeline's ranks, from the Chrome traces that `--profile` writes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _STEP = "ProfilerStep#"
 
 @dataclass(frozen=True)
 class _TracedAction:
-    """Action in a trace; times in seconds since the epoch of the profiler's clock."""
+    """An action in a trace, with times in seconds of the profiler's clock."""
 
     kind: Kind
     stage: int
@@ -36,7 +36,7 @@ def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline |
     paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]
     missing = [path.name for path in paths if not path.is_file()]
     if len(missing) == len(paths):
-        return "Without --profile the times of actions are not recorded."
+        return "Without --profile, the times of actions are not recorded."
     if missing:
         return f"These traces of --profile are not in this folder: {join_items(missing)}"
     size = sum(path.stat().st_size for path in paths)
@@ -49,7 +49,7 @@ def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline |
     ranks = [_last_pass(path, accumulation) for path in paths]
     cut = [path.name for path, done in zip(paths, ranks, strict=True) if not done]
     if cut:
-        return f"These traces contain no whole step, like those of a killed run: {join_items(cut)}"
+        return f"These traces contain no complete step, as after a killed run: {join_items(cut)}"
     begin_s = min(done.begin_s for done_by in ranks for done in done_by)
     return Timeline(tuple(_spans(done_by, begin_s, plan.pp_microbatches) for done_by in ranks))
 
@@ -69,7 +69,7 @@ def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
         return []  # truncated by a killed run
     if not done or not steps:
         return []
-    # On a GPU, annotations on the GPU's clock show when work was done, not when it was launched.
+    # On a GPU, annotations on the GPU's clock show when work ran, not when it was launched.
     category = "gpu_user_annotation" if any(c == "gpu_user_annotation" for c, _ in done) else None
     own = [one for c, one in done if category in (None, c)]
     own.sort(key=lambda one: one.begin_s)
@@ -91,7 +91,7 @@ def _read_action(event: Any, base_s: float) -> tuple[str, _TracedAction] | None:
 
 
 def _spans(done: list[_TracedAction], begin_s: float, microbatches: int) -> tuple[Span, ...]:
-    """Number the micro-batches of actions, which pass through a stage in order."""
+    """Number the micro-batches of actions, assuming that they pass through each stage in order."""
     seen: Counter[tuple[str, int]] = Counter()
     spans = []
     for one in done:

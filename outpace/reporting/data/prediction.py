@@ -20,7 +20,7 @@ from outpace.records.run import RunRecord
 class Prediction:
     """A run's plan with its estimate.
 
-    `basis` is the origin of the rates, and `stages` has the times of pipeline stages.
+    `basis` is a sentence on the origin of the rates. `stages` has the times of pipeline stages.
     """
 
     planned: RankedPlan
@@ -31,8 +31,8 @@ class Prediction:
 def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
     """Return the planner's estimate for a run on `hosts` hosts, or the reason why there is none.
 
-    `probe` is a record of `outpace probe` for the machine. Without it, the catalog's rates are
-    used, or a guess for a CPU.
+    `probe` is the machine's record of `outpace probe`. Without it, rates come from the catalog, or
+    for a CPU from a guess.
     """
     why_not = _why_not(record, hosts, probe)
     if why_not is not None:
@@ -66,7 +66,7 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
 
 def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
     if record.model is None or record.seq_len is None:
-        return "The model is a custom model, whose dimensions are not in the run's record."
+        return "The dimensions of a custom model are not in the run's record."
     if record.settings.task == "classify":
         return "The planner does not estimate classifiers yet."
     other = [] if probe is None else record.machine.differences(probe)

@@ -1,4 +1,4 @@
-"""Reader of a run's folder: its settings, its steps, and all other records."""
+"""Reader of a run's folder: its record, its steps, and all other results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The content of a run's folder; `measurement` is None before the last step.
+    """The content of a run's folder. `measurement` is None before the last step.
 
-    `changed`: notes about files that were changed since they were written.
+    `changed`: sentences about files that were changed since they were written.
     """
 
     path: Path
@@ -48,12 +48,12 @@ class RunFolder:
 
     @property
     def last_untimed_step(self) -> int:
-        """Return the step after which steps count in times and rates; 0 if all count."""
+        """Return the last step that does not count in times and rates; 0 if all count."""
         return self.record.last_untimed_step(self.measurement)
 
     @property
     def timed_steps(self) -> StepLog:
-        """Steps that count in times and rates, without the first step after each later resume."""
+        """Return the steps that count in times and rates, without warm-up after later resumes."""
         begun, steps = self.last_untimed_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))

@@ -1,4 +1,4 @@
-"""The steps of a run as columns, which allows reading a hundred thousand lines in a moment."""
+"""The steps of a run as columns, which are quick to read even for a hundred thousand steps."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _BYTES_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class StepLog:
-    """Columns by a StepRecord's names, one value per step; NaN if unknown."""
+    """Columns named as in StepRecord, with one value per step; NaN if unknown."""
 
     columns: dict[str, Floats]
 
@@ -41,11 +41,11 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Return the seconds spent in steps up to the end of each step, without other work."""
+        """Return the cumulative step time at the end of each step, in seconds."""
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
-        """Return a column without the first steps, unless only a few would remain."""
+        """Return a column without the warm-up steps, unless only a few steps would remain."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
     def select(self, chosen: npt.NDArray[np.bool_]) -> "StepLog":
@@ -61,9 +61,9 @@ class StepLog:
 
 
 def read_steps(path: Path) -> StepLog:
-    """Read metrics.jsonl; a missing or empty file gives no steps.
+    """Read metrics.jsonl. A missing or empty file gives no steps.
 
-    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for other
+    Skips an incomplete last line, which a killed run may leave. Raises BadInputError for other
     damage.
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
@@ -77,7 +77,7 @@ def read_steps(path: Path) -> StepLog:
 
 
 def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
-    """Read with all cores; None if a line is not standard JSON (truncated, or with NaN)."""
+    """Read with Arrow on all cores; None if a line is not standard JSON (incomplete, or NaN)."""
     data = path.read_bytes()
     if not _is_flat(data):
         return None
@@ -149,7 +149,7 @@ def _is_step(line: bytes) -> bool:
 
 
 def _is_figure(value: Any) -> bool:
-    """Return whether a float can represent the value, unlike an integer of hundreds of digits."""
+    """Return whether a value is a finite number that fits a float."""
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:

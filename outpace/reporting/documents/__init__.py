@@ -1,1 +1,1 @@
-"""HTML documents of runs, comparisons, tunings, plans and probes."""
+"""Documents of runs, comparisons, tunings, plans, probes and other records."""

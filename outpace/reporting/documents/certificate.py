@@ -17,5 +17,5 @@ def certificate_document(certificate: Certificate) -> Document:
 
 
 def section(certificate: Certificate) -> DocumentSection:
-    """Return a section with the table of plans, and how they were tested."""
+    """Return the section with the table of plans, and the conditions of the proof."""
     return DocumentSection("Proof", certificate_answer(certificate).parts)

@@ -46,7 +46,7 @@ from outpace.reporting.render.document import (
 from outpace.reporting.sections import runs as runs_parts
 from outpace.reporting.sections.environment import command, machine_table, topology
 
-_HALF = ", and the middle half of them"
+_HALF = ", with quartiles"
 _QUARTERS = 4  # minimum number of rounds for quartiles
 _TICKS = 10
 _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
@@ -55,7 +55,7 @@ _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 def comparison_document(
     comparison: Comparison, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show the claims, their certainty, and differences of arms; runs are read from `folder`."""
+    """Show the claims, their certainty, and how the arms differ. Runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
     said = comparison_answer(comparison)
@@ -75,7 +75,7 @@ def comparison_document(
 def _training_sections(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[DocumentSection]:
-    """Yield sections on training runs, which comparisons of other commands do not have."""
+    """Yield the sections about training runs, for comparisons of settings."""
     yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
     yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
     yield DocumentSection("Memory", tuple(_memory(comparison)))
@@ -129,7 +129,7 @@ def _differences(comparison: Comparison) -> Chart:
 
 
 def _values(comparison: Comparison) -> Chart:
-    """Plot the median of each arm's rounds and their interquartile range."""
+    """Plot the median and quartiles of each arm's rounds."""
     found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
     unit = unit_of(comparison)
     middle = [quartiles[1] for quartiles in found.values()]
@@ -146,10 +146,7 @@ def _values(comparison: Comparison) -> Chart:
 
 
 def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
-    """Return the quartiles of the rounds' values; for few rounds only the median.
-
-    Two values give no interval.
-    """
+    """Return the quartiles of an arm's values; for fewer than four, only the median."""
     values = [one.value for one in comparison.outcomes
               if one.arm == arm.arm and one.value is not None]  # fmt: skip
     if len(values) < _QUARTERS:
@@ -222,7 +219,7 @@ def _prediction_parts(
     around: list[tuple[float | None, float | None]] = []
     if comparison.experiment.metric is None:  # otherwise the values are not times
         around = [(low, high) for low, _, high in (_quartiles(comparison, arm) for arm in arms)]
-        title += ", and as measured" + (" with the middle half of rounds" if any(around[0]) else "")
+        title += ", and as measured" + (" with quartiles" if any(around[0]) else "")
     yield prediction_bars(
         title, [arm.arm for arm in arms], times, measured, seconds([*times, *measured]),
         "time of a step", [(one.low_s, one.high_s) for one in estimates], around,

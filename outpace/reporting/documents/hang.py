@@ -1,4 +1,4 @@
-"""Report of a hang: the rank that delayed the others, and the state of every rank."""
+"""Report of a hang: the ranks that delayed the others, and the state of every rank."""
 
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.reporting.render.document import (
@@ -14,7 +14,7 @@ _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answe
 
 
 def hang_document(found: HangReport) -> Document:
-    """Create a document of everything that the ranks reported."""
+    """Show everything that the ranks reported."""
     sections = [DocumentSection("Ranks", (_ranks(found),))]
     sections += [DocumentSection(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
                  if one.stacks or one.collectives]  # fmt: skip

@@ -9,7 +9,7 @@ from outpace.reporting.sections import memory_anatomy
 def memory_document(
     account: MemoryAccount, limit_bytes: int | None, model: str, step: str
 ) -> Document:
-    """Draw the memory of a training `step` of a `model`; both are names to show.
+    """Draw the memory of a training step; `model` and `step` describe it in the document.
 
     `limit_bytes` is the device's memory, None if unknown.
     """

@@ -30,7 +30,7 @@ from outpace.reporting.sections.estimate import parts_bars
 
 
 def plan_document(answer: Plans) -> Document:
-    """Create a document of the planner's answer."""
+    """Show the planner's answer."""
     first = answer.plans[0]
     sections = [
         DocumentSection("How they compare", (_times(answer), *ranking(answer))),
@@ -110,7 +110,7 @@ def _times(answer: Plans) -> Chart:
 
 
 def _pipelines(answer: Plans) -> list[DocumentSection]:
-    """Draw the timeline of the fastest pipeline plan."""
+    """Return a section with the timeline of the fastest pipeline plan, if there is one."""
     pipelines = [one for one in answer.plans if one.plan.pp > 1]
     if not pipelines:
         return []

@@ -38,13 +38,13 @@ _KINDS = {
     "matmul": "Matmuls", "vocabulary": "The head, by vocabulary",
     "attention": "Attention, by number of heads", "memory": "Memory", "storage": "Storage",
     "loader": "Data loading", "tokenise": "Tokenising", "step": "Steps of small training runs",
-    "ranks": "All ranks at once", "overlap": "Communication beside computing",
+    "ranks": "All ranks at once", "overlap": "Communication during computation",
 }  # fmt: skip
 _MOST_BARS = 16
 
 
 def probe_document(machine: Machine, probed: ProbeRecord) -> Document:
-    """Show the figures, how certain they are, and what to improve."""
+    """Show the figures with their certainty, and advice."""
     sections = []
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind not in COLLECTIVES:
@@ -162,7 +162,7 @@ def _bars(figures: Sequence[Measured], count: int) -> Chart:
 
 
 def _matmuls(figures: Sequence[Measured]) -> Chart | None:
-    """Plot rates by size, one line per dtype, without unstable ones."""
+    """Plot stable rates by size, with a line per dtype."""
     found: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
         sides = [one.key.of.get(name) for name in "mnk"]

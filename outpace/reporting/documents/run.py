@@ -38,12 +38,13 @@ from outpace.reporting.sections.estimate import parts_bars
 from outpace.reporting.terminal.summary import first_step_name, runtime_name
 from outpace.training.run_dir import METRICS_FILE
 
-# A wider interval, such as that of a machine that was never measured, contains nearly any time.
+# Ratio of the ends of an interval above which the prediction says too little, as for a machine that
+# was never measured.
 _WIDEST = 4.0
 
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
-    """Show the results of a run, its time and memory by part, and the prediction's error."""
+    """Show a run's results, its time by part, its memory by kind, and the prediction's error."""
     said = predict(run.record, run.hosts, probe)
     sections = [_losses(run), _time(run)]
     if run.record.plan.pp > 1:
@@ -75,7 +76,7 @@ def _verdict(run: RunFolder, said: Prediction | str) -> list[str]:
 
 
 def _outcome(run: RunFolder) -> str:
-    """Describe whether the run finished, and its loss."""
+    """Say how far the run came, and how its loss changed."""
     record, done = run.record, int(run.steps["step"][-1]) if len(run.steps) else 0
     ranks = record.plan.world_size
     what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
@@ -98,7 +99,7 @@ def _outcome(run: RunFolder) -> str:
 
 
 def _failure_sentences(run: RunFolder) -> list[str]:
-    """Explain, if known, why a run that is not in progress on this host ended early."""
+    """Say why an unfinished run ended, if that is known."""
     if run.state != "unfinished":
         return []
     if run.failure is not None:
@@ -126,23 +127,20 @@ def _speed(run: RunFolder) -> list[str]:
 
 
 def _other_programs(run: RunFolder) -> list[str]:
-    """Report the cores used by other programs if that is enough to slow steps down."""
+    """Report the cores that other programs used, if they were enough to slow steps."""
     measured = run.measurement
     loads = () if measured is None else measured.utilisation
     loads = loads or tuple(average(one.loads) for one in run.utilisation if one.loads)
-    return [
-        f"{words.capitalize()}, so steps took longer than without them."
-        for words in disturbance(loads)
-    ]
+    return [f"{words.capitalize()}, so steps took longer." for words in disturbance(loads)]
 
 
 def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
-    """Return the comparison of the step time with earlier measurements."""
+    """Return the comparison with the expected step time, if there was one."""
     return None if run.measurement is None else run.measurement.step_time_check
 
 
 def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """Report one prediction: from a measurement, else the planner's if it is precise enough."""
+    """Report the expected step time, or the planner's prediction if it is precise enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
         caution = "" if check.as_expected else _caution(run)
@@ -162,10 +160,10 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
 
 
 def _caution(run: RunFolder) -> str:
-    """Return a warning if other programs used cores, which the prediction does not consider."""
+    """Return a warning if other programs used cores, which predictions do not consider."""
     if not _other_programs(run):
         return ""
-    return " Predictions assume free cores, which other programs used here."
+    return " Predictions assume that no other program uses the cores, which was not so here."
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -204,7 +202,7 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _full_measurement(run: RunFolder) -> Measurement | None:
-    """Return the measurement if its times are for timed steps, not only for warm-up."""
+    """Return the measurement if its times cover the timed steps, else None."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.last_untimed_step else None
 
@@ -222,7 +220,7 @@ def tokens_per_s(run: RunFolder) -> float | None:
 
 
 def median_parts(run: RunFolder) -> TimeParts | None:
-    """Return the parts of a timed step of median length on rank 0; None if none was recorded."""
+    """Return the parts of a timed step of median length on rank 0; None if not recorded."""
     measured = _full_measurement(run)
     if measured is not None:
         return measured.parts if measured.parts.total_s else None
@@ -320,7 +318,7 @@ def _pipeline(run: RunFolder, said: Prediction | str) -> DocumentSection:
             "backward passes."
         )
     else:
-        notes.append(f"{seen} Nor does this run have the times of actions by rank.")
+        notes.append(f"{seen} The times of each rank's passes are not recorded, either.")
     parts: list[Part] = []
     if shown:
         parts.append(pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown))
@@ -355,7 +353,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
 
 
 def _whole(peak: float, device: str) -> str:
-    """Describe a rank's total peak memory, and what it includes besides tensors."""
+    """Describe the total peak memory of the fullest rank, and what it includes besides tensors."""
     if device == "cpu":
         return (
             f"The fullest rank's process used {show_bytes(peak)} in total, including Python "
@@ -386,7 +384,7 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """Draw the predicted values next to the measured ones, with an axis for each quantity."""
+    """Draw predicted and measured values side by side, in a chart per quantity."""
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
@@ -401,7 +399,7 @@ def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
 
 
 def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
-    """Compare the memory of a GPU's allocator, or of tensors on a CPU, with the prediction."""
+    """Compare the predicted memory with that of a GPU's allocator, or on a CPU of tensors."""
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None

@@ -40,7 +40,7 @@ from outpace.reporting.sections.environment import command, machine_table, topol
 def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show the fastest plan, and the prediction for each; runs are read from `folder`."""
+    """Show the fastest plan, and each trial with its prediction. Runs are read from `folder`."""
     runs, said = _runs(tuning, folder), tuning_answer(tuning)
     return Document(
         "tuning", f"{_model(tuning, runs)}: {len(tuning.trials)} trials",
@@ -59,7 +59,7 @@ def tuning_document(
 
 
 def _model(tuning: Tuning, runs: Mapping[str, RunFolder]) -> str:
-    """Return the model's name: as given, or for the default model from the runs."""
+    """Return the model's name: as given, else from the runs."""
     given = tuning.settings.get("model")
     default = next((run.record.settings.model for run in runs.values()), None)
     return str(given or default or "a model")
@@ -80,7 +80,7 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
     known = {name: run.measurement.parts for name, run in runs.items()
              if run.measurement is not None and run.measurement.parts.total_s}  # fmt: skip
     if not known:
-        yield Paragraph("The trials' runs, which have these times, are missing.")
+        yield Paragraph("The runs of the trials, which have these times, are missing.")
         return
     yield parts_figure("Time of a step by part", known)
     yield from runs_parts.ranks(runs)

@@ -34,9 +34,9 @@ def cell_text(cell: Cell) -> str:
 
 @dataclass(frozen=True)
 class DataTable:
-    """A table of rows with a cell for each column; columns without any content are left out.
+    """A table. Columns without any content are left out.
 
-    `terminal`: the columns that a terminal shows, with their names there; {} for all.
+    `terminal`: the columns to show in a terminal, with their names there; {} for all.
     """
 
     kind: ClassVar[str] = "table"
@@ -63,7 +63,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for the horizontal axis: its title, and values for each trace."""
+    """A choice for the horizontal axis: the button's label, the title, and each trace's values."""
 
     label: str
     title: str
@@ -72,10 +72,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chart:
-    r"""Plotly's traces and layout, with the same content as text and as a table.
+    r"""A chart as plotly's traces and layout, and its content as text and as a table.
 
-    Strings in traces and layout are plain text with "\n" for line breaks. Only `hovertemplate` and
-    `texttemplate` are in plotly's template language, and contain nothing from the user.
+    Texts in traces and layout are plain, with "\n" for line breaks. Only `hovertemplate` and
+    `texttemplate` are in plotly's template language; they contain no text from users.
     """
 
     kind: ClassVar[str] = "figure"
@@ -109,7 +109,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Items:
-    """Sentences, each after a mark: a number, a bullet, or the sign of an outcome."""
+    """Sentences, each after a mark: a number, a bullet, or the sign of a result."""
 
     kind: ClassVar[str] = "items"
     rows: tuple[tuple[Cell, str], ...]
@@ -129,7 +129,7 @@ Part = DataTable | Chart | Picture | Paragraph | Items | Code
 
 @dataclass(frozen=True)
 class Answer:
-    """A result for a terminal and for the beginning of a document: a verdict, facts and parts."""
+    """A result as a verdict, facts and parts, for a terminal or the beginning of a document."""
 
     verdict: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
@@ -146,9 +146,9 @@ class DocumentSection:
 
 @dataclass(frozen=True)
 class Document:
-    """A report on one subject, with a headline (the verdict's first line) and facts by name.
+    """A report on one subject. The first line of the verdict is its headline.
 
-    `subject` is its kind: run, comparison, tuning, plan, probe or certificate.
+    `subject` is its type: a word such as `run`, `comparison` or `standstill`.
     """
 
     subject: str
@@ -172,6 +172,6 @@ def in_words(value: Any) -> str:
 
 
 def pairs(title: str, rows: Sequence[tuple[str, str | None]]) -> DataTable:
-    """Return names and values, leaving out those that are None."""
+    """Return a table of names and values, without values that are None."""
     known = tuple((name, value) for name, value in rows if value is not None)
     return DataTable(title, ("", "value"), known)

@@ -1,4 +1,4 @@
-"""Documents as Markdown and CSV: text and tables, including the data of figures."""
+"""Documents as Markdown and CSV: text and tables, including the data of charts."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ _COMPUTED = ("=", "+", "-", "@")
 
 
 def markdown(documents: Sequence[Document]) -> str:
-    """Render a document as headings, sentences and tables."""
+    """Render documents as Markdown: headings, sentences and tables."""
     return "\n".join(line for document in documents for line in _document(document)) + "\n"
 
 
@@ -70,12 +70,12 @@ def _table(table: DataTable) -> Iterator[str]:
 
 
 def _text(words: str) -> str:
-    """Return the words on one line, with Markdown escaped."""
+    """Put a text on one line, and escape Markdown."""
     return _MARKUP.sub(r"\\\1", " ".join(words.split()))
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Return every table cell and every sentence as a line with its place, number and text."""
+    """Render documents as CSV: a line per table cell or sentence, with position, value and text."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -93,7 +93,7 @@ def table_csv(documents: Sequence[Document]) -> str:
 
 
 def _lines(part: Part) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of a part, beginning with the title of a table."""
+    """Yield the lines of a part: table title, row, column, value and text."""
     if isinstance(part, Paragraph):
         yield "", "0", "", "", part.text
     elif isinstance(part, Items):
@@ -113,7 +113,7 @@ def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _safe(text: str) -> str:
-    """Return a number, or a text on one line that spreadsheets do not evaluate."""
+    """Return a number unchanged, and a text on one line that spreadsheets do not evaluate."""
     try:
         float(text)
     except ValueError:

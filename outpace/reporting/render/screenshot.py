@@ -13,7 +13,7 @@ BROWSERS = (
     "microsoft-edge",
 )  # fmt: skip
 _WIDTH_PX = 1200
-# Chromium draws no larger picture in one piece.
+# Maximum height of a screenshot in Chromium.
 _HIGHEST_PX = 16_384
 _PATIENCE_S = 120
 # Limit in the page's virtual time, which skips ahead when the page is idle.
@@ -21,7 +21,7 @@ _DRAWING_MS = 20_000
 
 
 def find_browser(asked: str | None) -> str:
-    """Return the path of the browser. Raises BadInputError if there is none."""
+    """Return the path of a browser. Raises BadInputError if there is none."""
     for name in (asked,) if asked is not None else BROWSERS:
         found = shutil.which(name)
         if found is not None:
@@ -39,7 +39,7 @@ def find_browser(asked: str | None) -> str:
 
 
 def picture(html: str, browser: str, root: bool) -> bytes:
-    """Return a PNG of the whole page. `root`: without Chromium's sandbox, which fails for root.
+    """Return a PNG of a whole page. `root`: disable Chromium's sandbox, which fails for root.
 
     Raises BadInputError if the browser fails, or if the page is too long for one picture.
     """
@@ -71,13 +71,13 @@ def _run(words: list[str], page: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BadInputError(f"{words[0]} could not draw the page: {error}") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise BadInputError(f"{words[0]} ended with {done.returncode}: {said}")
+        error_line = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise BadInputError(f"{words[0]} failed with exit code {done.returncode}: {error_line}")
     return done.stdout
 
 
 def _height(document: str) -> int:
-    """Return the height in px that the page's script reports once everything is drawn."""
+    """Return the height in px that the page's script has set once everything is drawn."""
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:
         raise BadInputError(

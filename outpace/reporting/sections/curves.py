@@ -26,7 +26,7 @@ from outpace.reporting.render.document import Chart, DataTable, Number
 POINTS = 1600  # points per line, about as many as a screen has columns
 _MEANS = 160
 _TABLE_ROWS = 16
-_TOWERS = 2.0  # times the slowest step after the warm-up: above this, a step is cut off
+_TOWERS = 2.0  # ratio to the slowest step after warm-up above which a step is cut off
 _NATS = plain("nats", 5)
 
 
@@ -52,7 +52,7 @@ _FAINT: Mapping[str, Any] = {"opacity": 0.75, "line": {"color": SKY, "width": 1.
 
 
 def axis_choices(steps: StepLog) -> list[AxisChoice]:
-    """Return the horizontal axes of a run's steps, including tokens if the data is text."""
+    """Return the choices for the horizontal axis, including tokens if the data has any."""
     found = [AxisChoice("step", "step", Unit("", 1.0, lambda value: f"{value or 0:,.0f}"))]
     if np.isfinite(steps["tokens"]).any():
         found.append(AxisChoice("tokens", "tokens", counts("tokens")))
@@ -102,13 +102,13 @@ def _mean_series(steps: StepLog, along: Sequence[AxisChoice]) -> LineSeries:
 def _evaluation_series(
     held: Sequence[Evaluation], steps: StepLog, along: Sequence[AxisChoice]
 ) -> LineSeries:
-    """Return the held-out losses; the evaluation before the first step is at 0 on every axis."""
+    """Return the held-out losses. The evaluation before the first step is at 0 on every axis."""
     ends = np.concatenate([[0.0], steps["step"]])
     x = tuple(
         np.interp([one.step for one in held], ends, np.concatenate([[0.0], column])).tolist()
         for column in _columns(steps, along)
     )
-    # A line between two points only, first and last, would look like a measured curve.
+    # A line between only two points, first and last, would look like a measured curve.
     mode = "lines+markers" if len(held) > 2 else "markers"
     style = {"mode": mode, "line": {"color": RED, "width": 1.6, "dash": "dot"},
              "marker": {"size": 8, "symbol": "diamond", "color": RED}}  # fmt: skip
@@ -116,7 +116,7 @@ def _evaluation_series(
 
 
 def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:
-    """Draw the losses of several runs in one figure."""
+    """Draw the losses of several runs in one chart."""
     along = axis_choices(max(runs.values(), key=len))
     has_tokens = all(np.isfinite(steps["tokens"]).any() for steps in runs.values())
     along = [one for one in along if one.label != "tokens" or has_tokens]
@@ -135,7 +135,7 @@ def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:
 
 
 def step_times(steps: StepLog, median_s: float) -> Chart:
-    """Draw the time of every step; `median_s` is the median of the timed steps."""
+    """Draw the time of every step. `median_s` is the median of the timed steps."""
     values, steady = steps["step_time_s"], steps.steady("step_time_s")
     unit, along = seconds([float(np.nanpercentile(steady, 99))]), axis_choices(steps)
     low, high = (float(np.nanpercentile(values, share)) for share in (5, 95))
@@ -181,7 +181,7 @@ def norms(steps: StepLog) -> Chart:
 
 
 def steps_table(title: str, steps: StepLog, name: str, unit: Unit) -> DataTable:
-    """Return a table of a few steps, including the extreme ones."""
+    """Return a table of a few steps, including those with extreme values."""
     places = thin(steps[name], _TABLE_ROWS)
     rows = tuple(
         (

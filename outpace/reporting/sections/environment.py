@@ -1,4 +1,4 @@
-"""The environment of a result: machine, versions, commands, and links between devices."""
+"""Sections on the environment of a result: machine, versions, commands, links of devices."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def machine_table(machine: Machine) -> DataTable:
             ("cores", str(machine.host_cores)),
             ("vector units", ", ".join(machine.cpu_features) or None),
             ("memory", show_bytes(machine.host_memory_bytes)),
-            ("devices", "; ".join(devices) or "none beside the processor"),
+            ("devices", "; ".join(devices) or "none besides the processor"),
             ("system", machine.system or None),
         ],
     )
@@ -63,7 +63,7 @@ def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
 
 
 def run_environment(record: RunRecord) -> DocumentSection:
-    """Show everything that determined a run, with the command that repeats it."""
+    """Show everything that determined a run, and its command."""
     state = {True: ", with changes that were not committed", False: "", None: ""}
     commit = None if record.commit is None else record.commit + state[record.uncommitted_changes]
     about = pairs(
@@ -104,7 +104,7 @@ def _load(processes: float | None) -> str | None:
 
 
 def command(title: str, words: Sequence[str]) -> Code:
-    """Return a command that users can paste."""
+    """Return a command as a line that users can paste."""
     return Code(
         title, shlex.join(words) if words else ("not recorded, since it was called from Python")
     )
@@ -116,7 +116,7 @@ def versions(found: Mapping[str, str]) -> DataTable:
 
 
 def _settings(record: RunRecord) -> DataTable:
-    """Return the settings that were given, and their origins."""
+    """Return a table of the settings that were given, and their origins."""
     rows = tuple(
         (name, in_words(getattr(record.settings, name)), origin)
         for name, origin in record.origins.items()

@@ -1,4 +1,4 @@
-"""An estimate's time and memory as bars."""
+"""Chart of an estimate's step time by part."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The contents of a rank's memory over a step, and at the peak."""
+"""Charts of a rank's memory by kind, over a step and at the peak."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ COLOURS: Mapping[str, str] = dict(zip(KINDS, palette.MEMORY, strict=False))
 
 
 def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart:
-    """Draw memory over a step, stacked by kind, and the device's memory if it is close to that."""
+    """Draw memory over a step, stacked by kind, and the device's memory if it is nearly used up."""
     totals = np.array([float(moment.nbytes) for moment in account.timeline])
     places = thin(totals, _POINTS)
     moments = [account.timeline[place] for place in places]
@@ -63,7 +63,7 @@ def _largest(by_kind: Mapping[Kind, int]) -> list[tuple[Kind, int]]:
 
 
 def _by_part(account: MemoryAccount) -> dict[str, object]:
-    """Return an axis that marks forwards, backwards and the optimizer."""
+    """Return an axis that marks the parts of a step: forward, backward, optimizer."""
     parts = [moment.part for moment in account.timeline]
     begins = [at for at, part in enumerate(parts) if at == 0 or parts[at - 1] != part]
     ends = [*begins[1:], len(parts)]
@@ -82,7 +82,7 @@ def _peak(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.fl
 
 
 def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
-    """Return a table of the moments with the most memory in each part of the step."""
+    """Return a table of the moment with the most memory in each part of the step."""
     fullest: dict[str, int] = {}
     for place, moment in enumerate(account.timeline):
         if (
@@ -104,7 +104,7 @@ def _cell(size: int) -> Number:
 
 
 def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None) -> Chart:
-    """Draw a bar per name, made of the kinds of memory; `limit`: the device's memory in bytes."""
+    """Draw a bar per name, stacked by kind of memory. `limit`: the device's memory in bytes."""
     kinds = [kind for kind in dict.fromkeys([*_HERE, *(k for one in bars.values() for k in one)])
              if kind != "offloaded"]  # fmt: skip
     totals = [float(sum(size for kind, size in one.items() if kind != "offloaded"))

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as planned and as measured: when each rank works, and when it waits."""
+"""A pipeline's schedule as planned and as measured: when each rank computes, and when it waits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ from outpace.reporting.charts import palette
 from outpace.reporting.charts.figures import Unit, axis, rows_axis, seconds
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-_MOST_ACTIONS = 3000  # maximum number of actions; with more, fewer ranks are drawn
+_MOST_ACTIONS = 3000  # maximum number of actions to draw; with more, fewer ranks are drawn
 _NUMBERED = 260  # maximum number of actions labelled with their micro-batches
 _ACTIONS: Mapping[str, str] = {
     "F": "forward",
@@ -28,21 +28,21 @@ _ACTIONS: Mapping[str, str] = {
     "W": "backward, weights",
 }
 _WAITING = "rgba(128,128,128,0.22)"
-# Parts of an estimate that a rank computes in passes; the others are waits, or outside of passes.
+# Parts of an estimate that are computation within passes; others are waits, or outside of passes.
 _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
-    """Simulate a plan's schedule with a micro-batch's times on each stage.
+    """Simulate a plan's schedule, given the times of a micro-batch on each stage.
 
-    Raises BadInputError for sizes that the schedule does not allow.
+    Raises BadInputError for sizes that the schedule does not support.
     """
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
     return simulate_stages(todo, times, transfer_s)
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:
-    """Return average stages from an estimate, with the forward as a third of the computation."""
+    """Return equal stages with the estimate's mean times; the forward takes a third of the time."""
     passes = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
     each = sum(estimate.parts_s[name] for name in _PASSES) / passes / 3
     return [StageTime(each, each, each)] * plan.stages
@@ -51,7 +51,7 @@ def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[Stag
 def measured_stages(
     plan: Plan, parts: Sequence[TimeParts], global_batch: int
 ) -> list[StageTime] | None:
-    """Return stages with the ranks' measured times; None unless all ranks recorded their times."""
+    """Return stages with the measured times of their ranks; None unless all ranks recorded them."""
     if len(parts) != plan.world_size:
         return None
     each = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
@@ -65,7 +65,7 @@ def measured_stages(
 
 
 def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
-    """Draw timelines one above the other, on one time axis."""
+    """Draw timelines one above the other, on a common time axis."""
     unit = seconds([one.makespan_s for one in shown.values()])
     names, traces, rows = [], [], []
     legend: set[str] = set()
@@ -96,7 +96,7 @@ def _longest(shown: Mapping[str, Timeline]) -> float:
 
 
 def _ranks_drawn(timeline: Timeline) -> list[int]:
-    """Return all ranks if they can be drawn, otherwise some, including the first and the last."""
+    """Return all ranks or, if these are too many to draw, some, including the first and last."""
     count = len(timeline.ranks)
     actions = sum(map(len, timeline.ranks))
     if actions <= _MOST_ACTIONS or count <= 2:
@@ -149,7 +149,7 @@ def _describe_action(action: Action, took_s: float) -> str:
 def bubbles(
     plan: Plan, shown: Mapping[str, Timeline], parts: Sequence[TimeParts]
 ) -> DataTable:  # fmt: skip
-    """Draw idle shares side by side: planned, by the papers' formula, and measured."""
+    """Tabulate the idle shares: planned, by the papers' formula, and measured."""
     rows: list[tuple[str, Number]] = [
         (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in shown.items()
     ]

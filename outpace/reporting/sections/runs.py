@@ -1,4 +1,4 @@
-"""Sections about several runs together: time by rank, losses, utilisation."""
+"""Sections on several runs together: time by rank, losses, memory, utilisation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
 
 
 def losses(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Draw the losses of all runs in one figure."""
+    """Draw the losses of all runs in one chart."""
     with_steps = {name: run.steps for name, run in runs.items() if len(run.steps)}
     if with_steps:
         yield curves.loss_by_arm(with_steps)
@@ -36,7 +36,7 @@ def losses(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
 
 
 def loads(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield figures of the devices' load in each run."""
+    """Yield a chart of the devices' utilisation for each run."""
     figures = {name: utilisation(run.utilisation) for name, run in runs.items()}
     known = {name: found[0] for name, found in figures.items() if found}
     for name, figure in list(known.items())[:_EACH_DRAWN]:

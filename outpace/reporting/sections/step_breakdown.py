@@ -1,4 +1,4 @@
-"""The time of a step by part and rank, and its variation."""
+"""Charts of a step's time by part and rank, and of its variation."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ _MOST_RANKS = 24
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:
-    """Draw a bar per rank, or if there are many, only for the ranks that compute longest."""
+    """Draw a bar per rank; if there are many, only for the ranks that compute longest."""
     slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:
@@ -25,9 +25,9 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
 
 
 def step_intervals(steps: StepLog, parts: TimeParts | None) -> Chart:
-    """Draw rank 0's `parts` of a median step, and the interval that contains 90 % of the steps.
+    """Draw the `parts` of rank 0's median step, each with the interval of 90 % of the steps.
 
-    Without `parts`, the log's parts are drawn.
+    By default, the parts come from the log.
     """
     parts = parts or steps.median_parts()
     found = {

@@ -1,4 +1,4 @@
-"""A topology as a picture: GPUs in a circle, every pair's link, network cards outside."""
+"""A topology as a picture: GPUs in a circle, the link of every pair, network cards outside."""
 
 import math
 from html import escape
@@ -27,7 +27,7 @@ _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
 
 
 def topology_svg(topology: Topology, placement: Placement) -> str:
-    """Return an SVG document."""
+    """Return an SVG document of the links between devices, with a legend and advice."""
     gpus = topology.gpus
     angle = {gpu: -math.pi / 2 + 2 * math.pi * at / len(gpus) for at, gpu in enumerate(gpus)}
     parts = []
@@ -75,9 +75,9 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
 
 
 def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Draw network cards next to their nearest GPUs, and others where there is room.
+    """Draw network cards next to their nearest GPUs, and other cards where there is room.
 
-    A line connects a GPU to its nearest card if this is on another NUMA node.
+    Lines connect the GPUs to their nearest cards.
     """
     near: dict[tuple[str, ...], list[str]] = {}
     for one in placement.nics:
@@ -105,13 +105,13 @@ def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
 
 
 def _mean_direction(angles: list[float]) -> float:
-    """Return the mean of directions; the first one if they cancel out."""
+    """Return the mean of directions, or the first direction if they cancel out."""
     x, y = sum(map(math.cos, angles)), sum(map(math.sin, angles))
     return math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angles[0]
 
 
 def _free(taken: list[float]) -> float:
-    """Return the middle of the widest gap between directions; down if there are no directions."""
+    """Return the middle of the widest gap between directions, or down if there are none."""
     around = sorted(angle % (2 * math.pi) for angle in taken)
     if not around:
         return math.pi / 2

@@ -1,4 +1,4 @@
-"""The utilisation of devices and cores over the time of a run."""
+"""Charts of the utilisation of devices and cores over a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ _MOST_CURVES = 16  # maximum number of memory curves
 
 @dataclass(frozen=True)
 class _Row:
-    """Row of a device or core: its values from `begins_s` to `ends_s` since the first sample.
+    """Values of a device or core over time; `begins_s` and `ends_s` count from the first sample.
 
-    A resumed run has gaps between its parts.
+    A resumed run has gaps.
     """
 
     host: str
@@ -45,14 +45,14 @@ class _Row:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean share over the known time."""
+        """Return the time-weighted mean share, where it is known."""
         known = ~np.isnan(self.shares)
         lasted_s = (self.ends_s - self.begins_s)[known]
         whole_s = float(lasted_s.sum())
         return float((self.shares[known] * lasted_s).sum()) / whole_s if whole_s else None
 
     def prepend(self, other: "_Row") -> "_Row":
-        """Prepend another row; nothing is drawn between the two."""
+        """Prepend another row, with a gap between the two."""
         gap = np.array([np.nan])
         at = self.begins_s[:1]
         return _Row(
@@ -73,7 +73,7 @@ class _Row:
         return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
 
     def _sums_between(self, edges_s: Floats, each: Floats) -> Floats:
-        """Return the sum of each part's amount between edges."""
+        """Return the sums of `each` period's amount between edges."""
         sums = np.cumsum(each)
         times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
         found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())
@@ -81,7 +81,7 @@ class _Row:
 
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
-    """Draw utilisation by device (or else by core), and the memory of devices or hosts."""
+    """Draw the utilisation of devices, or without devices of cores, and their memory."""
     devices = _join_rows(_devices(seen))
     rows = devices or _join_rows(_cores(seen))
     if not rows:
@@ -121,7 +121,7 @@ def _busy(rows: Sequence[_Row], what: str) -> Chart:
 def _heat(
     title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: DataTable
 ) -> Chart:
-    """Draw all rows on one time grid, since hosts and parts of a run have separate clocks."""
+    """Draw a heat map of all rows on one time grid, since their samples differ in time."""
     columns = min(_COLUMNS, max(len(row.ends_s) for row in rows))
     edges_s = np.linspace(0.0, end_s, columns + 1)
     drawn = {row.name: row.resample(edges_s) for row in rows}
@@ -139,7 +139,7 @@ def _heat(
 
 
 def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the mean of each host's rows over their known values."""
+    """Return the mean of each host's rows, where they are known."""
     found = {}
     for host in dict.fromkeys(row.host for row in rows):
         own = np.stack([drawn[row.name] for row in rows if row.host == host])
@@ -213,7 +213,7 @@ def _numbers(values: Values) -> Floats:
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Return each non-empty series with its start, and its host if several, by time."""
+    """Yield each non-empty series in order of host and time, with its start and host's name."""
     with_points = sorted(
         (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
     )
@@ -229,7 +229,7 @@ def _began(one: Utilisation) -> datetime:
 
 
 def averages_table(loads: Sequence[Load]) -> DataTable:
-    """Return averages over the training run, as in result.json."""
+    """Return a table of the averages over the training, as in result.json."""
     rows = []
     for load in loads:
         for device in load.devices:

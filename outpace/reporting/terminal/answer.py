@@ -29,7 +29,7 @@ def answer_text(answer: Answer) -> Group:
 
 
 def part_text(part: Part, name_width: int = NAME_WIDTH) -> RenderableType:
-    """Format a part of an answer. Names of a table's rows are folded, at least to `name_width`."""
+    """Format a part of an answer. Row names of tables may be folded to `name_width` columns."""
     if isinstance(part, Paragraph):
         return Text(part.text, style=part.style or "")
     if isinstance(part, Items):
@@ -42,7 +42,7 @@ def part_text(part: Part, name_width: int = NAME_WIDTH) -> RenderableType:
 
 
 def _items(items: Items) -> Table:
-    """Format sentences after their marks, with continuation lines indented."""
+    """Format sentences after their marks, and indent continuation lines."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -58,7 +58,7 @@ def _pairs(table: DataTable) -> Group:
 
 
 def _table(table: DataTable, name_width: int, title: str = "") -> RenderableType:
-    """Format a table; cells that are not numbers become the names of rows."""
+    """Format a table. Cells that are not numbers become the names of its rows."""
     if not table.rows:
         return Text(f"{table.title}: none.")
     terminal = table.terminal or {name: name for name in table.columns}

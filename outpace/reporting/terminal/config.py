@@ -14,9 +14,9 @@ _DEFAULT = re.compile(r"\(default(?::\s*|\s+)(.*)\)", re.DOTALL)
 
 
 def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
-    """Return a row per setting: its name, its value, and the value's origin.
+    """Return a table of all settings with their values and origins.
 
-    For a setting that training decides, the value is the rule for it, in parentheses.
+    Settings without a value show the rule for their default in parentheses.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("setting", no_wrap=True)
@@ -35,13 +35,13 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
 
 
 _CAPTION = (
-    "In parentheses: the rule if no value is given. outpace train applies it once it knows the "
+    "In parentheses: the rule for the default, which outpace train applies once it knows the "
     "model, data and machine."
 )
 
 
 def _default_text(name: str) -> str:
-    """Return the default of a setting without a value, from its help: "(the model's)"."""
+    """Return the rule for a setting's default from its help: "(the model's)"."""
     found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
     return f"({found[1]})" if found else "(not set)"
 

@@ -1,4 +1,4 @@
-"""A console for untrusted text: control characters do not reach the terminal."""
+"""A console for untrusted text, whose control characters do not reach the terminal."""
 
 from collections.abc import Iterable
 
@@ -12,11 +12,11 @@ _MOST_COLUMNS, _MOST_LINES = 1000, 1000
 
 
 class Console(console.Console):
-    """rich's console, but with control characters in texts shown instead of sent."""
+    """rich's console, with control characters in texts replaced."""
 
     @property
     def size(self) -> console.ConsoleDimensions:
-        """Return columns and lines of the terminal, or of COLUMNS and LINES, within limits."""
+        """Return the size of the terminal, or COLUMNS and LINES, within limits."""
         width, height = super().size
         return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
 
@@ -27,6 +27,6 @@ class Console(console.Console):
     def render(
         self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the output piece by piece."""
+        """Yield the segments of the output, with control characters in texts replaced."""
         for one in super().render(renderable, options):
             yield one if one.control else Segment(escape_controls(one.text), one.style)

@@ -15,7 +15,7 @@ _STYLES: dict[Severity, str] = {
 
 
 def examination_text(examination: Examination) -> Group:
-    """Return the findings, what was examined, and what could not be examined and why."""
+    """Format the findings, the checks that were made, and why others were not."""
     lines: list[RenderableType] = []
     for number, finding in enumerate(examination.findings, 1):
         lines += _finding_lines(number, finding)

@@ -41,10 +41,10 @@ def document(
     next_command: str | None = None,
     hints: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the JSON of `outpace memory`: the fullest rank's peak and its anatomy first.
+    """Return the JSON of `outpace memory`: the fullest rank's peak by kind first.
 
-    `next_command` finds plans that fit; it is null if this one fits or may fit. An estimate has
-    neither the moment of the peak nor the fullest rank's number.
+    `next_command` finds plans that fit; it is null unless this plan does not fit. An estimate has
+    neither the moment of the peak nor the number of the fullest rank.
     """
     estimated = traced.source == "estimated"
     capacity = None if accelerator is None else accelerator.usable_bytes
@@ -79,7 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return the trace's relative error against allocated (if unknown, live) memory."""
+    """Return the trace's relative error against allocated memory or, if unknown, live tensors."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1
@@ -97,9 +97,10 @@ def memory_table(
     about: str = "",
     next_command: str | None = None,
 ) -> Group:
-    """Return the memory at the peak by kind, traced and measured side by side, with notes.
+    """Return a table of the memory at the peak by kind, traced and measured, with notes.
 
-    `about` is a sentence on the training; `next_command` finds plans that fit if this one does not.
+    `about` is a sentence on the training. `next_command` finds plans that fit if this one does
+    not.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")

@@ -1,4 +1,4 @@
-"""The answer to a network question as tables for the terminal."""
+"""A network report as tables for the terminal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,14 @@ from outpace.records.figure import Figure
 from outpace.records.network import Need, Network, NetworkCost, NetworkReport
 from outpace.records.units import show_count, show_seconds
 
-# A network that is this many times as fast as needed is worth a sentence.
+# Ratio to the required bandwidth above which a network is reported to be faster than needed.
 _PLENTY = 1.5
 _NAME_WIDTH = 20
 _MOST_COLUMNS = 4
 
 
 def network_text(answered: NetworkReport) -> Group:
-    """Show the training run and the machine, what plans need, the cost of networks, and
-    conclusions.
-    """
+    """Show the training and machine, the needs of plans, the cost of networks, and conclusions."""
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
         parts.append(_traffic_table(answered.needs[0]))
@@ -96,7 +94,7 @@ def _head(answered: NetworkReport) -> list[Text]:
         f"{answered.seq_len:,} tokens, on {answered.nodes} × {answered.devices_per_node} = {world} "
         f"devices ({answered.machine}).",
         f"Computation: {rate}; memory {show_count(answered.memory_rate.value, 'B/s')}, "
-        f"{answered.memory_rate.origin}; steps are the planner's.",
+        f"{answered.memory_rate.origin}; step times are the planner's.",
         f"Within a node: {inside}. Between nodes: {network}.",
     ]
     return [Text(line) for line in lines]
@@ -242,7 +240,7 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
         )
     if enough is not None and own.network.bytes_per_s >= _PLENTY * enough.bytes_per_s:
         return (
-            f"this machine's {ladder.what} is faster than needed, "
+            f"this machine's {ladder.what} is faster than needed: "
             f"{ladder.rate(enough.bytes_per_s)} ({_short(enough)}) would be enough."
         )
     return (

@@ -30,7 +30,7 @@ _LEAST_TITLE = 16  # columns; of 80, the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Format plans with their reasons, the time and memory of the first, and rejected families."""
+    """Format plans with their reasons, details of the first plan, and rejected families."""
     parts: list[RenderableType] = [Text(plans_head(answer))]
     told = [*_host_need(answer.plans[0].estimate), *common_obstacle(answer.plans)]
     parts += [Text(line) for line in told]
@@ -51,12 +51,12 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
 
 
 def _host_need(one: Estimate) -> list[str]:
-    """Return a note on the host memory that the first plan needs, if the host's size is unknown."""
+    """Return a note on the host memory that the first plan needs, if the host's is unknown."""
     if not one.host_offloaded_bytes or one.host_memory_bytes is not None:
         return []
     return [
-        f"Plan 1 needs {show_bytes(one.host_offloaded_bytes)} of host memory per node; whether the "
-        "host has it is unknown: state it with --host-memory."
+        f"Plan 1 needs {show_bytes(one.host_offloaded_bytes)} of host memory per node. The host's "
+        "memory is unknown: state it with --host-memory."
     ]
 
 
@@ -97,7 +97,7 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
 
 
 def _offloading(one: Estimate) -> list[str]:
-    """Return the parts of the offloading time."""
+    """Describe the contributions of offloading to the step time."""
     lines = [
         f"{_OFFLOADED[part.what].format(size=show_bytes(part.nbytes))}: "
         f"{show_seconds(part.exposed_s)}"
@@ -109,13 +109,13 @@ def _offloading(one: Estimate) -> list[str]:
     return lines
 
 
-# Parts of a rank's step; docs/concepts/planner.md says how each is computed.
+# Contributions of offloading to a rank's step; docs/concepts/planner.md says how each is computed.
 _OFFLOADED = {
     "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
     "activations": "offloading copies {size} of activations, out in the forward and back in the "
     "backward",
     "optimizer": "offloading copies {size} of gradients and new weights",
-    "host step": "the optimizer steps on the host",
+    "host step": "the optimizer runs on the host",
     "disk": "offloading reads and writes {size} of the optimizer's state and weights on the disk",
 }
 
@@ -142,7 +142,7 @@ def _offload_notes(one: Estimate) -> list[str]:
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
-    """Draw bars of the parts that are at least a thousandth, largest first, with their shares."""
+    """Draw bars of all parts of at least a thousandth, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
     for _ in range(3):
@@ -160,8 +160,8 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
 def _rates(one: Estimate) -> str:
     ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
     used = "" if one.mfu is None else (
-        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (causal attention not halved; of "
-        "windows, only the keys that they reach)"
+        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (with full causal attention, and "
+        "only the keys within sliding windows)"
     )  # fmt: skip
     rate, unit = one.rate
     return f"{show_count(rate)} {unit} on {ranks}{used}"
@@ -191,7 +191,7 @@ def explanation_text(answer: Plans, number: int) -> Group:
 
 
 def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
-    """Show in detail a plan that the user gave."""
+    """Show the details of a plan that the user gave."""
     one = planned.estimate
     lines: list[RenderableType] = [*_detail(planned)]
     if one.memory_bytes is not None:
@@ -211,7 +211,10 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
 
 
 def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem) -> Group:
-    """Show throughput by number of nodes: nodes, devices, and the fastest plan for each."""
+    """Show the fastest plan and its throughput by number of nodes.
+
+    Rows are nodes, devices, and the plan, None if no plan fits.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     unit = next((one.estimate.rate[1] for _, _, one in rows if one is not None), "tokens/s")
     for name in ("nodes", "devices", unit, "efficiency", "network", "memory"):
@@ -259,7 +262,7 @@ def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: Planni
     return Group(*parts, _bullets(notes))
 
 
-_LINEAR = 1.005  # times the first row's rate: above this, the gain is more than rounding
+_LINEAR = 1.005  # ratio to the first row's rate above which the gain is more than rounding
 _UNTRAINED = "†: outpace cannot train it."
 
 
@@ -267,12 +270,12 @@ def _marked_title(planned: RankedPlan) -> str:
     return f"{planned.title} †" if planned.untrained else planned.title
 
 
-_EXCHANGES = ("tensor_s", "context_s", "pipeline_s", "expert_s", "data_s")
+_COMMUNICATION = ("tensor_s", "context_s", "pipeline_s", "expert_s", "data_s")
 
 
 def network_share(one: Estimate) -> float:
     """Return the share of a step that is exposed communication."""
-    return sum(one.parts_s[name] for name in _EXCHANGES) / one.step_time_s
+    return sum(one.parts_s[name] for name in _COMMUNICATION) / one.step_time_s
 
 
 def _compute_share(one: Estimate) -> float:
@@ -281,9 +284,9 @@ def _compute_share(one: Estimate) -> float:
 
 
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
-    """Compare the fastest plan on a changed machine with the fastest on the current one.
+    """Compare the fastest plans before and after a change of the machine.
 
-    If no plan fits, show the reason instead.
+    Where no plan fits, the reason is shown instead.
     """
     now, then = (
         one if isinstance(one, str) else one.plan_for("fastest") or one.plans[0]
@@ -319,7 +322,7 @@ _SAME_RATE = 5e-4  # shown as 0.0 %
 
 
 def _compare_rates(now: Estimate, then: Estimate) -> str:
-    """Say how much the throughput changes."""
+    """Describe how much the throughput changes."""
     gain = now.step_time_s / then.step_time_s - 1
     if abs(gain) < _SAME_RATE:
         return "the same throughput"

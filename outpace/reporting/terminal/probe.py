@@ -1,4 +1,4 @@
-"""A probed machine in a terminal: its figures, and what to improve."""
+"""A probed machine in a terminal: its figures, and advice."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class _Lines:
     def show_stopping(self) -> None:
         """Print immediately that the probe is stopping.
 
-        If another print is in progress, Python refuses this one, which is harmless.
+        If another print is in progress, Python refuses this one, which does no harm.
         """
         with suppress(RuntimeError):
             self._console.print("stopping…")
@@ -66,18 +66,18 @@ def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[ProgressDispla
 
 
 def show_machine(machine: Machine, out: Path | None, width: int | None = None) -> None:
-    """Print a machine on standard output, in `width` columns (None: the terminal's)."""
+    """Print a probed machine on standard output, in `width` columns (None: the terminal's)."""
     console = Console(highlight=False, width=width)
     assert machine.probed is not None
     for part in parts_of(machine, machine.probed, kept=out is not None):
         console.print(part)
         console.print()
-    where = f"kept in {out}" if out else "not saved: give --out machine.json for the planner"
+    where = f"saved in {out}" if out else "not saved: give --out machine.json for the planner"
     console.print(Text(where, style="dim"))
 
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield everything to show, from the machine to notes on omissions."""
+    """Yield everything to show, from the machine to the notes."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:

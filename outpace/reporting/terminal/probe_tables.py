@@ -1,4 +1,4 @@
-"""A probe's figures as tables, with sizes as rows and choices as columns."""
+"""Tables of a probe's figures, with sizes as rows and variants as columns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +15,7 @@ from outpace.records.probe_results import LinkFit, ProbeRecord
 from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]
-# Sweeps of many sizes, which are not shown: advice states their results, and the record has all
-# figures.
+# Figures of sweeps over many sizes, which are not shown: the advice states their results.
 _SWEEPS = {"unlucky", "fine", "candidate"}
 _MOST_RANKS = 16
 
@@ -42,7 +41,7 @@ def _array_size(figure: Figure) -> str:
 
 
 def _key_words(*names: str) -> Named:
-    """Return a function that joins the given parts of a figure's key as words."""
+    """Return a function that joins these values of a figure's key as words."""
 
     def join_parts(figure: Figure) -> str:
         of = figure.key.of
@@ -92,14 +91,14 @@ _LAYOUTS = {
     "step": _Layout("Steps of small training runs", _key_words("reference"), _key_words("ranks")),
     "ranks": _Layout("All ranks at once", _key_words("rank"), _figure_words()),
     "overlap": _Layout(
-        "Communication beside computing", _figure_words("collective", "bytes"),
+        "Communication during computation", _figure_words("collective", "bytes"),
         _key_words("axis", "backend"),
     ),
 }  # fmt: skip
 
 
 def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
-    """Yield a table for each kind of figure; collectives share one."""
+    """Yield a table for each kind of figure. Collectives share one."""
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind in COLLECTIVES:
             continue
@@ -135,7 +134,7 @@ def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
 
 
 def _collectives(figures: Sequence[Figure]) -> RenderableType:
-    """Tabulate time over all ranks by size, with bandwidths as nccl-tests defines them."""
+    """Tabulate collectives of all ranks by size, with bandwidths as defined by nccl-tests."""
     table = _empty()
     table.add_column("")
     for name in ("array", "time", "algbw", "busbw"):
@@ -201,7 +200,7 @@ def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
 
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:
-    """Return a table of the models fitted to collectives."""
+    """Return a table of the latency and bandwidth fitted to collectives."""
     table = _empty()
     table.add_column("", no_wrap=True)
     for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):

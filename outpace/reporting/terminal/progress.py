@@ -1,6 +1,6 @@
-"""The progress of a run: a live line in a terminal, and lines of text elsewhere.
+"""Progress of a run: a live line in a terminal, and lines of text elsewhere.
 
-Everything goes to standard error; standard output is for results.
+Progress goes to standard error; standard output is for results.
 """
 
 import time
@@ -26,14 +26,14 @@ from outpace.training.callbacks import TRAINING, Callback
 
 # Seconds between lines outside of a terminal.
 _LINE_EVERY_S = 5.0
-# Steps whose medians determine the bottleneck; with fewer, none is shown.
+# Maximum number of latest steps that determine the bottleneck, and the minimum to show one.
 _MOST_STEPS, _LEAST_STEPS = 20, 5
 # Terminal width from which the live line shows the bottleneck.
 _WIDE = 110
 
 
 class TrainingProgress(Callback):
-    """Callback that shows stages, tokenization, steps, evaluations and hints on standard error."""
+    """Callback that shows phases, steps, evaluations and hints on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
@@ -74,7 +74,7 @@ class TrainingProgress(Callback):
             self._line(f"{what}: {counts}{share and ',' + share}")
 
     def on_start(self, info: RunInfo) -> None:
-        """Show what will be trained, when the run is set up."""
+        """Show what will be trained, once the run is set up."""
         self._end_stage()
         self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
@@ -83,7 +83,7 @@ class TrainingProgress(Callback):
             self.console.print(line, soft_wrap=True)
 
     def _show_line(self) -> None:
-        """Show the training line in a live terminal."""
+        """Show the live line of training, in a terminal."""
         if self._info is None or not self.console.is_terminal:
             return
         begun, total = self._info.start_step, self._info.total_steps
@@ -117,14 +117,14 @@ class TrainingProgress(Callback):
             self._line(f"{steps}  {figures}")
 
     def _left_s(self, step: int) -> float | None:
-        """Return the time for the remaining steps at the latest speed; None if unknown."""
+        """Return the time of the remaining steps at the latest speed; None if unknown."""
         left = max(0, self._total_steps - step)
         if not self._latest and left:
             return None
         return left * (fmean(one.step_time_s for one in self._latest) if left else 0.0)
 
     def on_load(self, load: Load, step: int) -> None:
-        """Keep the latest load of the host and its devices."""
+        """Keep the latest load, from which the bottleneck is determined."""
         self._load = load
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
@@ -140,7 +140,7 @@ class TrainingProgress(Callback):
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Show what uses memory."""
+        """Show memory by kind."""
         self._end_stage()
         if use.traced is not None:
             self.console.print(memory_table(plan, use.traced, use.measured, None))
@@ -164,7 +164,7 @@ class TrainingProgress(Callback):
         self._stage = None
 
     def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
-        """Join the figures and the bottleneck, in two lines if the terminal is narrow."""
+        """Join the figures and the bottleneck, on two lines if the terminal is narrow."""
         found = self._bottleneck()
         if self.console.width >= _WIDE:
             return _figures(record, left_s, short=True, held_by=found)
@@ -172,7 +172,7 @@ class TrainingProgress(Callback):
         return f"{figures}\n{found}" if found else figures
 
     def _bottleneck(self) -> str:
-        """Return the bottleneck of the latest steps in a word or two; '' if unknown."""
+        """Return the bottleneck of the latest steps in a few words; '' if unknown."""
         info, load = self._info, self._load
         if info is None or len(self._latest) < _LEAST_STEPS:
             return ""
@@ -246,7 +246,7 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
 
 
 def _recomputation(plan: Plan) -> str:
-    """Describe which blocks recompute activations: all, every k-th, or a number of each mode."""
+    """Describe which blocks recompute activations: all, every k-th, or how many in each mode."""
     if not plan.checkpoint_layers:
         every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
         return f"{plan.checkpointing} activation checkpointing{every}"
@@ -260,7 +260,7 @@ def _steps(done: int, total: int) -> str:
 
 
 def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
-    """Return the record with rates averaged over the latest steps, to smooth out slow ones."""
+    """Return the record with rates averaged over the latest steps."""
     seconds = sum(one.step_time_s for one in latest)
     rates: dict[str, float] = {}
     for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):

@@ -1,4 +1,4 @@
-"""Past runs in a terminal: a table of many, or one in full."""
+"""Past runs in a terminal: a table of runs, or one run in full."""
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,18 +27,18 @@ _NOTES = {
     "run.json": "everything that determined the run",
     "metrics.jsonl": "one line per step",
     "evals.jsonl": "one line per evaluation",
-    "result.json": "the outcome",
+    "result.json": "the result",
     "failure.json": "why it ended early",
     "checkpoints": "to resume from",
     "model": "for generate, eval and --model",
     "utilisation": "the load of hosts and devices",
-    "memory.json": "where memory went",
+    "memory.json": "memory by kind",
     "certificate.json": "of outpace verify",
     "tensorboard": "tensorboard --logdir reads it",
 }
 
 
-# Settings that a row shows anyway, or that do not affect training.
+# Settings that a row shows in other words, or that do not affect training.
 _SHOWN = {
     "model", "strategy", "precision", "steps", "nproc", "device", "out", "resume", "plan",
     "dp_replicate", "dp_shard", "cp", "tp", "pp", "log", "expect_step_time_s", "save_every", "keep",
@@ -47,7 +47,7 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """Return a table with two lines per run: description below path, progress below time."""
+    """Return a table with two lines per run: path over description, and time over state."""
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
@@ -67,7 +67,7 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
 
 
 def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
-    """Return columns by name, without empty ones."""
+    """Return the columns that are not empty, by name."""
     found = {
         "loss": [_cell(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
         "step": [_cell(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
@@ -84,7 +84,7 @@ def _cell(value: Any, shown: str) -> str:
 
 
 def _run_words(row: PastRun) -> str:
-    """Return a run's model, layout and precision, or how it is damaged."""
+    """Describe a run by model, layout and precision, and any damage."""
     if row.model is None or row.strategy is None:
         return row.damage or ""
     layout = layout_words(row.strategy, row.mesh or "", row.processes or 1)
@@ -94,7 +94,7 @@ def _run_words(row: PastRun) -> str:
 
 
 def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
-    """Return the given settings of each run in which the runs differ."""
+    """Return those given settings of each run in which the runs differ."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
     alike = {
@@ -121,7 +121,7 @@ def utc_minute(started: str | None) -> str:
 
 
 def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
-    """Return everything about a run: its settings, its progress, its result, its files."""
+    """Show everything about a run: settings, progress, result and files."""
     row, record = past.row, past.record
     head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
     parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]

@@ -20,18 +20,18 @@ _MOST_WORDS = 24  # characters of a proposed prompt
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Return the label of `train_runtime`; in a resumed run, it covers only the last part."""
+    """Return the label of `train_runtime`, which in a resumed run starts at the last resume."""
     started = measurement.start_step
     return f"training since step {started:,}" if started else "training time"
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Return the label of `first_step_s`; in a resumed run, it is that of the first new step."""
+    """Return the label of `first_step_s`, which in a resumed run is that of the first new step."""
     return f"time to step {measurement.start_step + 1:,}"
 
 
 def summary(measurement: Measurement) -> RenderableType:
-    """Return losses, speed, time by part, a sample and the run's path, for 80 columns or more.
+    """Show losses, speed, time by part, a sample and the run's path, in at least 80 columns.
 
     Generated text and paths are shown literally, never interpreted as markup.
     """
@@ -62,7 +62,7 @@ def summary(measurement: Measurement) -> RenderableType:
 
 
 def evaluation_table(evaluation: Evaluation) -> RenderableType:
-    """Return loss, perplexity and speed on held-out data."""
+    """Show the loss, other metrics and speed on held-out data."""
     table = _pairs("Evaluation")
     what = target_of(evaluation)
     unit = "" if what == "target" else f" nats per {what}"
@@ -81,7 +81,7 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
 
 
 def target_of(evaluation: Evaluation | None) -> str:
-    """Return what a loss is a mean over: classified samples, tokens, or a custom loss's targets."""
+    """Return what a loss is averaged over: samples (of classifiers), tokens, or other targets."""
     if evaluation is None:
         return "token"
     if evaluation.metrics:
@@ -186,7 +186,7 @@ def _advice(measurement: Measurement) -> list[str]:
 
 
 def show_whole(count: float | None, unit: str = "") -> str:
-    """Return a count or rate in full if it is short enough: 22222.2 -> '22,222'. None -> 'n/a'."""
+    """Format a count or rate in full if it is below 1e9: 22222.2 -> '22,222'. None -> 'n/a'."""
     if count is None or abs(count) >= 1e9:
         return show_count(count, unit)
     return f"{count:,.0f} {unit}".rstrip()
@@ -216,7 +216,7 @@ def _path(measurement: Measurement) -> Padding:
 
 
 def _words(sample: str) -> str:
-    """Return a sample's first words, quoted for a shell; 'def ' if there are none."""
+    """Return a sample's first words as a prompt, quoted for a shell; 'def ' if there are none."""
     line = next((line for line in sample.splitlines() if line.strip()), "def ")
     begin = " ".join(line.split()[:2])
     return shlex.quote("def " if begin.startswith("def ") else begin[:_MOST_WORDS])

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width, which never shorten figures."""
+"""Tables that fit terminals of any width without truncating figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,16 +11,15 @@ from rich.text import Text
 
 _ANY_WIDTH = 10_000
 NAME_WIDTH = 24  # minimum width of long names
-_MOST_BESIDE = 4  # with more names, each has a row, which is easier to compare
+_MOST_BESIDE = 4  # maximum number of names to show as columns
 
 
 class NarrowTable:
-    """A table with a row per name. Columns that do not fit are moved below, or left out.
+    """A table with a row per name. Columns that do not fit are moved to tables below, or left out.
 
     Up to four names get a column each instead, if everything then fits in one table. `figures`:
-    cells by column, the most important columns first. `left_out`: the note about columns that are
-    left out; without it, they are moved to tables below. Long names are folded, to a width of at
-    least `name_width`.
+    cells by column, the most important columns first. `left_out`: a note, with which columns that
+    do not fit are left out. Long names are folded to a width of at least `name_width`.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class NarrowTable:
             yield Text(f"{self.left_out}: {', '.join(missing)}", style="dim")
 
     def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[list[str]]:
-        """Yield groups of as many columns as fit next to the names."""
+        """Yield groups of columns, each with as many as fit next to the names."""
         columns: list[str] = []
         for name in self.figures:
             if columns and self._needs(console, options, [*columns, name]) > options.max_width:
@@ -59,7 +58,7 @@ class NarrowTable:
         yield columns
 
     def _needs(self, console: Console, options: ConsoleOptions, columns: Sequence[str]) -> int:
-        """Return the width that complete figures and the shortest allowed names need."""
+        """Return the minimum width of a table: complete figures, and names folded to the limit."""
         wide = options.update(max_width=_ANY_WIDTH)
         whole = Measurement.get(console, wide, self._table(columns)).maximum
         return whole - max(self._longest - self.name_width, 0)
@@ -79,7 +78,7 @@ class NarrowTable:
         return table
 
     def _transpose(self) -> Table:
-        """Return a table with a column per name; each word of a name may have a line."""
+        """Return a table with a column per name. Names are wrapped between words."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(
             self.head, overflow="fold", min_width=max(map(cell_len, self.figures), default=0)

@@ -1,4 +1,4 @@
-"""A topology for the terminal: the matrix of GPUs, and its consequences for parallelism."""
+"""A topology in a terminal: the matrix of GPUs, and its consequences for parallelism."""
 
 from itertools import combinations
 
@@ -30,7 +30,7 @@ _PAIRS_SHOWN = 6
 def topology_text(topology: Topology, placement: Placement) -> Group:
     """Show missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
 
-    Network cards only have rows, since the matrix is symmetric and their columns would not fit.
+    Network cards have only rows: the matrix is symmetric, and their columns would not fit.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     gpus = topology.gpus
@@ -79,7 +79,7 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Say which groups to use for tensor parallelism, and where slow links hurt performance."""
+    """Return sentences on the groups for tensor parallelism, and on slow links."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
@@ -128,7 +128,7 @@ def _slower(slow: SlowPairs, topology: Topology) -> str:
 
 
 def gpu_line(gpu: GpuState) -> str:
-    """Describe a GPU's current links, clocks, power and slowdowns; unknown values are omitted.
+    """Describe a GPU's current links, clocks, power and slowdowns. Unknown values are omitted.
 
     An idle GPU has low clocks and a slow PCIe link, to save power.
     """
@@ -152,7 +152,7 @@ def gpu_line(gpu: GpuState) -> str:
 
 
 def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
-    """Format a clock as '1410 of 1980 MHz', without unknown parts."""
+    """Format a value and its maximum: '1410 of 1980 MHz'; '' if the value is unknown."""
     if now is None:
         return ""
     both = f"{now} of {limit}{most}" if most is not None and (limit or most != now) else str(now)
@@ -168,7 +168,7 @@ def _whole(number: float | None) -> int | None:
 
 
 def link_faults(placement: Placement, topology: Topology) -> list[str]:
-    """Describe what is wrong with the NVLinks, or say that they are not in the matrix."""
+    """Describe missing NVLinks, or say that the matrix does not have NVLinks."""
     if topology.pcie_only:
         return [
             "This matrix is from `nvidia-smi topo -mp`, which leaves NVLinks out, so it is "
@@ -233,7 +233,7 @@ def _groups(grouping: Grouping) -> str:
 
 
 def cpu_text(cpu: CpuTopology) -> Group:
-    """Return packages, cores, NUMA nodes and caches."""
+    """Show a host's packages, cores, NUMA nodes and caches."""
     threads = cpu.cpu_count
     parts = [f"{threads} CPUs ({cpu.cpus})"]
     if cpu.cores:

@@ -24,7 +24,7 @@ _GIB = 2**30
 
 
 def sparkline(values: Sequence[float | None], cells: int) -> str:
-    """Return shares as one character each; more than `cells` values are averaged evenly.
+    """Draw shares as one character each. More than `cells` values are averaged in equal groups.
 
     Unknown values are spaces.
     """
@@ -41,7 +41,7 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """Return a line per device and host. If there is a `history`, the rest of `width` shows it.
+    """Return a table with a line per device and host, and their `history` in the rest of `width`.
 
     Devices that the run did not use are counted, not listed.
     """
@@ -72,10 +72,10 @@ def averages_table(
 
 
 def closing_text(seen: Utilisation, width: int) -> RenderableType:
-    """Return the final output of `outpace watch`: averages, and the cost of watching itself."""
+    """Return the final output of `outpace watch`: averages, and the cost of watching."""
     load = seen.average()
     if load is None:
-        return Text("nothing was seen")
+        return Text("nothing was recorded")
     share = seen.sampler_cpu_s / seen.duration_s
     took = Text(
         f"over {show_seconds(seen.duration_s)}, a sample every {show_seconds(seen.period_s)}; "
@@ -98,8 +98,7 @@ class View:
         self._live: Live | None = None
 
     def show(self, load: Load, doing: str = "", said: str = "") -> None:
-        """Show the newest load; `doing` is a line about the run, `said` is its unfinished
-        output."""
+        """Show a load. `doing`: a line about the run. `said`: its unfinished line of output."""
         self._recent.append(load)
         if not self.console.is_terminal:
             now_s = time.monotonic()
@@ -201,7 +200,7 @@ def _host_cells(host: HostLoad) -> list[str]:
 
 
 def _cell_words(cells: Sequence[str]) -> Iterator[str]:
-    """Join known cells to one line."""
+    """Yield the known cells as words for one line."""
     yield cells[0]
     if cells[1] != "n/a":
         yield f"(run {cells[1]})"
@@ -242,7 +241,7 @@ def _power(watts: float | None) -> str:
 
 
 def _traffic(label: str, device: DeviceLoad) -> Text:
-    """Show a device's name and its link traffic in both directions on one line."""
+    """Format a device's link traffic in both directions, and its name, on one line."""
     parts = []
     for name, rx, tx in (
         ("PCIe", device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s),

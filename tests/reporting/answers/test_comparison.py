@@ -130,7 +130,7 @@ def test_few_rounds_have_no_whiskers_and_rounds_are_whole_numbers():
         values = figure(document, "Time of a step")
         whiskers = values.traces[0]["error_x"]["array"]
         assert (whiskers == [None, None]) is (rounds == 2)
-        assert ("middle half" in values.title) is (rounds > 2)
+        assert ("quartiles" in values.title) is (rounds > 2)
         assert figure(document, "Every round").layout["xaxis"]["dtick"] == dtick
 
 
