@@ -270,7 +270,9 @@ class RankFindings:
     `whole` and `cut` have relative differences by (kind, name, step) from the reference with the
     whole batch and from the one that splits it. `unmatched` says why a tensor has no counterpart in
     a single process. `held` names the gradients that this rank had in the first step. `attributes`
-    names those that changed before the checkpoint, which does not contain attributes.
+    names those that changed before the checkpoint, which does not contain attributes. `summed` has
+    the differences of the first step's gradients of whole parameters, summed over tensor-parallel
+    ranks.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -279,6 +281,7 @@ class RankFindings:
     unmatched: dict[tuple[str, str, int], str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
+    summed: dict[str, float | None] = field(default_factory=dict)
 
 
 class PlannedRun:
@@ -314,6 +317,7 @@ class PlannedRun:
         )
         trial.spoil(self.layout)
         self._gradients: dict[str, Tensor] = {}
+        self._summed: dict[str, Tensor] = {}  # over tensor-parallel ranks
         self._stepper = Stepper(
             layout=self.layout,
             optimizer=self._optimizer,
@@ -372,12 +376,18 @@ class PlannedRun:
         self._at(f"step {step}{when}")
         share = self._share(self._trial.batch(step))
         self._gradients.clear()
+        self._summed.clear()
         self._stepper.begin()
         with without_dropout(self.layout.objective):
             raw = self._run_step(step, share)
         held = _step(raw.totals.double(), dict(self._gradients), raw.grad_norm)
         if step == 1:
             self.found.held = set(held["gradient"])
+            wanted = self._references["whole"].steps[0]["gradient"]
+            of = scales(wanted, self._floor)
+            for name, tensor in self._summed.items():
+                off = relative(tensor, wanted.get(name), of.get(name, 0.0))
+                self.found.summed[name] = off
         for kind, tensors in held.items():
             for name, reference_of in self._references.items():
                 wanted = reference_of.steps[step - 1][kind]
@@ -415,9 +425,13 @@ class PlannedRun:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if is_spread(gradient) and not all(one.get(name, True) for one in said):
+            everywhere = all(one.get(name, True) for one in said)
+            if is_spread(gradient) and not everywhere:
                 continue
             self._gradients[name] = whole(gradient).clone()
+            if self._plan.tp > 1 and everywhere and not is_spread(gradient):
+                self._summed[name] = gradient.clone()
+                dist.all_reduce(self._summed[name])
 
     def _compare_state(self, when: str) -> None:
         """Compare parameters and buffers on rank 0, gathered as for an export."""

@@ -17,6 +17,7 @@ from outpace.parallel.parity.cut_cause import (
     synchronised_cure,
 )
 from outpace.parallel.parity.moved_parameters import explain_writes
+from outpace.parallel.parity.split_messages import SPLIT_LOSS, explain_parts
 from outpace.parallel.parity.state_messages import (
     explain_state_after_resume,
     explain_state_of_wrong,
@@ -89,6 +90,8 @@ def verdict_of(
         known = (
             _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts, plan)
         )
+    parts = [name for name, off in found[0].summed.items() if _is_allowed(off, allowed)]
+    known = known or _explain_split(plan, listed, parts, notes)
     cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
     largest = max(listed, key=lambda key: _size(named[key]))
     off = _size(named[largest])
@@ -202,6 +205,28 @@ def _known_cause(
         why = explain_cause(facts.cut_cause_fixed)
         return f"Ranks share BatchNorm's statistics, but nothing else in the forward: {why}"
     return kept
+
+
+def _explain_split(
+    plan: Plan,
+    listed: Sequence[tuple[str, str, int]],
+    parts: Collection[str],
+    notes: Mapping[tuple[str, str, int], str],
+) -> str | None:
+    """Return what layouts of tensor parallelism leave in parts; None under other strategies.
+
+    `parts` are parameters of which ranks have parts of the gradient.
+    """
+    kind, _, step = listed[0]
+    if plan.tp == 1 or kind not in ("loss", "gradient"):
+        return None
+    if kind == "loss":
+        return SPLIT_LOSS.removesuffix(".")
+    off = {name for kind, name, at in listed if kind == "gradient" and at == step == 1}
+    found = [name for name in parts if name in off]
+    times = f"is {plan.tp} times one process's"
+    repeated = sorted(name for name in off if notes.get(("gradient", name, 1)) == times)
+    return explain_parts(found, len(found) < len(off), plan.tp, repeated).removesuffix(".")
 
 
 def _likely_cause(

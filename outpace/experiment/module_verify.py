@@ -45,6 +45,7 @@ from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, SINGLE, ComparisonLimits
 from outpace.parallel.parity.first_batch_messages import explain_new_parameters
 from outpace.parallel.parity.loss_scale import explain_backwards
+from outpace.parallel.parity.split_messages import explain_split_failure
 from outpace.parallel.parity.state_messages import explain_reshaped
 from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
@@ -402,6 +403,10 @@ class _Verifier:
         if failed and self._fails_cut(way):
             why = explain_lengths(self._trial.batches[0]) or f"{RUNS_WHOLE}."
             return make_verdict(plan, allowed, reason=f"{said}: {why}", refused=True)
+        if failed and plan.tp > 1 and end.at == "step 1" and end.said:  # no signal
+            advice = explain_split_failure(said, plan.tp)
+            said = f"{said.removesuffix('.')}. {advice}"
+            return make_verdict(plan, allowed, reason=said, refused=True)
         after = " (after resuming)" if phase == "resume" else ""
         return make_verdict(plan, allowed, reason=f"{said}{after}")
 

@@ -307,7 +307,8 @@ def parallelize(
     stage. None: the repeated submodules, or all members of an nn.Sequential.
 
     `layouts` selects the matrices that tp splits, by patterns of names: {"layers.*.q": "colwise",
-    "layers.*.o": "rowwise"}. None: the layouts that a transformers model defines.
+    "layers.*.o": "rowwise"}. None: the layouts that a transformers model defines. The guide to
+    custom models lists all layouts.
 
     `sync_batchnorm`: replicas normalise with statistics over the samples of all replicas.
 

@@ -9,24 +9,27 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
 
 from outpace.nn.block import Linear
 from outpace.optim.build import Build
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
+from outpace.parallel.parity.split_messages import SUMS_OUTPUT, SUMS_WEIGHTS
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import all_parameters, meta_copy
 from outpace.records.errors import BadInputError, join_or, suggest
@@ -39,26 +42,29 @@ _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: SplitRows(Replicate()), 0),
 }
-# Layouts that keep weights whole. In the second, each rank sees some of the heads, so gradients are
-# partial sums.
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+# Layouts that keep weights whole. In the second, each rank sees some of the heads, so gradients of
+# weights are partial sums; in the third, each rank uses the whole output for some of the heads, so
+# the output's gradient is a partial sum.
+_WHOLE = ("replicate", SUMS_WEIGHTS, SUMS_OUTPUT)
 LAYOUTS = (*_STYLES, *_WHOLE)
 
 
 class CustomTensorParallel(ShardedLayout):
     """A custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares`: names of modules whose weights are whole but whose gradients must be summed.
+    `shares`: whole parameters whose gradients must be summed.
     """
 
     def __init__(
-        self, objective: nn.Module, whole: nn.Module, mesh: DeviceMesh, shares: Sequence[str]
+        self,
+        objective: nn.Module,
+        whole: nn.Module,
+        mesh: DeviceMesh,
+        shares: Sequence[nn.Parameter],
     ) -> None:
         super().__init__(objective, whole, mesh.get_group())
         self._tells = mesh.get_local_rank() == 0  # all ranks compute the loss of all samples
-        self._shares = [
-            p for name in shares for p in all_parameters(self.model.get_submodule(name))
-        ]
+        self._shares = shares
 
     def _list_watched(self) -> set[nn.Module]:
         """Return the module and its submodules that communicate."""
@@ -127,6 +133,8 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
                 f"{suggest(layout, LAYOUTS)} Use {join_or(LAYOUTS)}, or strategy zero3."
             )
         names = [name for name in modules if _matches(name, pattern)]
+        if not names and layout == SUMS_WEIGHTS:
+            names = [name for name, _ in model.named_parameters() if _matches(name, pattern)]
         if not names:
             raise BadInputError(
                 f"layouts names {pattern!r}, but {type(model).__name__} has no such "
@@ -237,5 +245,31 @@ def apply(request: LayoutRequest) -> Layout:
         if layout in _STYLES:
             style = _STYLES[layout][0]()
             parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-    shares = [name for name, layout in layouts.items() if layout == _WHOLE[1]]
-    return CustomTensorParallel(request.objective, copied, mesh, shares)
+        elif layout == SUMS_OUTPUT:
+            model.get_submodule(name).register_forward_hook(partial(_sum_gradient, mesh))
+    shares = [
+        p
+        for name, lay in layouts.items()
+        if lay == SUMS_WEIGHTS
+        for p in _named_parameters(model, name)
+    ]
+    unique = list(dict.fromkeys(shares))  # a module and its parameter may both be named
+    return CustomTensorParallel(request.objective, copied, mesh, unique)
+
+
+def _named_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """Return the parameters of the module of this name, or the parameter of this name."""
+    alone = dict(model.named_parameters()).get(name)
+    return list(all_parameters(model.get_submodule(name))) if alone is None else [alone]
+
+
+def _sum_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output unchanged; in the backward, its gradient is summed over ranks."""
+
+    def sum_of(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        spread = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+        return spread.to_local(grad_placements=[Partial()])
+
+    return tree_map(sum_of, output)

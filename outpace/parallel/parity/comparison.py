@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.nn.dtensor import local, split_rows
 from outpace.parallel.deferred_init import part_of
+from outpace.parallel.parity.split_messages import SPLIT_LOSS, explain_parts
 from outpace.records.errors import first_names
 from outpace.records.pipelines import Schedule
 from outpace.records.plan import Plan
@@ -198,7 +199,8 @@ class LayoutComparison:
     product for each name, then the number of gradients for each name. `layout` contains the sums of
     losses and targets. `gradients` (3, names) contains the inner products of the layout's
     gradients, their squares, and the number of ranks that have them. `schedule` is the pipeline's
-    schedule, if any.
+    schedule, if any. `tp` is the number of tensor-parallel ranks, whose gradients of whole
+    parameters are averaged.
     """
 
     def __init__(
@@ -209,7 +211,9 @@ class LayoutComparison:
         gradients: Tensor,
         allowed: ComparisonLimits,
         schedule: Schedule | None = None,
+        tp: int = 1,
     ) -> None:
+        self._tp = tp
         self._in_stages = schedule is not None
         self._lost = LOST_IN_SPLIT if schedule and schedule.splits_backward else _LOST
         sums = torch.cat([plain, layout, gradients.flatten()])
@@ -234,7 +238,9 @@ class LayoutComparison:
         if not abs(mine - loss) <= self._allowed.loss * max(size, 1e-30):
             return FoundDifference(
                 f"the loss is {mine / (count or 1):.6g} instead of {loss / (count or 1):.6g}",
-                "The loss uses something that this strategy does not pass on, such as a term "
+                SPLIT_LOSS
+                if self._tp > 1
+                else "The loss uses something that this strategy does not pass on, such as a term "
                 "that submodules store in attributes, or parameters of other ranks.",
                 abs(mine - loss) / max(size, 1e-30),
             )
@@ -245,6 +251,9 @@ class LayoutComparison:
         largest = max([*self._sizes, *map(abs, plain)], default=0.0)
         lost: list[str] = []
         off: list[str] = []
+        # of `off`: right if summed over tensor-parallel ranks, and if divided by their number
+        parts: list[str] = []
+        repeated: list[str] = []
         for number, name in enumerate(self._names):
             size, wanted = self._sizes[number], abs(plain[number])
             # Rounding never makes a whole gradient 0, so even a small one is known to be lost.
@@ -254,6 +263,11 @@ class LayoutComparison:
             scale = max(size, wanted, self._allowed.floor * largest)
             if abs(self._products[number] - plain[number]) > self._allowed.projection * scale:
                 off.append(name)
+                found, least = self._products[number], self._allowed.projection * scale
+                if abs(found * self._tp - plain[number]) <= least:
+                    parts.append(name)
+                elif abs(found / self._tp - plain[number]) <= least:
+                    repeated.append(name)
         if lost:
             return FoundDifference(
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
@@ -274,7 +288,9 @@ class LayoutComparison:
             return FoundDifference(
                 f"the gradient of {first_names(off)} differs (for {shown}, it is {ratio:.4g} × "
                 "the plain module's)",
-                "Ranks add up gradients that do not belong together, or leave some out.",
+                explain_parts(parts, len(parts) < len(off), self._tp, repeated)
+                if self._tp > 1
+                else "Ranks add up gradients that do not belong together, or leave some out.",
             )
         return None
 

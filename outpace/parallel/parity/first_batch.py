@@ -78,6 +78,7 @@ from outpace.parallel.parity.plain_failure import PlainFailure
 from outpace.parallel.parity.plain_pass import PlainPass
 from outpace.parallel.parity.plain_sums import PlainSums, sum_gradients
 from outpace.parallel.parity.rank_dependence import explain_rank_dependence
+from outpace.parallel.parity.split_messages import explain_split_failure
 from outpace.parallel.parity.state_messages import (
     explain_kept_state,
     explain_reshaped,
@@ -225,7 +226,8 @@ class FirstBatch:
             factor = self._factor(layout, hooks, device)
             sums = sum_gradients(layout, found, holders, factor, self._ranks.world_size)
             schedule = SCHEDULES.get(self._plan.schedule)
-            asked = found.names, found.sums, totals.to(device), sums, allowed, schedule
+            tp = self._plan.tp
+            asked = found.names, found.sums, totals.to(device), sums, allowed, schedule, tp
             compared = LayoutComparison(*asked)
             wrong = compared.first_wrong()
             kept = wrong is None and reuse and not again and self._plan.precision not in SCALED
@@ -411,10 +413,12 @@ class FirstBatch:
                 said = explain_lost_value(sorted(plain.buffers), self._plan.strategy)
                 raise BadInputError(f"{said} {WAYS_OUT[self._by_command]}") from error
             said = str(error.__cause__ or error).strip() or type(error).__name__
+            tp = self._plan.tp
+            advice = f" {explain_split_failure(said, tp)}" if tp > 1 else ""
             said = said[:300].removesuffix(".")
             raise BadInputError(
                 f"under strategy {self._plan.strategy} the module fails, but in one process it "
-                f"does not: {type(error).__name__}: {said}. {WAYS_OUT[self._by_command]}"
+                f"does not: {type(error).__name__}: {said}.{advice} {WAYS_OUT[self._by_command]}"
             ) from error
 
     @property

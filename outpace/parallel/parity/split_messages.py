@@ -1,0 +1,63 @@
+"""Causes of differences under tensor parallelism: what a custom model's layouts leave in parts."""
+
+from collections.abc import Sequence
+
+from outpace.records.errors import first_names
+
+# The layout of whole modules between split ones, and of whole modules whose output meets parts.
+SUMS_WEIGHTS = "replicated_with_grad_allreduce"
+SUMS_OUTPUT = "replicated_with_output_grad_allreduce"
+
+SPLIT_LOSS = (
+    "Between a colwise and a rowwise matrix, each rank has a part of the features or heads. A "
+    "norm, softmax, mean or sum over features computes something else there, and so does code that "
+    "cuts or pairs them (chunk() of one matrix for q, k and v; whole keys of several heads). Split "
+    "such a matrix into several, or give it the layout colwise_gather_output and the next one "
+    "rowwise_split_input, or leave both out of layouts."
+)
+_MIXED = (
+    "The forward or the loss reads weights of split matrices itself, without calling the matrices. "
+    "Leave these matrices out of layouts, or use zero3."
+)
+
+
+def explain_parts(parts: Sequence[str], before: bool, tp: int, repeated: Sequence[str] = ()) -> str:
+    """Explain gradients that are wrong although the loss is right.
+
+    `parts` are whole parameters whose gradients, summed over ranks, are right; `repeated` those
+    whose gradients are `tp` times the right ones. `before`: whether gradients of other parameters
+    are wrong, too.
+    """
+    if repeated and not parts:
+        return (
+            f"Ranks add up the gradient of {first_names(repeated)} {tp} times, since its layout is "
+            f'"{SUMS_WEIGHTS}" or "{SUMS_OUTPUT}", but each rank has the whole gradient already '
+            "(a colwise matrix after it adds up its input's gradient). Leave it out of layouts."
+        )
+    if parts and not before:
+        return (
+            f"Each rank uses {first_names(parts)} for its own heads or features only, so its "
+            f"gradient is a part of the whole one. Add to layouts: the modules of these parameters "
+            f'(or their own names), each with "{SUMS_WEIGHTS}".'
+        )
+    what = f"{first_names(parts)}" if parts else "a module that layouts leave whole"
+    return (
+        f"Each rank uses what {what} computes for its own heads or features only (as with keys and "
+        "values of multi-query attention), so the gradients of that module and of all modules "
+        f'before it are parts of the whole ones. Give this module the layout "{SUMS_OUTPUT}"; or '
+        f'"{SUMS_WEIGHTS}" if its input is split, too (a norm within heads).'
+    )
+
+
+def explain_split_failure(said: str, tp: int) -> str:
+    """Advise on a forward that fails under tensor parallelism with the message `said`."""
+    if "DTensor" in said:
+        return _MIXED
+    return (
+        f"After a colwise matrix, each of {tp} ranks has 1/{tp} of the features or heads, up to "
+        "the next rowwise matrix. Ranks need whole heads, of keys and values, too. Do not write "
+        "their number into the forward (view(…, -1, head_dim), not view(…, heads, head_dim)), and "
+        "follow each colwise matrix by a rowwise one without modules, parameters or buffers for "
+        "all features in between. Or give matrices the layouts colwise_gather_output and "
+        "rowwise_split_input, or leave them out of layouts."
+    )
