@@ -126,7 +126,7 @@ HOST_BRIDGE_SHARE = 0.4
 class Latency(Record):
     """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
 
-    `by_size`, for trees: the share that is reached by array size, in powers of two from 64 bytes.
+    `by_size`, for trees: the share of the bandwidth by array size, in powers of two from 64 bytes.
     """
 
     base_s: NonNegativeFloat

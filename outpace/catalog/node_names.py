@@ -217,7 +217,7 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
     sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
     if last is None or int(last[2]) != asked.count or asked.count not in sizes:
         return ""
-    return f" If {asked.count} GB of memory are meant: {chip.name} has {_printed_gb(chip)} GB."
+    return f" If you mean {asked.count} GB of memory: {chip.name} has {_printed_gb(chip)} GB."
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:

@@ -65,13 +65,13 @@ def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Referen
         plan = Plan.parse(values, size)
         batch = plan.micro_batch * plan.pp_microbatches * plan.dp_replicate * plan.dp_shard
         batch = max(batch, -(-_BATCH // batch) * batch)
-        name = f"{size}: {_words(values)}"
+        name = f"{size}: {_format_values(values)}"
         seq_len = _SEQ_LEN[kind] * (_LONGER if size == "long" else 1)
         found[name] = Reference(name, spec, seq_len, batch, plan)
     return found
 
 
-def _words(values: dict[str, Any]) -> str:
+def _format_values(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" if name != "strategy" else str(value)
                      for name, value in values.items())  # fmt: skip
 

@@ -44,7 +44,7 @@ class SoftwareStack(Record):
     `attention`: the kernel that it uses where a model allows fused attention. `repeats_matmuls`:
     which of a block's matmuls its selective recomputation repeats: none, every second one in 16
     bits (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and
-    its gradients summed, together or one by one. `overlaps`: these run during computation.
+    its gradients summed, together or one by one. `overlaps`: collectives run during computation.
     `broadcasts`: under ZeRO-1, ranks send new parameters one after the other. `fuses_dropout`:
     bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens reach experts,
     during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what is replayed as

@@ -23,7 +23,7 @@ from outpace.records.units import show_count
 
 
 def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
-    """Explain why no plan fits, and suggest changes with which one would."""
+    """Explain why no plan fits, and suggest changes that make one fit."""
     if not found.smallest:
         return impossible(job.wanted, job.question.other_program)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
@@ -183,8 +183,8 @@ def _beyond_positions(job: PlanningProblem) -> str:
     if job.wanted.seq_len <= most:
         return ""
     return (
-        f" Its sequences of {job.wanted.seq_len} tokens exceed the {most} positions of the model, "
-        "and it does not accept longer ones unless it is changed."
+        f" Its sequences of {job.wanted.seq_len} tokens exceed the model's {most} positions, so "
+        "the model must be changed first."
     )
 
 

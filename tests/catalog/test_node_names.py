@@ -90,8 +90,8 @@ def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
         ("2xrtx-3060", "rtx-3060 is sold with 8 GB or 12 GB. Say which, as in 2xrtx-3060:12GB"),
         ("h100:70gb", "h100 is sold with 64 GB, 80 GB or 94 GB on boards"),
         ("gpu:a100:8", "a100 is sold with 40 GB or 80 GB.* as in 8xa100:80GB"),
-        ("rtx-4090:48", r"at most 16 of RTX 4090, not 48.* If 48 GB of memory are meant: .* 24 GB"),
-        ("h100:192", "at most 8 of H100 SXM.* If 192 GB of memory are meant: H100 SXM has 80 GB"),
+        ("rtx-4090:48", r"at most 16 of RTX 4090, not 48.* If you mean 48 GB of memory: .* 24 GB"),
+        ("h100:192", "at most 8 of H100 SXM.* If you mean 192 GB of memory: H100 SXM has 80 GB"),
         # Forms in which the number is a count, and a size that no accelerator has.
         *((name, r"--nodes \d+\.$") for name in ("48xrtx-4090", "gpu:rtx-4090:48", "h100:100")),
         # More digits than Python reads as an integer.

@@ -197,8 +197,8 @@ class MemoryFit:
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
         """Return changes to settings that the user did not set, one list per kind of change."""
         low = default_precision(self.device, self.machine) == "bf16"
-        beside_host = self.device.type != "cpu"
-        kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
+        separate_host = self.device.type != "cpu"
+        kinds = kinds_of_change(plan, low_precision=low, separate_host=separate_host)
         fixed = {"optimizer"} if resumes or self._settings.resume else set()
         # the budget already decided what is recomputed
         if self._settings.memory_budget is not None:

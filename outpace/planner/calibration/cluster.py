@@ -202,7 +202,7 @@ def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return the links between some of a node's devices; in a mesh, only the links among them."""
+    """Return the fabric of some of a node's devices; in a mesh, only the links between them."""
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -287,16 +287,16 @@ def _probed_fabric(known: ProbeFigures, ranks: int, kind: Kind) -> Fabric:
     each = (latency or _GLOO_LATENCY_S) / 2
     protocol = Protocol(each, each, 1e-3, 1.0)
     found = Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
-    return _by_gloo(found) if kind == "cpu" else found
+    return _with_gloo_rounds(found) if kind == "cpu" else found
 
 
-def _by_gloo(fabric: Fabric) -> Fabric:
+def _with_gloo_rounds(fabric: Fabric) -> Fabric:
     """Double the rounds of reduce-scatters: gloo (torch 2.13) sums whole arrays on every rank."""
     return replace(fabric, scatter_rounds=2)
 
 
 def _with_all_rates(rates: RateFit) -> RateFit:
-    """Add rates of accelerators that the catalog lacks; measured steps will correct them."""
+    """Add default rates for an accelerator that the catalog lacks; measured steps correct them."""
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -307,7 +307,7 @@ def _with_all_rates(rates: RateFit) -> RateFit:
 
 
 def _reference_steps(known: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """Yield the reference steps of this outpace version on `ranks` ranks of all hosts."""
+    """Yield the probe's reference steps on `ranks` ranks that this version also defines."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
@@ -368,7 +368,7 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
         name=machine.cpu,
         nodes=1,
         device=device,
-        fabric=_by_gloo(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
+        fabric=_with_gloo_rounds(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
         probed=False,
         notes=(_GUESSED if measured is None else _BRIEFLY,),
     )

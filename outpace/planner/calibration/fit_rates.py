@@ -67,7 +67,7 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Return the derivatives of log times by log adjustments: (adjustments, times)."""
+        """Return the derivatives of log times by log adjustments, (adjustments, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]
@@ -168,13 +168,13 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
 def _adjustments(rates: RateFit) -> list[Adjustment]:
     """Return the adjustments of every rate that determines a part of a step."""
     return [
-        *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
-        *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
+        *(_dtype_adjustment("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
+        *(_dtype_adjustment("attention_rates", dtype) for dtype in rates.device.attention_rates),
         _memory, _operators, _optimizer, _units, _links, _gathers, _scatters, _latency,
     ]  # fmt: skip
 
 
-def _of_dtype(field: str, dtype: str) -> Adjustment:
+def _dtype_adjustment(field: str, dtype: str) -> Adjustment:
     """Return an adjustment of one dtype's rate in a field of the device."""
 
     def adjust(rates: RateFit, factor: float) -> RateFit:

@@ -72,7 +72,7 @@ class QuestionKind:
 
     @property
     def model(self) -> str:
-        """Return the word for the kind of model: with or without experts."""
+        """Return "experts" or "dense", the kind of model."""
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:

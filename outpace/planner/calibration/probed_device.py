@@ -135,7 +135,7 @@ def probed_device(
     main = max(curves, key=lambda dtype: len(curves[dtype]))
     curve = sorted((flops, rate / best[main]) for flops, rate in curves[main].items())
     if machine.devices:
-        return _unknown(machine, best, memory, tuple(curve))
+        return _unlisted_accelerator(machine, best, memory, tuple(curve))
     share = 1 / ranks
     rates = {dtype: value * share for dtype, value in best.items()}
     found = cpu_device(machine, ranks, rates, (memory or 10e9) * share, tuple(curve))
@@ -181,16 +181,18 @@ def _compare_matmuls(
         even = []
         for (m, n, k), seconds in known.matmul_points(dtype).items():
             if n % _EVEN or k % _EVEN:  # prediction from tiles, without the cost of unaligned rows
-                unaligned.append(_by_tiles(replace(base, unaligned=1.0), dtype, m, n, k) / seconds)
+                unaligned.append(
+                    _predict_matmul_s(replace(base, unaligned=1.0), dtype, m, n, k) / seconds
+                )
             elif seconds > least_s:
-                took = _by_tiles(base, dtype, m, n, k)
+                took = _predict_matmul_s(base, dtype, m, n, k)
                 even.append((float(m), float(n), float(k), seconds / took))
         if even and dtype in base.best_flops_per_s:
             ratios[dtype] = tuple(even)
     return ratios, unaligned
 
 
-def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
+def _predict_matmul_s(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
     """Return the time of a matmul at the catalog's rates, s."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
@@ -198,13 +200,13 @@ def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
     return float(matmul_s(device, rate, one, other, inner, item)[0])
 
 
-def _unknown(
+def _unlisted_accelerator(
     machine: Machine,
     rates: dict[str, float],
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return an accelerator that the catalog lacks, with measured rates, or typical ones."""
+    """Return an accelerator that the catalog lacks, with measured rates and typical other ones."""
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "

@@ -46,9 +46,8 @@ class Deviations:
     def predict(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
         """Return each plan's expected deviation, and its standard deviation."""
         strategies, rest = self._times
-        between = strategies**2 * _by_strategy(self.plans, plans) + rest**2 * _by_size(
-            self.plans, plans
-        )
+        by_strategy = _strategy_covariance(self.plans, plans)
+        between = strategies**2 * by_strategy + rest**2 * _feature_covariance(self.plans, plans)
         told = np.linalg.solve(self._covariance(strategies, rest), between)
         means: Floats = told.T @ self.missed
         prior = strategies**2 * _STRATEGY**2 + rest**2 * _SHARED_BY_ONE
@@ -69,11 +68,11 @@ class Deviations:
 
     def _covariance(self, strategies: float, rest: float) -> Floats:
         """Return the covariance of the measurements."""
-        own = _by_size(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
-        return strategies**2 * _by_strategy(self.plans, self.plans) + rest**2 * own
+        own = _feature_covariance(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
+        return strategies**2 * _strategy_covariance(self.plans, self.plans) + rest**2 * own
 
 
-def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+def _strategy_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
     """Return the covariance of plans with equal strategy, number of processes and precision."""
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (ones, others))  # fmt: skip
@@ -81,7 +80,7 @@ def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
     return _STRATEGY**2 * same.reshape(len(ones), len(others))
 
 
-def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+def _feature_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
     """Return the covariance due to all other features that `ones` share with `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS

@@ -100,33 +100,33 @@ def _no_recompute(plan: Plan) -> Plan:
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Yield the collectives of the tally by purpose, without the messages that every job sends."""
+    """Split the tally of a one-axis strategy by purpose; messages of every job are control."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
     extra = _control_bytes(plan)
     by_kind.subtract(extra)
-    yield _same("control", "world", extra.total())
+    yield _ring_flow("control", "world", extra.total())
     match plan.strategy:
         case "ddp":
-            yield _same("gradients", axis, by_kind["all_reduce"])
+            yield _ring_flow("gradients", axis, by_kind["all_reduce"])
         case "ring":
-            yield _same("gradients", axis, by_kind["send"])
-            yield _same("control", axis, by_kind["all_reduce"])
+            yield _ring_flow("gradients", axis, by_kind["send"])
+            yield _ring_flow("control", axis, by_kind["all_reduce"])
         case "zero1":
-            yield _same("gradients", axis, by_kind["all_reduce"])
+            yield _ring_flow("gradients", axis, by_kind["all_reduce"])
             every = sent_bytes("reduce_scatter", plan.dp_shard, sum(work.sizes) * work.item, False)
             yield Flow("updates", axis, by_kind["broadcast"], every)
         case "zero2" | "zero3" | "hsdp":
-            yield _same("gathers", axis, by_kind["all_gather"])
-            yield _same("gradients", axis, by_kind["reduce_scatter"])
+            yield _ring_flow("gathers", axis, by_kind["all_gather"])
+            yield _ring_flow("gradients", axis, by_kind["reduce_scatter"])
             if replicas > 1:
-                yield _same("gradients", "dp_replicate", by_kind["all_reduce"])
+                yield _ring_flow("gradients", "dp_replicate", by_kind["all_reduce"])
         case "cp":
-            yield _same("ring", axis, by_kind["send"])
-            yield _same("gradients", axis, by_kind["all_reduce"])
+            yield _ring_flow("ring", axis, by_kind["send"])
+            yield _ring_flow("gradients", axis, by_kind["all_reduce"])
         case "tp":
-            yield _same("activations", axis, by_kind.total())
+            yield _ring_flow("activations", axis, by_kind.total())
         case _:
             ranks = SCHEDULES[plan.strategy]
             ends = {ranks.rank_of(stage, plan.pp) for stage in (0, plan.stages - 1)}
@@ -138,12 +138,12 @@ def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
                 yield Flow("tied", "pp", mine, tied)
 
 
-def _same(part: Part, axis: Where, count: int) -> Flow:
+def _ring_flow(part: Part, axis: Where, count: int) -> Flow:
     return Flow(part, axis, count, count)
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
-    """Return the bytes of totals, stop requests and the norm: a few numbers in every job."""
+    """Return the bytes of loss totals, stop requests and gradient norm, by kind of collective."""
     tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
@@ -174,9 +174,9 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
         if plan.dp_replicate > 1:
             shares.add("all_reduce", plan.dp_replicate, shard * work.reduced_item, work.passes)
     axis: Axis = "dp_shard" if plan.dp_shard > 1 else "cp"
-    yield _same("gathers", axis, gathers.bytes)
-    yield _same("gradients", axis, gradients.bytes)
-    yield _same("gradients", "dp_replicate", shares.bytes)
+    yield _ring_flow("gathers", axis, gathers.bytes)
+    yield _ring_flow("gradients", axis, gradients.bytes)
+    yield _ring_flow("gradients", "dp_replicate", shares.bytes)
     yield from _inside_stage(work, place, micro_batches)
     if plan.pp > 1:
         split = plan.cp * (plan.tp if plan.sequence_parallel else 1)
@@ -185,7 +185,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
         if spec.tied and place.ends:
             tied = spec.vocab * spec.hidden // plan.tp // shards * work.item
             yield Flow("tied", "pp", tied if place.first or place.last else 0, tied)
-    yield _same("control", "world", _control_bytes(plan).total())
+    yield _ring_flow("control", "world", _control_bytes(plan).total())
 
 
 def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iterator[Flow]:
@@ -201,12 +201,12 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
         tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
         again = _repeated_collectives(work, place.layers, micro_batches) if plan.recomputes else 0
-        yield _same("activations", "tp", tally.bytes + again)
+        yield _ring_flow("activations", "tp", tally.bytes + again)
     if plan.cp > 1:
         width = spec.kv_heads // min(plan.tp, spec.kv_heads) * spec.head_dim
         numbers = 2 * plan.micro_batch * (work.seq_len // plan.cp) * width
         sent = 2 * (plan.cp - 1) * work.low_item + plan.cp * work.item
-        yield _same("ring", "cp", numbers * sent * place.layers * micro_batches)
+        yield _ring_flow("ring", "cp", numbers * sent * place.layers * micro_batches)
 
 
 def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
@@ -276,7 +276,7 @@ def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks between which each micro-batch passes, once each way."""
+    """Return the pairs of pipeline ranks that send each other something for every micro-batch."""
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

@@ -59,7 +59,7 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Place a flow between pipeline neighbours, or for a tied embedding between its ends."""
+    """Place a flow between neighbouring stages, or between the ends for a tied embedding."""
     apart = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
     leaving: Counter[int] = Counter()

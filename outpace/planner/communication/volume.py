@@ -83,7 +83,7 @@ class StepOnRank:
 
     @property
     def passes(self) -> int:
-        """Return A: forward and backward passes per step (a pipeline has only one)."""
+        """Return A, the number of accumulation steps; in a pipeline, each has pp_microbatches."""
         return self.plan.accumulation(self.global_batch)
 
     @property
@@ -214,7 +214,7 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Group sizes such that each group's sum is at most `limit`; larger sizes stand alone."""
+    """Group sizes so that each group's sum is at most `limit`; larger sizes are not grouped."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:
@@ -278,10 +278,10 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
 
 
 def _servers(work: StepOnRank, tally: Tally) -> None:
-    """Count ps: workers send all gradients, and servers return their share of sums or weights.
+    """Count the traffic of ps: gradients of workers, and servers' shares of sums or weights.
 
-    Li et al., OSDI 2014, §2.2. Gradients include one additional number for each parameter. A
-    worker's other devices send it their gradients, and receive its results.
+    Li et al., OSDI 2014, §2.2. Gradients include one additional element per parameter. A worker's
+    other devices reduce their gradients to its first device, which broadcasts the results to them.
     """
     plan, item = work.plan, work.item
     each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
@@ -366,13 +366,13 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
     tokens = plan.micro_batch * work.seq_len * max(work.item, 4)  # softmax is in fp32
     tally.add("all_reduce", ranks, tokens, work.passes)
     tally.add("all_reduce", ranks, 2 * tokens, work.passes)
-    shared = _shared_numbers(work)
+    shared = _shared_elements(work)
     if shared:
         tally.add("all_reduce", ranks, shared * work.summed_item)
     tally.add("all_reduce", ranks, NORM_BYTES)
 
 
-def _shared_numbers(work: StepOnRank) -> int:
+def _shared_elements(work: StepOnRank) -> int:
     """Return the number of elements of unsplit weights whose gradients tp ranks must sum."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:

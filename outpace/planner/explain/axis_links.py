@@ -19,14 +19,14 @@ def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
     for axis in reversed(AXES):
         size = getattr(plan, axis)
         if size > 1:
-            found[axis] = _words(cluster, size, stride, inside)
+            found[axis] = _describe_link(cluster, size, stride, inside)
         stride *= size
     if plan.ep > 1:
-        found["ep"] = _words(cluster, plan.ep, plan.expert_tp, inside)
+        found["ep"] = _describe_link(cluster, plan.ep, plan.expert_tp, inside)
     return dict(reversed(found.items()))
 
 
-def _words(cluster: Cluster, size: int, stride: int, inside: str) -> str:
+def _describe_link(cluster: Cluster, size: int, stride: int, inside: str) -> str:
     within, nodes, groups = (
         int(value[0]) for value in cluster.fabric.spread(np.array([size]), np.array([stride]))
     )

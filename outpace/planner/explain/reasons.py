@@ -36,7 +36,7 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Say why a plan is `listed`, by comparing it with the fastest plan (or the next)."""
+    """Return why a plan is listed, compared with the fastest (the fastest with the next)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
@@ -59,7 +59,7 @@ def explain_plan(
         )
     if "leanest" in roles:
         most = show_share(LEAN - 1)
-        offloads = _offload_places(to_plan(found.columns, found.fastest))
+        offloads = _offloaded_kinds(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
         return f"leanest: {room} of memory, the least of {those} at most {most} slower; {as_fast}"
     if as_fast != slower:
@@ -85,9 +85,12 @@ def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
-    """Describe the fastest plan's risks that another plan avoids: offloading or full memory."""
+    """Return a risk of the fastest plan that another avoids: offloading or full memory.
+
+    Returns None if there is none.
+    """
     theirs, mine = (
-        _offload_places(to_plan(found.columns, one)) for one in (found.fastest, place)
+        _offloaded_kinds(to_plan(found.columns, one)) for one in (found.fastest, place)
     )  # fmt: skip
     away = [name for name in theirs if name not in mine]
     if away:
@@ -99,8 +102,8 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> s
     return None
 
 
-def _offload_places(plan: Plan) -> list[str]:
-    """Return the kinds of data that a plan offloads."""
+def _offloaded_kinds(plan: Plan) -> list[str]:
+    """Return what a plan offloads: activations, parameters or optimizer."""
     names = ("activations", "parameters", "optimizer")
     return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
 

@@ -58,10 +58,10 @@ class _TriedChange:
     cost: Cost
 
 
-def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
+def kinds_of_change(plan: Plan, *, low_precision: bool, separate_host: bool) -> list[list[Change]]:
     """Return possible changes by kind, each ordered from the smallest change to the largest.
 
-    `low_precision`: the device supports bf16. `beside_host`: the device's memory is separate from
+    `low_precision`: the device supports bf16. `separate_host`: the device's memory is separate from
     the host's.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
@@ -77,7 +77,10 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
         [] if chosen else _CHECKPOINTING,
         [{"loss": "chunked"}] if plan.loss != "chunked" else [],
         ({"optimizer": name} for name in _OPTIMIZERS if name != plan.optimizer),
-        ({"offload_optimizer": place} for place in (("cpu", "disk") if beside_host else ("disk",))),
+        (
+            {"offload_optimizer": place}
+            for place in (("cpu", "disk") if separate_host else ("disk",))
+        ),
         [{"precision": "bf16"}] if low_precision and plan.precision == "fp32" else [],
     ]
     if plan.strategy in _REPLICAS and plan.world_size > 1:
@@ -163,7 +166,7 @@ def _least_that_fits(
 
 
 def most_saved(change: Change, now: Cost) -> float:
-    """Return an upper bound of the bytes that a change of this kind saves at the peak."""
+    """Return an upper bound on the bytes that a change of this kind saves at the peak."""
     if not now.by_kind:
         return now.peak_memory_bytes
     names = {name for name in change if name in _MAKES_SMALLER}

@@ -35,9 +35,9 @@ def ladder() -> list[Network]:
 def device_ladder(chip: Accelerator | None) -> list[Network]:
     """Return the links that a device could have to others in its node, slowest first.
 
-    These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) with
-    which accelerators of the catalog are sold. Equally fast links are grouped, with the device's
-    own first. There are none on a CPU, whose ranks communicate through memory.
+    These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) of
+    the catalog's accelerators. Equally fast links are grouped, with the device's own first. There
+    are none on a CPU, whose ranks communicate through memory.
     """
     if chip is None:
         return []
@@ -67,7 +67,7 @@ def by_rate(networks: Iterable[Network]) -> list[Network]:
 
 
 def of_node(node: Node) -> Network | None:
-    """Return the total network of a machine in the catalog; None if unknown."""
+    """Return the network of a machine in the catalog, all its cards together; None if unknown."""
     if not node.nics:
         return None
     rate = sum(LINKS[bundle.link].bytes_per_s * bundle.count for bundle in node.nics)

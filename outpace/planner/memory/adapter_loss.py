@@ -5,7 +5,7 @@ The logits are handled as in `planner.memory.loss`, without the head's gradient.
 
 import numpy as np
 
-from outpace.planner.memory.logit_pieces import (
+from outpace.planner.memory.logit_chunks import (
     CHUNK_ROWS,
     KEPT_OF_TOKEN,
     LOW_HEAD_ROWS,

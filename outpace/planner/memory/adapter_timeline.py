@@ -170,7 +170,7 @@ def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
 
 
 def _checkpoint_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes that recomputed blocks save, all in one mode."""
+    """Return the bytes that a recomputed block saves; all recomputed blocks have one mode."""
     modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
     found = step.saved_bytes
     for mode in modes:

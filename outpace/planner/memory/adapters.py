@@ -58,7 +58,7 @@ class AdapterMemory:
 
     @cached_property
     def shards(self) -> Floats:
-        """Return the number of ranks that share the parameters."""
+        """Return the number of ranks that parameters are sharded over."""
         return np.where(self.gathers, self.columns.dp_shard, 1).astype(float)
 
     @cached_property
@@ -177,7 +177,7 @@ class AdapterMemory:
 
     @cached_property
     def normed_heads(self) -> Floats:
-        """Return the bytes that norms of queries and keys save: inputs, since scales are frozen."""
+        """Return the bytes that norms of queries and keys save: inputs (scales are frozen)."""
         one, s = self.outline.stacks[0].attention, self.sizes
         assert one is not None
         if not one.qk_norm:

@@ -81,7 +81,7 @@ def _pass_over_others(
 
 
 def _count(positions: list[_Position]) -> Ints:
-    """Return the number of these blocks on a rank."""
+    """Return how many of these positions each plan's rank has."""
     count: Ints = np.sum([one.present for one in positions], axis=0)
     return count
 

@@ -63,7 +63,7 @@ def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMod
 
 
 def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the MLP, with the norm before or after it."""
+    """Add the backward of the MLP and of its norm."""
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
     # The gradient of the MLP's output in the matmuls' dtype, then that of the inner tensor.
@@ -96,7 +96,7 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add attention, with the norm before or after it."""
+    """Add the backward of attention and of its norm."""
     s, b = block.setup.sizes, block.setup.block
     timeline.pass_over("temporary", block.cast)
     timeline.pass_over("temporary", b.mixed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.memory.gradients import add_gradient, added_bytes
-from outpace.planner.memory.logit_pieces import (
+from outpace.planner.memory.logit_chunks import (
     CHUNK_ROWS,
     KEPT_OF_TOKEN,
     LOW_HEAD_ROWS,

@@ -128,7 +128,7 @@ def _round_size(ranks: int, microbatches: int) -> int:
 
 
 def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
-    """Return the forwards of the first round, on all stages of the rank except the last."""
+    """Return the number of forwards in the first round on all stages of a rank except its last."""
     return (each - 1) * _round_size(ranks, microbatches)
 
 

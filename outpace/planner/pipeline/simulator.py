@@ -212,7 +212,7 @@ class _Wirer:
 def simulate(
     orders: Sequence[Order], seconds: Callable[[Action], float], transfer_s: float = 0.0
 ) -> Timeline:
-    """Simulate each rank's actions in its order.
+    """Simulate all ranks, each executing its actions in order.
 
     `seconds` are the durations of the actions; `transfer_s` is the time to send a tensor to another
     rank, during which both may continue. Raises BadInputError for orders in which ranks wait for

@@ -94,7 +94,7 @@ def _refused_ep(wanted: SearchRequest, size: int, name: str) -> str | None:
     if not experts:
         return f"ep {size}: {name} has no experts"
     if wanted.trained:
-        return f"ep {size}: outpace cannot train with it, but --trained requires that"
+        return f"ep {size}: outpace does not train with ep, and --trained requires plans it trains"
     if experts % size:
         return f"ep {size} does not divide the {experts} experts of {name}"
     return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None

@@ -205,7 +205,7 @@ def _family(
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
             # As long as nothing fits, also search for the smallest plan.
-            piece = _able(part, piece, floors, memory_bytes if fastest else np.inf)
+            piece = _select_fitting(part, piece, floors, memory_bytes if fastest else np.inf)
             if not len(piece):
                 continue
             tried = part.select(piece)
@@ -227,8 +227,8 @@ def _family(
         yield least[1]
 
 
-def _able(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
-    """Return the positions in `piece` whose lower bounds fit; all if memory is infinite."""
+def _select_fitting(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
+    """Return the indices in `piece` whose lower bounds fit; all if memory is infinite."""
     if np.isinf(memory_bytes):
         return piece
     return piece[floors(part.select(piece)) <= memory_bytes]
@@ -274,7 +274,7 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
 
 
 def _worst_s(fastest: dict[int, float], count: int) -> float:
-    """Return the seconds of the last of the `count` fastest kinds; infinity if there are fewer."""
+    """Return the step time of the slowest of the `count` fastest kinds; infinity if fewer."""
     return sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
 
 

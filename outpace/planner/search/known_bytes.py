@@ -15,7 +15,7 @@ Needs = Callable[[PlanBatch], Floats]
 def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
     """Return a version of `needs` that caches its results in `known`.
 
-    The search has already computed the memory of most plans among which it picks alternatives.
+    The search for alternatives considers mostly plans whose memory is already known.
     """
 
     def look_up(columns: PlanBatch) -> Floats:
@@ -30,7 +30,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
 
 
 def _keys(columns: PlanBatch) -> list[bytes]:
-    """Return a byte string per plan as key, without adapters, which are the same in a search."""
+    """Return a byte string per plan as key, without adapters, which one search does not vary."""
     values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
     numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]
     rows = np.ascontiguousarray(np.concatenate(numbers, axis=1))

@@ -85,7 +85,7 @@ class SearchRequest:
 
 
 def offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
-    """Return possible places of activations, parameters and optimizer state; first, the device."""
+    """Return the allowed places of activations, parameters and optimizer state, simplest first."""
     offloads = wanted.offloads and wanted.adapters is None
     return [
         three

@@ -59,17 +59,17 @@ class Target(NamedTuple):
 class Adapters:
     """Adapters of `rank` on the weights that `targets` name, with everything else frozen.
 
-    `base_bytes` are the bytes per number of frozen weights that are unpacked for each matmul (nf4,
+    `base_bytes` are the bytes per element of frozen weights that are unpacked for each matmul (nf4,
     GPTQ); None if they are stored in the dtype of the matmul. `kept`: adapters of a 16-bit base are
     in its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
     bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: torch
     operators unpack weights, and autograd keeps the result for the backward; otherwise, a kernel
     unpacks them, and runs again before the gradient of the input. `drops_inputs`: dropout is
     applied first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank
-    values are (nn.lora). `widened`: matmuls with packed weights whose inputs are in fp32, which
-    bitsandbytes casts to 16 bits, and whose results it casts back, by name, with the number of
-    their separate matrices (`WIDENED`). `copies_results`: the frozen matmul's result is copied
-    before the adapter's is added (peft/tuners/lora/bnb.py, Linear4bit).
+    values are (nn.lora). `widened`: by name, the number of separate matrices of each matmul with
+    packed weights and fp32 inputs (`WIDENED`); bitsandbytes casts these inputs to 16 bits, and the
+    results back. `copies_results`: the frozen matmul's result is copied before the adapter's is
+    added (peft/tuners/lora/bnb.py, Linear4bit).
     """
 
     rank: int
@@ -184,7 +184,7 @@ def _moved_bytes(
 def widening_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats]
 ) -> Floats:
-    """Return the seconds to cast a frozen matmul's fp32 inputs and its results, in either pass."""
+    """Return the seconds per pass to cast a frozen matmul's fp32 inputs, and its results back."""
     tokens, n, k = shape
     count = adapters.widened.get(weight.name, 0)
     if count == 0:

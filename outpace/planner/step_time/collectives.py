@@ -353,7 +353,7 @@ def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back:
 def _beside_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
-    """Return the part of collectives that `times` passes do not hide."""
+    """Return the time of collectives that `times` passes do not hide."""
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 

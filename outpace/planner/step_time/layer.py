@@ -554,7 +554,7 @@ def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float
 
 
 def _width_share(head_dim: int, narrow: float) -> float:
-    """Return the share of the rate for heads of 128 that heads of other widths reach.
+    """Return the rate for a width of heads, relative to heads of 128.
 
     Between 64 and 128 it grows in proportion to the width (72 and 80: aiconfigurator 095f58a5,
     kernels of vllm 0.24.0 for images).
@@ -653,9 +653,9 @@ def _routing_traffic(
 
 
 def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the widths per token of norms within attention: of queries and keys, of latents.
+    """Return the widths per token of attention's own norms: of queries and keys, and of latents.
 
-    Heads are divided over tp, latents as the residual stream.
+    Heads are divided over tp, latents like the residual stream.
     """
     a = stack.attention
     if a is None:
@@ -666,7 +666,7 @@ def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
 
 
 def _count_inner_norms(stack: Stack) -> int:
-    """Return how many norms attention has: of queries and of keys, of each latent."""
+    """Return the number of attention's own norms: of queries, of keys, and of each latent."""
     a = stack.attention
     if a is None:
         return 0
@@ -806,7 +806,7 @@ def _width(mlp: Mlp) -> int:
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
-    """Return the number of operators in a layer's forward, including views, and in attention."""
+    """Return the number of operators in a layer's forward and in its attention, with views."""
     count = float(stack.norms + _count_inner_norms(stack))
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):

@@ -266,9 +266,9 @@ def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
 
 
 def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
-    """Return one sum of a layer's output over the ranks of tp, and its parts.
+    """Return the collectives that sum one output of a layer over the ranks of tp.
 
-    With sequence parallelism, it is an all-gather and a reduce-scatter of the same total bytes
+    With sequence parallelism, they are an all-gather and a reduce-scatter of the same total bytes
     (Korthikanti et al., arXiv 2205.05198, §4.2); the gathered tensor may have been cast to 8 bits.
     """
     c, fabric = setup.columns, setup.fabric

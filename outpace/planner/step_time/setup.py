@@ -128,7 +128,7 @@ class StepTimeSetup:
 
     @property
     def gathers(self) -> Floats:
-        """Return how often a step gathers a parameter that is whole only during passes."""
+        """Return how often a step gathers each sharded parameter."""
         c, each = self.columns, self.question.stack.stage_gathers
         in_pass: Floats = (c.microbatches + 1).astype(np.float64)
         if each != "micro-batches":
@@ -239,7 +239,7 @@ def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
 
 
 def _trains_on_gpu(question: StepTimeQuestion) -> bool:
-    """Return whether outpace trains, on a GPU."""
+    """Return whether the trainer is outpace and the device is a GPU."""
     return question.device.kind == "cuda" and not question.other_program
 
 

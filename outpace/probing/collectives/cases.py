@@ -49,7 +49,7 @@ class AxisPlace:
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:
-        """Return the elements of an array of about `size` bytes that ranks can share equally."""
+        """Return the number of elements in about `size` bytes that ranks can share equally."""
         share = self.axis.ranks
         return max(1, size // ITEM_BYTES // share) * share
 
@@ -100,7 +100,7 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return the error of the first rank that failed, on all ranks."""
+    """Return, on all ranks, the error of the first rank that found one; None if none did."""
     said = enumerate(gather_objects(wrong, control))
     return next((f"rank {rank}: {text}" for rank, text in said if text), None)
 

@@ -127,7 +127,7 @@ def pair_figures(
     timed = yield from by_rank([call for call, _ in slot_calls], clock, rounds, _TIMED * budget_s)
     for (slot, size), (call, check) in zip(slots, slot_calls, strict=True):
         place.buffers.renew(size)
-        _right(slot, call, check, place)
+        _check_call(slot, call, check, place)
     place.buffers.renew()
     found: dict[Pair, list[Figure]] = {}
     for (slot, size), of in zip(slots, timed, strict=True):
@@ -149,11 +149,13 @@ def _slot_call(
     if own is not None:
         other = own[1] if own[0] == place.rank else own[0]
         call, check = between(place, max(1, size // ITEM_BYTES), other, other)
-    _right(slot, call, check, place)
+    _check_call(slot, call, check, place)
     return call, check
 
 
-def _right(slot: tuple[Pair, ...], call: Callable[[], Any], check: Check, place: AxisPlace) -> None:
+def _check_call(
+    slot: tuple[Pair, ...], call: Callable[[], Any], check: Check, place: AxisPlace
+) -> None:
     found = call()
     await_device(place.group, place.buffers.device)
     wrong = first_fault(check(found), place.control)
@@ -179,5 +181,5 @@ def _pair_figure(pair: Pair, size: int, rounds: Rounds, place: AxisPlace) -> Fig
 
 
 def pair_fits(figures: dict[Pair, list[Figure]]) -> list[LinkFit]:
-    """Fit latency and bandwidth of each pair."""
+    """Return the latency and bandwidth fitted to each pair."""
     return [fit for of in figures.values() if (fit := fit_link(of)) is not None]

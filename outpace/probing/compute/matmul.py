@@ -206,7 +206,7 @@ def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
-    """Return the largest power of two whose square matmul stays within the allowed time."""
+    """Return the largest width, a power of two, whose square matmul is short enough."""
     fitting = [n for n in _CURVE if n <= at_most and on.is_fast_enough(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 

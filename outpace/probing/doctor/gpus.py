@@ -43,7 +43,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
             "reseat the card, use a slot with all lanes, check the riser and the lane split "
             "in the BIOS",
             times(most / width, most / width, "transfers over PCIe",
-                  "lanes: the rate is proportional"),
+                  "the rate is proportional to the lanes"),
         )  # fmt: skip
     held = [
         gpu

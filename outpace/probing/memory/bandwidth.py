@@ -35,7 +35,7 @@ _USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
 def large_elements(device: torch.device) -> int:
-    """Return the fp32 elements of an array that exceeds all caches, as far as memory allows."""
+    """Return the number of fp32 elements of an array larger than all caches, if memory allows."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES

@@ -82,8 +82,8 @@ def _fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     yield Advice(
         about="storage",
         text=f"Syncing a few KiB to disk takes {show_seconds(sure.value)} in the directory of "
-        f"{role}: a checkpoint of many small files waits that long for each file, and a log that "
-        "syncs each line for each line. A few large files cost less.",
+        f"{role}: a checkpoint of many small files waits that long for each file, and a log for "
+        "each line that it syncs. A few large files cost less.",
         of=(sure.key,),
     )
 

@@ -23,7 +23,7 @@ _DISTURBED = 0.10
 
 
 class CoreSeconds(NamedTuple):
-    """Seconds of a host's cores; None if the kernel does not report them (outside of Linux).
+    """Processor time of a host, s; None if the kernel does not report it (outside of Linux).
 
     `busy_s` and `stolen_s` are for all cores, `probe_s` is for this process and its children.
     """
@@ -36,7 +36,7 @@ class CoreSeconds(NamedTuple):
 
 
 class InterferenceWatch:
-    """Monitor of the kernel's counters, which are read when it is created and at the end."""
+    """Monitor of the kernel's counters, which it reads when it is created and in `read_use`."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
@@ -102,9 +102,9 @@ def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
 
 
 def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Assess the usage by others on the worst host.
+    """Assess how much others used the busiest host.
 
-    `hosts`: the usage by the ranks of each host.
+    `hosts`: the usage that the ranks of each host recorded.
     """
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)

@@ -1,4 +1,4 @@
-"""Timing of joint work of several ranks, with the same result on all of them."""
+"""Clocks for calls that several ranks make together; all ranks get the same time."""
 
 import time
 from collections.abc import Callable

@@ -26,7 +26,7 @@ def predict(plan):
 
 
 def found(plan, limit, ask=predict, **options):
-    kinds = kinds_of_change(plan, low_precision=False, beside_host=False)
+    kinds = kinds_of_change(plan, low_precision=False, separate_host=False)
     return propose(plan, limit, ask, kinds, **options)
 
 
@@ -72,7 +72,7 @@ def test_two_changes_together_where_one_is_not_enough():
 
 def test_the_optimizer_in_backward_keeps_its_one_micro_batch():
     kinds = kinds_of_change(
-        Plan(micro_batch=4, optimizer_in_backward=True), low_precision=False, beside_host=False
+        Plan(micro_batch=4, optimizer_in_backward=True), low_precision=False, separate_host=False
     )
     assert not any("micro_batch" in change for kind in kinds for change in kind)
 
