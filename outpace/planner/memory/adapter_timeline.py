@@ -304,7 +304,7 @@ def _add_attention(
     timeline.free("temporary", mixed)
     if step.outline.learned_positions == 0:
         wide = FP32 / s.operand
-        turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
+        turned = wide * (2 * b.queries + b.keys) - b.keys
         timeline.moment("temporary", np.maximum(turned, 0))
     joins = False
     for name in ("v", "k", "q"):

@@ -108,7 +108,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
     timeline.free("activations", b.attention * block.live)
     if block.setup.outline.learned_positions == 0:
         wide = FP32 / s.operand
-        turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
+        turned = wide * (2 * b.queries + b.keys) - b.keys
         timeline.moment("temporary", np.maximum(turned, 0))
     rest = b.elements - b.down - b.up * (2 if b.gated else 1)
     timeline.pass_over("temporary", 2 * block.read + block.gathered)
