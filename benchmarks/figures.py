@@ -60,8 +60,8 @@ def overhead(result: dict[str, Any]) -> str:
         "ratio",
         "95 % interval",
         "pairs",
-        "narrow enough",
-        "upper bound",
+        "interval narrow enough",
+        "target met by its upper end",
     ]
     return table(head, rows) + stand(result)
 
@@ -80,8 +80,9 @@ def host_time(result: dict[str, Any]) -> str:
         ]
         for case, r in result["cases"].items()
     ]
-    head = ["case", "transformers", "outpace", "ratio", "95 % interval", "operators",
-            f"≤ {result['targets']['ratio']}"]  # fmt: skip
+    head = ["case", "transformers", "outpace", "ratio", "95 % interval",
+            "operators, transformers / outpace",
+            f"ratio ≤ {result['targets']['ratio']}"]  # fmt: skip
     own, most = result["bookkeeping"], result["targets"]["bookkeeping_ms"]
     said = f"\nBookkeeping of a step: {own['median_s'] * 1000:.3f} ms (target: ≤ {most}).\n"
     return table(head, rows) + said + stand(result)
@@ -152,11 +153,11 @@ def strategies(result: dict[str, Any]) -> str:
         ]
         ring = world["ring_over_ddp"]
         left_out = "".join(
-            f"Left out: `{name}`: {why.rstrip('.')}.\n" for name, why in world["refused"].items()
+            f"Not run: `{name}`. {why.rstrip('.')}.\n" for name, why in world["refused"].items()
         )
         pages.append(
             f"{processes} processes:\n\n{table(head, rows)}\n"
-            f"Step of `ring` over `ddp`, alternating: {ring['ratio']:.3f} "
+            f"Step time of `ring` relative to `ddp`, with alternating steps: {ring['ratio']:.3f} "
             f"({ring['low']:.3f} – {ring['high']:.3f}; target ≤ {ring['target']}).\n{left_out}\n"
         )
     shape = result["shape"]
@@ -199,7 +200,10 @@ def idle(result: dict[str, Any]) -> str:
         for processes, found in result["worlds"].items()
         for one in found
     ]
-    return table(head, rows) + "\nShares of all ranks' time in a step.\n" + stand(result)
+    about = (
+        "\nIdle time as a share of all ranks' time in a step; m is the number of micro-batches.\n"
+    )
+    return table(head, rows) + about + stand(result)
 
 
 def report(result: dict[str, Any]) -> str:
@@ -207,18 +211,18 @@ def report(result: dict[str, Any]) -> str:
     rows = [
         [what, *(f"{f(result[name]):.2f} s" for f in (statistics.median, min, max))]
         for what, name in (
-            ("made by `outpace report`", "made_s"),
-            ("opened by Chromium, until the visible part is drawn", "seen_s"),
+            ("written by `outpace report`", "made_s"),
+            ("opened in Chromium, until the visible part is drawn", "seen_s"),
             ("both", "s"),
-            ("opened, until all figures are drawn", "drawn_s"),
+            ("opened in Chromium, until all figures are drawn", "drawn_s"),
         )
     ]
     return (
         table([f"a run of {result['steps']:,} steps", "median", "fastest", "slowest"], rows)
-        + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics make a page of "
+        + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics give a page of "
         + f"{result['page_bytes'] / 1e6:.1f} MB; {result['spikes_drawn']} of {result['spikes']} "
-        + "spikes are drawn. Target: the page is made and visible within "
-        + f"{result['target_s']:.0f} s, even the slowest; "
+        + "spikes are drawn. Target: every page is written and visible within "
+        + f"{result['target_s']:.0f} s; "
         + f"{'reached' if result['reached']['time'] else 'not reached'}.\n"
         + stand(result)
     )
@@ -226,8 +230,9 @@ def report(result: dict[str, Any]) -> str:
 
 def intermediate(result: dict[str, Any]) -> str:
     """Write what forwards keep for backwards, on the fullest and the emptiest rank."""
-    head = ["ranks", "schedule", "checkpointing", "m", "under way, by rank", "kept, by rank",
-            "values per token and layer, in widths", "peak above weights, by rank"]  # fmt: skip
+    head = ["ranks", "schedule", "checkpointing", "m", "micro-batches in flight, by rank",
+            "kept, by rank", "values per token and layer, in multiples of the width",
+            "peak above weights, by rank"]  # fmt: skip
     rows = [
         [
             processes,

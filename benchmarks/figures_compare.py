@@ -34,12 +34,12 @@ def false_claims(result: dict[str, Any]) -> str:
 
 def tune(result: dict[str, Any]) -> str:
     """Write the results of few trials compared with whole grids."""
-    head = ["problem", "grid", "regret", "mean regret of all", "trials", "share of the grid's time",
-            "gain over the default", "on"]  # fmt: skip
+    head = ["problem", "grid", "regret", "mean regret of the grid", "trials",
+            "share of the grid's time", "gain over the default", "recorded on"]  # fmt: skip
     rows = [
         [
             row["problem"],
-            f"{row['configurations']} of {row['strategies']} strategies",
+            f"{row['configurations']} plans, {row['strategies']} strategies",
             f"{row['regret']:.1%}",
             f"{row['any']:.0%}",
             str(row["trials"]),

@@ -6,6 +6,7 @@ from typing import Any
 from pages import stand, table
 
 _ASKED = {"kills": 200, "saves": 50}
+_MOMENTS = {"computes": "computing", "starts": "starting", "waits": "waiting", "saves": "saving"}
 
 
 def faults(result: dict[str, Any]) -> str:
@@ -14,8 +15,8 @@ def faults(result: dict[str, Any]) -> str:
     rows = [_killed(name, parts[name]) for name in ("kills", "saves") if name in parts]
     said = ""
     if rows:
-        head = ["ranks killed", "target", "runs", "bitwise equal to undisturbed", "steps lost",
-                "repeated", "while"]  # fmt: skip
+        head = ["ranks killed", "target", "runs", "bitwise equal to an undisturbed run",
+                "steps lost", "steps counted twice", "killed while"]  # fmt: skip
         said += table(head, rows) + "\n"
     if "damage" in parts:
         one = parts["damage"]
@@ -28,7 +29,7 @@ def faults(result: dict[str, Any]) -> str:
         one = parts["tests"]
         head = ["behaviour under a fault", "result", "took"]
         rows = [[row["fault"].removeprefix("test_").replace("_", " "),
-                 row["came"] + (", run again" if row.get("again") else ""),
+                 row["came"] + (" in a second run" if row.get("again") else ""),
                  f"{row['seconds']:.0f} s"] for row in one["rows"]]  # fmt: skip
         said += f"\n{one['passed']} of {one['tests']} tests passed:\n\n{table(head, rows)}"
     missing = [name for name in ("kills", "saves", "damage", "tests") if name not in parts]
@@ -38,7 +39,9 @@ def faults(result: dict[str, Any]) -> str:
 
 
 def _killed(name: str, part: dict[str, Any]) -> list[str]:
-    moments = ", ".join(f"it {moment} {count}" for moment, count in part["moments"].items())
+    moments = ", ".join(
+        f"{_MOMENTS.get(moment, moment)} {count}" for moment, count in part["moments"].items()
+    )
     return [str(part["kills"]), str(_ASKED[name]), str(part["runs"]),
             f"{part['same']} of {part['runs']}", str(part["lost"]), str(part["repeated"]),
             moments]  # fmt: skip

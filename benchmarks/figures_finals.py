@@ -26,7 +26,7 @@ def finals(result: dict[str, Any]) -> str:
     rows = [
         row for rows in (_speed, _shares, _starts, _two) for heat in heats for row in rows(heat)
     ]
-    head = ["goal", "of", "reached (range over turns)"]
+    head = ["goal", "case", "measured (range over turns)"]
     return table(head, rows) + as_recorded(result)
 
 
@@ -83,7 +83,7 @@ def _starts(heat: dict[str, Any]) -> Iterator[list[str]]:
 def _two(heat: dict[str, Any]) -> Iterator[list[str]]:
     if heat["same_losses"].get(ALONE):
         found = ratios(heat, ALONE)
-        yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
+        yield [f"tokens/s of 2 processes ≥ {TWO} × those of 1", f"({heat['case']}) {heat['title']}",
                f"{_told(found, 3, ' ×')}{mark(median(found) >= TWO)}"]  # fmt: skip
 
 

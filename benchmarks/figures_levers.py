@@ -162,7 +162,7 @@ def checkpointing_price(result: dict[str, Any]) -> str:
         f"{one['time_per_sample_over_plain']:.2f} × the time per sample.\n"
         for mode, one in result["larger_batch"].items()
     )
-    head = ["strategy", "checkpointing", "step", "of none", "95 % interval", "throughput lost",
+    head = ["strategy", "checkpointing", "step", "none = 1", "95 % interval", "throughput lost",
             "peak"]  # fmt: skip
     return f"{table(head, rows)}\n{bought}{stand(result)}"
 

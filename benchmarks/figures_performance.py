@@ -110,7 +110,7 @@ def targets(result: dict[str, Any]) -> str:
     """Write targets next to the results."""
     heats = result["heats"]
     rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
-    return table(["goal", "of", "reached"], rows) + as_recorded(result)
+    return table(["goal", "case", "measured"], rows) + as_recorded(result)
 
 
 def tokens_range(result: dict[str, Any]) -> str:
@@ -122,11 +122,16 @@ def tokens_range(result: dict[str, Any]) -> str:
 
 def say_range(found: dict[str, float], precision: str) -> str:
     """Return a sentence with the smallest and largest ratio, and those that are too small."""
-    short = [f"{name}: {ratio:.2f} ×" for name, ratio in found.items() if ratio < FASTER]
-    misses = f"Below {FASTER} ×: {'; '.join(short)}" if short else f"None is below {FASTER} ×"
+    short = [
+        f"{name.partition(') ')[2]} ({ratio:.2f} ×)"
+        for name, ratio in found.items()
+        if ratio < FASTER
+    ]
+    misses = f"Below the goal: {'; '.join(short)}" if short else "All cases reach the goal"
     return (
-        f"In {len(found)} cases in {precision} outpace has {min(found.values()):.2f} to "
-        f"{max(found.values()):.2f} × the tokens/s of the best peer. {misses}.\n"
+        f"In {precision}, outpace trains {min(found.values()):.2f} to {max(found.values()):.2f} × "
+        f"as many tokens/s as the fastest other program in {len(found)} cases (goal: {FASTER} ×). "
+        f"{misses}.\n"
     )
 
 
@@ -185,7 +190,8 @@ def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
             continue
         if OURS in ran(heat) and OURS in ran(two):
             ratio = ran(two)[OURS]["tokens_per_s"] / ran(heat)[OURS]["tokens_per_s"]
-            yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
+            yield [f"tokens/s of 2 processes ≥ {TWO} × those of 1",
+                   f"({heat['case']}) {heat['title']}",
                    f"{ratio:.3f} ×{mark(ratio >= TWO)}"]  # fmt: skip
 
 
@@ -214,15 +220,16 @@ def lasting(result: dict[str, Any]) -> str:
     if "long" in parts:
         long = parts["long"]
         grown, ratio = long["memory_growth_bytes"] / 2**20, long["time_ratio"]
-        of = f"{long['steps']:,} small steps, last quarter against the second"
+        of = f"{long['steps']:,} small steps, last quarter relative to the second"
         rows.append(["memory stays constant", of, f"{grown:+.1f} MiB"])
         rows.append(["step time stays constant", of, f"{ratio:.3f} ×{mark(ratio <= FLAT)}"])
     for name, case in parts.get("auto", {}).items():
         ratio = case["ratio"]
-        rows.append(["the pick takes ≤ 1.02 × the best by hand", f"({name}) {case['title']}",
+        rows.append(["the chosen plan takes ≤ 1.02 × the best found by hand",
+                     f"({name}) {case['title']}",
                      f"{ratio:.3f} × {case['best']}{mark(ratio <= PICKED)}"])  # fmt: skip
     latest = max(result["parts"].values(), key=lambda part: part["date"])
-    return table(["goal", "of", "reached"], rows) + stand(latest)
+    return table(["goal", "case", "measured"], rows) + stand(latest)
 
 
 def scaling(result: dict[str, Any]) -> str:

@@ -78,7 +78,9 @@ def utilisation(result: dict[str, Any]) -> str:
         ["measured", name, shares(one["devices"]), f"{one['total']:.2f} of {measured['of']}"]
         for name, one in measured["rows"].items()
     ]
-    return table(["", "way", "each", "together"], rows)
+    return table(["", "way", "each device", "sum"], rows) + (
+        "\nSPS is a single parameter server (DP), DPS distributed parameter servers (DDP).\n"
+    )
 
 
 def loss_curves(result: dict[str, Any]) -> str:
@@ -191,7 +193,8 @@ def ring(result: dict[str, Any]) -> str:
         for count, one in predicted["nodes"].items()
     ]
     link = measured["no_network"] or f"links of {measured['mbit_per_s']} Mbit/s"
-    head = ["n", "", "busiest sends", "of Ψ", "all send", "link time", "measured (quartiles)"]
+    head = ["n", "", "busiest rank sends", "in Ψ", "all ranks send", "time on the link",
+            "measured (quartiles)"]  # fmt: skip
     return (
         table(head, rows)
         + f"\nΨ is a buffer of {buffer / 2**20:g} MiB; {link}. The planner, GPT-2's gradients "
@@ -269,7 +272,7 @@ def optimizers(result: dict[str, Any]) -> str:
              f"{seconds / base:.2f}"]
             for form, seconds in forms.items()
         ]  # fmt: skip
-    return table(["", "form", "a step", "for-loop = 1 (quartiles)"], rows)
+    return table(["", "implementation", "step", "for-loop = 1 (quartiles)"], rows)
 
 
 def tiles(result: dict[str, Any]) -> str:
@@ -300,10 +303,10 @@ def tiles(result: dict[str, Any]) -> str:
     )
     return "\n".join((
         "The planner, A100, bf16, m × n × k:\n",
-        table(["of", "matmul", "time", "rate"], rows),
+        table(["example of", "matmul", "time", "rate"], rows),
         f"Measured, {measured['rows']} × n × {measured['depth']}, fp32. {found}\n",
-        table(["n", "median", "time per work, the first = 1 (95 %)"], columns),
-        table(["", "size", "median", "time per work, the first = 1 (95 %)"], others),
+        table(["n", "median", "time per FLOP, the first = 1 (95 %)"], columns),
+        table(["", "size", "median", "time per FLOP, the first = 1 (95 %)"], others),
     ))  # fmt: skip
 
 
