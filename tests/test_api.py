@@ -171,12 +171,12 @@ def test_the_examples_of_the_functions_are_true(
         (lambda: outpace.network("gpt2", "hgx-h100", plan="no.json"), "no.json"),
         (lambda: outpace.network("gpt2", "hgx-h100", node=3), "Did you mean '--nodes'"),
         (lambda: outpace.memory("gpt2", "rtx-4090", seqlen=3), "Did you mean '--seq-len'"),
-        (lambda: outpace.estimate("gpt2", {}, "rtx-4090"), "Give an outpace.Plan"),  # type: ignore[arg-type]
+        (lambda: outpace.estimate("gpt2", {}, "rtx-4090"), "Pass an outpace.Plan"),  # type: ignore[arg-type]
         (lambda: outpace.evaluate("x", task="talk"), "evaluate: task: 'talk' is not one of"),  # type: ignore[arg-type]
         (lambda: outpace.merge("nowhere", "out"), "nowhere: there is no such directory."),
         (lambda: outpace.merge(".", "out", dtype="fp8"), "--dtype: 'fp8' is not one of fp32, bf16"),
         (lambda: outpace.topology(nvlink="9"), "not in the catalog"),
-        (outpace.report, "name a run"),
+        (outpace.report, "pass a run"),
     ],
 )  # fmt: skip
 def test_mistakes_in_questions_are_sentences(call: Callable[[], object], said: str) -> None:

@@ -90,7 +90,7 @@ def _of_machine(machine: Machine, device: str) -> dict[str, str]:
 
 
 def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
-    """Return the facts of all runs that have a run.json, by arm."""
+    """Return the facts of all runs that have a run.json, by arm and name."""
     asked = {name for arm in experiment.arms for name in arm.environment}
     found: dict[str, dict[str, list[str]]] = {}
     for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
@@ -182,10 +182,7 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
-    """Return the fields that determine dropout masks; None without dropout, or if unknown.
-
-    It is unknown for custom models.
-    """
+    """Return the fields that determine dropout masks; None without dropout or for custom models."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None

@@ -208,7 +208,7 @@ def _error(lines: list[str], code: int) -> str | None:
 
 
 def _label(experiment: Experiment, arm: Arm, number: int) -> str:
-    """Return a run's file name. It has the arm's number, since two names may become the same."""
+    """Return a run's file name; the arm's number keeps the names of different arms distinct."""
     return f"{experiment.arms.index(arm)}-{file_name(arm.name)}-{number + 1:03d}"
 
 
@@ -218,7 +218,7 @@ def file_name(name: str) -> str:
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Return flat settings as TOML, whose strings, numbers and lists JSON can write."""
+    """Return settings without nesting as TOML; their values as JSON are valid TOML."""
     known = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]
     return "\n".join([*lines, ""])

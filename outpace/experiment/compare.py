@@ -120,5 +120,5 @@ def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
 
 
 def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Return the random order of a round's arms, which a repeated experiment draws again."""
+    """Return a round's arms in random order, which is the same when the experiment is repeated."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

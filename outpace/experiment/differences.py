@@ -65,7 +65,7 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Return whether values differ; loads, by more than they vary on an idle machine."""
+    """Return whether values differ; for loads, by at least 1, since they vary on idle machines."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1

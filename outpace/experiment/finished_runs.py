@@ -20,7 +20,7 @@ NOT_IN_TURN = (
 
 
 def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
-    """Return an experiment with one arm per run; settings that all runs have are common.
+    """Return an experiment with one arm per run, each with the settings in which runs differ.
 
     Raises BadInputError if a folder holds no run.
     """

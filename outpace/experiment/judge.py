@@ -18,7 +18,7 @@ def judge(
     experiment: Experiment, folder: Path, ended: ComparisonEnd, took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
-    """Return the comparison that an experiment's outcomes give; `folder` has its runs."""
+    """Evaluate the outcomes of an experiment, whose runs are in `folder`."""
     facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,

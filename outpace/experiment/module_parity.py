@@ -417,7 +417,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _keep_gradients(self) -> None:
-        """Keep unsharded gradients, without those of which a rank lacks its shard."""
+        """Keep copies of unsharded gradients; skip a gradient if any rank lacks its shard."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said = gather_objects(mine, self._control)

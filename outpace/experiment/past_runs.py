@@ -72,7 +72,7 @@ def field_names() -> list[str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, possibly damaged."""
+    """Return whether a folder contains files of a run, even if the run is damaged."""
     return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
 
 
@@ -148,7 +148,7 @@ def _damaged_run(folder: Path, why: str) -> PastRun:
 def result_of(
     folder: Path, record: RunRecord, on_change: OnChange | None = None
 ) -> Measurement | None:
-    """Return a run's result; None if it has not reached its last step, which resuming can move."""
+    """Return a run's result; None if the run is unfinished, or was resumed with more steps."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None
@@ -218,7 +218,7 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
 
 
 def mark_running(runs: Iterable[PastRunFolder]) -> list[PastRunFolder]:
-    """Return the runs, with those marked that a process on this host is training."""
+    """Return the runs, after marking the ones that a process on this host is training."""
     known = list(runs)
     if all(one.row.state != "unfinished" for one in known):
         return known

@@ -74,10 +74,11 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Run trials until no plan can win or a limit is reached; return them after those in `before`.
+    """Run trials until no remaining plan can be faster, or a limit is reached.
 
-    The default plan comes first, then the most promising ones, and finally the fastest again in
-    turn. `told` is called with each trial.
+    The default plan comes first, then the most promising plans, and finally the fastest ones again,
+    in turn. `before` has earlier trials, which count and are part of the result. `told` is called
+    with each new trial.
     """
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-# torchrun's run ID if the user gives none, which says nothing about the job.
+# torchrun's run ID if the user gives none. It does not identify the job.
 _NO_RUN_ID = ("", "none")
 # Variables of launchers: Open MPI 5 (PMIx) and 4, and horovodrun's server.
 _OF_LAUNCHERS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-# Variables of batch systems, for an allocation, on each host of which a launcher may be started.
+# Variables of batch systems that identify an allocation, on whose hosts launchers may be started.
 _OF_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 # Parts of a heterogeneous job have separate allocations (sbatch(1), "HETEROGENEOUS JOBS").
 _HETEROGENEOUS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")

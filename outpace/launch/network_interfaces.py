@@ -72,7 +72,7 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 
 
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
-    """Return a socket bound to the address at which other ranks look for `host`, which is here.
+    """Return a socket bound to the address of this host to which other ranks resolve `host`.
 
     Return None if that address is unknown: `host` does not resolve to an address of this host, or
     some ranks are `apart` (on other hosts) and it has several addresses, or loopback's. Raises

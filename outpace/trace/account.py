@@ -128,7 +128,7 @@ def summarise_parts(
 ) -> MemoryAccount:
     """Summarise traces in a MemoryAccount.
 
-    `passes` is the factor by which a step has more passes than were traced.
+    `passes` is the number of passes in a step, divided by the number of traced ones.
     """
     history = unroll(traces)
     position = int(history.live_bytes.argmax())
