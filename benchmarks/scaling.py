@@ -242,29 +242,30 @@ def compare(arms: int, folder: Path) -> dict[str, float]:
     return {"s": time.perf_counter() - began}
 
 
-_LINEAR = "each is as much work as the one before"
+_LINEAR = "each one adds the same work"
 CURVES = {
     "layers": Curve((4, 8, 16, 32), (1, 2), layers, "a step by layers", {"s": 1, "bytes": 1},
                     _LINEAR),
     "width": Curve((256, 512, 1024, 2048), (64, 128), width, "a step by hidden width",
-                   {"s": 2, "bytes": 2}, "matrices grow as its square"),
+                   {"s": 2, "bytes": 2}, "matrices grow with the square of the width"),
     "sequence": Curve((2048, 4096, 8192, 16384, 32768), (128, 256), sequence,
                       "a step by sequence", {"s": 2, "bytes": 1},
-                      "attention computes all pairs of tokens but keeps none"),
+                      "attention computes all pairs of tokens, but stores none"),
     "vocabulary": Curve((16384, 32768, 65536, 131072), (512, 1024), vocabulary,
                         "a step by vocabulary", {"s": 1, "bytes": 1}, _LINEAR),
     "tokenising": Curve((250, 500, 1000), (1, 2), tokenising, "tokenising by megabytes",
-                        {"s": 1, "bytes": 0}, "texts are read in pieces", 1),
+                        {"s": 1, "bytes": 0}, "texts are read in chunks", 1),
     "shards": Curve((1000, 10_000, 100_000), (10, 20), shards,
                     "opening tokenised data by files", {"s": 1}, _LINEAR),
     "ranks": Curve((1, 2, 4, 8), (1, 2), ranks, "the first step by processes on this host",
-                   {"s": 1}, "they share its cores"),
+                   {"s": 1}, "the processes share the cores"),
     "planner-devices": Curve((8, 64, 512, 4096, 32_768, 100_000), (8, 16), planner_devices,
-                             "a plan by devices", {"s": 1}, "layouts grow as their divisors"),
+                             "a plan by devices", {"s": 1},
+                             "the number of layouts grows with that of the divisors"),
     "planner-layers": Curve((16, 32, 64, 128, 256), (2, 4), planner_layers, "a plan by layers",
-                            {"s": 1}, "stages grow as their divisors"),
+                            {"s": 1}, "the number of stages grows with that of the divisors"),
     "trace": Curve((4, 16, 64, 256), (2, 4), trace, "a memory trace by layers", {"s": 1},
-                   "equal layers are extended, not traced"),
+                   "equal layers are extrapolated, not traced"),
     "report": Curve((1000, 10_000, 100_000, 400_000), (10, 20), report,
                     "a report by steps", {"s": 1, "bytes": 0}, "curves have 1,600 points at most"),
     "compare": Curve((2, 8, 32), (2, 3), compare, "a comparison by arms", {"s": 1}, _LINEAR),
