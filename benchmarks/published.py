@@ -546,7 +546,7 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Pla
 
 def traits(row: Row) -> FrameworkTraits:
     """Return the framework's traits of memory use."""
-    return row.framework.traits(row["precision"])
+    return row.framework.traits(row["precision"], zero_level(row))
 
 
 def plans(row: Row) -> list[Plan]:

@@ -10,6 +10,9 @@ from typing import Literal
 
 from outpace.catalog.stacks import STACKS, SoftwareStack
 from outpace.planner.memory.framework_traits import (
+    DEEPSPEED_BF16,
+    DEEPSPEED_FP16,
+    DEEPSPEED_FP16_ZERO1,
     MEGATRON_BF16,
     MEGATRON_FP16,
     OUTPACE,
@@ -56,10 +59,12 @@ class Framework:
         """Return the program's traits that affect training."""
         return STACKS[_SOFTWARE.get(self.stack, "megatron-lm")]
 
-    def traits(self, precision: str) -> FrameworkTraits:
+    def traits(self, precision: str, zero: int) -> FrameworkTraits:
         """Return the traits of memory use; Megatron's depend on the dtype of gradient sums."""
         if "BF16Optimizer" in precision:
-            return _DEEPSPEED_BF16
+            return DEEPSPEED_BF16
+        if self.stack == "Megatron-DeepSpeed" and precision.startswith("fp16"):
+            return DEEPSPEED_FP16_ZERO1 if zero else DEEPSPEED_FP16
         if self.memory == "megatron":
             return MEGATRON_FP16 if precision.startswith("fp16") else MEGATRON_BF16
         return OUTPACE if self.memory == "outpace" else _WHOLE_LOSS
@@ -75,9 +80,6 @@ _SOFTWARE: Mapping[str, str] = {
 
 # Stacks whose loss is computed over all logits at once.
 _WHOLE_LOSS = replace(OUTPACE, chunks_loss=False)
-# Besides fp32 sums of gradients, those in bf16 of the last micro-batch are kept and set to zero
-# (deepspeedai/DeepSpeed edaa7221, runtime/bf16_optimizer.py, clear_lp_grads).
-_DEEPSPEED_BF16 = replace(MEGATRON_BF16, main_gradients=6)
 _PADDED = "vocabulary padded to a multiple of 128 × tp: --make-vocab-size-divisible-by"
 _TE = (
     "megatron/core/distributed/distributed_data_parallel_config.py: buckets of 40 million "

@@ -6,6 +6,7 @@ planner says so. Every error is shown next to that of one constant fitted to the
 kind.
 """
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,11 +153,12 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
         tensors = memory.peak_bytes(memory_question, held, rank=_rank(row))
     reserved = any(word in row["peak_mem_kind"] for word in ("reserved", "nvidia-smi"))
     reserved = reserved or row.source == _WHOLE_DEVICE
+    held_bytes = memory.held_bytes(memory_question, held, question.device.memory_bytes or math.inf)
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     room = question.device.memory_bytes
     return {
         "row": row.id, "source": row.source, **kind,
-        "predicted_bytes": round(float((needs if reserved else tensors)[0])),
+        "predicted_bytes": round(float((held_bytes if reserved else tensors)[0])),
         "measured_bytes": None if measured is None or out else round(measured),
         "parameters": parameters(question.outline) / cut,
         "called_oom": bool(room is not None and needs[0] > room), "oom": out,

@@ -19,7 +19,9 @@ class FrameworkTraits:
     splits parameters by elements over data and context parallelism. `reuses_receive_buffer`: a
     pipeline has one receive buffer for all micro-batches, and frees tensors that it has sent.
     `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
-    unsharded until the last backward.
+    unsharded until the last backward. `gradient_copies`: bytes per gradient of a copy that the step
+    makes besides those in fp32, of all that a rank updates at once. `reduce_buffer`: bytes of the
+    copy in which gradients are reduced, in a block of its own.
     """
 
     chunks_loss: bool = True
@@ -29,6 +31,8 @@ class FrameworkTraits:
     shards_by_element: bool = False
     reuses_receive_buffer: bool = False
     accumulates_unsharded: bool = False
+    gradient_copies: int = 0
+    reduce_buffer: int = 0
 
 
 OUTPACE = FrameworkTraits()
@@ -46,6 +50,15 @@ MEGATRON_BF16 = FrameworkTraits(
     reuses_receive_buffer=True,
 )
 MEGATRON_FP16 = replace(MEGATRON_BF16, main_gradients=2)
+# DeepSpeed of February 2022 (2151c787a). runtime/fp16/fused_optimizer.py, FP16_Optimizer.step: the
+# list of all gradients cast to fp32 beside the flat tensor of them. runtime/zero/stage_1_and_2.py:
+# gradients are reduced in a copy of up to 500 million; step flattens a rank's part of them, and
+# casts that to fp32.
+DEEPSPEED_FP16 = replace(MEGATRON_FP16, gradient_copies=4, reduce_buffer=10**9)
+DEEPSPEED_FP16_ZERO1 = replace(DEEPSPEED_FP16, gradient_copies=2)
+# Besides fp32 sums of gradients, those in bf16 of the last micro-batch are kept and set to zero
+# (edaa7221, runtime/bf16_optimizer.py, clear_lp_grads).
+DEEPSPEED_BF16 = replace(MEGATRON_BF16, main_gradients=6)
 # Micro-batches before the last are under no_sync (Fabric.no_backward_sync), where FSDP "will
 # accumulate the full model gradients" (torch 2.13, FullyShardedDataParallel.no_sync), including
 # those of frozen weights in the same flat parameter as trained weights (fsdp/_wrap_utils.py, which

@@ -24,6 +24,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     _drop_sums(timeline, rank)
     elements = (sharding.stepped * rank.place.layers + rank.outside) / sharding.shards
     _add_masters(timeline, rank, elements)
+    _copy_gradients(timeline, rank, elements)
     # Offloaded states are updated unit by unit.
     unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
     stepped = _stepped_elements(rank, elements, unit)
@@ -68,6 +69,24 @@ def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) ->
     replaced = np.where(g.buckets | g.fuses, 0.0, setup.sizes.weight)
     made = sharding.shards / sharding.owners * (FP32 - replaced) * elements
     timeline.allocate("gradients", np.where(master, made, 0.0))
+
+
+def _copy_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
+    """Add the copies of gradients that some trainers' steps make of all at once.
+
+    They are larger than any freed activation or gradient, so an allocator adds blocks for them, for
+    the fp32 gradients and for the buffer of reductions. Without a pipeline, the block of the zero
+    gradients with which states were initialised is free again after a backward; the receive buffers
+    of a pipeline stay in it.
+    """
+    setup, sharding = rank.setup, rank.setup.sharding
+    traits = setup.question.traits
+    if not traits.gradient_copies:
+        return
+    owned = sharding.shards / sharding.owners * elements
+    timeline.moment("temporary", traits.gradient_copies * owned)
+    added = (FP32 + traits.gradient_copies) * owned + traits.reduce_buffer
+    timeline.kept += np.where(setup.columns.pp > 1, added, 0.0)
 
 
 def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:

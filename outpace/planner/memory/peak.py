@@ -134,6 +134,19 @@ def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     return _reserve(question, columns, peak_bytes(question, columns))
 
 
+def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Floats:
+    """Return the bytes that a device of `room` bytes holds after steps, as nvidia-smi shows them.
+
+    These are `reserved_bytes` with the blocks that an allocator keeps as long as there is room.
+    """
+    peak, held = np.zeros(len(columns)), np.zeros(len(columns))
+    for rows, timeline in _timelines(question, columns):
+        peak[rows] = np.maximum(peak[rows], timeline.peak)
+        held[rows] = np.maximum(held[rows], timeline.peak + timeline.kept)
+    needed = _reserve(question, columns, peak)
+    return np.maximum(needed, np.minimum(needed + held - peak, room))
+
+
 def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     """Return a lower bound on `reserved_bytes`, from permanent tensors alone.
 

@@ -16,13 +16,15 @@ class MemoryTimeline:
     Every change is one number per plan, in bytes. The peak is checked after `allocate`, not after
     `free` or `pass_over`, which may stand for many changes. `records_kinds`: whether `by_kind` will
     be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
-    coincide with the device's peak.
+    coincide with the device's peak. `kept`: bytes of blocks that an allocator adds for tensors that
+    no freed block is large enough for.
     """
 
     def __init__(self, plans: int, records_kinds: bool = True) -> None:
         self._records_kinds = records_kinds
         self._plans: Bools | None = None
         self.peak: Floats = np.zeros(plans)
+        self.kept: Floats = np.zeros(plans)
         self.host_peak: Floats = np.zeros(plans)
         self.disk_peak: Floats = np.zeros(plans)
         self._host: Floats = np.zeros(plans)

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from outpace.planner.memory.framework_traits import (
+    DEEPSPEED_FP16,
+    DEEPSPEED_FP16_ZERO1,
     LIGHTNING_FSDP,
     MEGATRON_BF16,
     MEGATRON_FP16,
     OUTPACE,
 )
 from outpace.planner.memory.fullest_rank import places
-from outpace.planner.memory.peak import anatomy, peak_bytes, reserved_bytes
+from outpace.planner.memory.peak import anatomy, held_bytes, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.memory.setup import MemoryQuestion
 from outpace.planner.model.outline import parameters
@@ -91,6 +93,36 @@ def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(traits, who
     held = anatomy(MemoryQuestion(model, 8, traits=traits), columns_of(plan))
     told = sum(held[kind][0] for kind in ("weights", "gradients", "optimizer state"))
     assert told / parameters(model) == pytest.approx(whole + shared / ranks, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("traits", "zero", "step"), [(DEEPSPEED_FP16, 0, 24), (DEEPSPEED_FP16_ZERO1, 1, 22)]
+)
+def test_a_step_of_deepspeed_copies_all_gradients_at_once(traits, zero, step):
+    """Of 4 + 4 bytes of its own, fp16 weights and gradients, 12 of states: FP16_Optimizer.step
+    (list and flat tensor in fp32 after the gradients), stage_1_and_2.py, step (flat in 16 bits).
+    """
+    plan = megatron(zero=zero) if zero else megatron()
+    model = gpt().model_copy(update={"vocab": 256, "outputs": 256})
+    held = anatomy(MemoryQuestion(model, 8, traits=traits), columns_of(plan))
+    told = sum(held[kind][0] for kind in ("weights", "gradients", "optimizer state", "temporary"))
+    assert told / parameters(model) == pytest.approx(step, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_pipeline_of_deepspeed_holds_blocks_for_the_step(ranks):
+    """6 bytes of each parameter that a rank updates, and a bucket, as long as there is room."""
+    plan = megatron(pp=4, pp_schedule="1f1b", pp_microbatches=8, dp_shard=ranks, zero=1)
+    question = MemoryQuestion(gpt(), LENGTH, traits=DEEPSPEED_FP16_ZERO1)
+    columns = columns_of(plan)
+    needs = reserved_bytes(question, columns)[0]
+    block = 12 * HIDDEN**2 + 13 * HIDDEN
+    first = 3 * block + (VOCAB + LENGTH) * HIDDEN
+    added = held_bytes(question, columns, 80e9)[0] - needs
+    assert added == pytest.approx(6 * first / ranks + 1e9, rel=0.01)
+    assert held_bytes(question, columns, needs + 1e8)[0] == pytest.approx(needs + 1e8)
+    plain = MemoryQuestion(gpt(), LENGTH, traits=MEGATRON_FP16)
+    assert held_bytes(plain, columns, 80e9) == reserved_bytes(plain, columns)
 
 
 def test_without_sharding_no_rank_gathers():
