@@ -155,6 +155,12 @@ _EAGER_LOSS = (3, 6)
 # written), sum (2 + 4 read, 4 written), concatenation of experts (4 + 4), cast (4 + 2). Backward:
 # both casts (2 + 4, 4 + 2), concatenation (2 + 2), product and sum for each factor (4 + 4 + 4).
 _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
+# Bytes per number that enters such an expert's activation, which is clamped by torch's operators
+# (e8b9df156d, fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl: chunk, two clamps, cat).
+# Forward: clamp (2 + 2) and concatenation (2 + 2). Backward: comparisons and selection, of one half
+# with one bound (2 + 1, 1 + 2 + 2), of the other with two (2 + 1, 2 + 1, 1 + 1 + 1, 1 + 2 + 2:
+# FunctionsManual.cpp, clamp_backward), and the halves' concatenation (2 + 2).
+_CLAMP = (4.0 + 4, (8.0 + 14) / 2 + 4)
 # Operators besides matmuls of any layer with experts, as `_operators` counts them.
 _EXPERT_OPERATORS = 20.0
 # Further operators of Megatron-Core's experts (d98e8a64, transformer/moe). Of 71, the router has 11
@@ -629,8 +635,9 @@ def _routing_traffic(
     sent, they arrive in the order of ranks, are sorted by the rank's experts, and are sorted back
     (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
     all-to-all). Matmuls in 8 bits need numbers of tokens that are multiples of 16 or 32: programs
-    that pad copy all tokens and all results. Megatron-Core adds the biases of experts' results with
-    separate operators.
+    that pad copy all tokens and all results. Megatron-Core adds the biases of experts' results, and
+    clamps what enters the activation, with separate operators; all models whose experts have biases
+    (gpt-oss) also have bounds. Recipes that are one CUDA graph compute both within the matmuls.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -649,6 +656,9 @@ def _routing_traffic(
     if mlp.bias and cells.elementwise == "fused":
         ahead = ahead + own * mlp.active * _EXPERT_BIAS[0]
         back = back + own * mlp.active * _EXPERT_BIAS[1]
+        if cells.graphs != "step":
+            entering = (1 + mlp.gated) * mlp.width * mlp.active / cells.tp
+            ahead, back = ahead + entering * _CLAMP[0], back + entering * _CLAMP[1]
     return ahead, back
 
 

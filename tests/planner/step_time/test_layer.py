@@ -413,23 +413,26 @@ def test_experts_one_after_another_put_gradients_of_slices_together():
 
 
 def test_biases_of_experts_are_added_apart_from_their_matmuls_in_megatron():
+    """And gates and values are clamped by torch's operators, unless all is one CUDA graph."""
     slow = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
 
-    def work(bias, elementwise):
-        mlp = Mlp(width=512, experts=32, active=4, bias=bias)
+    def work(bias, elementwise, graphs="none"):
+        mlp = Mlp(width=512, gated=True, experts=32, active=4, bias=bias)
         model = Outline(name="experts", hidden=1024, stacks=(Stack(layers=1, mlp=mlp, norms=0),),
                         vocab=0, max_positions=64)  # fmt: skip
-        shape = replace(cells(samples=8), elementwise=elementwise)
+        shape = replace(cells(samples=8), elementwise=elementwise, graphs=graphs)
         return layer(slow, model, model.stacks[0], shape, 64, "fused")
 
     more = [
-        [getattr(work(True, name), part)[0] - getattr(work(False, name), part)[0]
+        [getattr(work(True, *how), part)[0] - getattr(work(False, *how), part)[0]
          for part in ("forward_s", "backward_s")]
-        for name in ("kernels", "fused")
+        for how in (("kernels",), ("fused", "step"), ("fused",))
     ]  # fmt: skip
-    rows = 8 * 64 * 4 * 1024
+    rows, entering = 8 * 64 * 4 * 1024, 8 * 64 * 4 * 2 * 512
     assert more[1][0] - more[0][0] == pytest.approx(28 * rows / 1e12)
     assert more[1][1] - more[0][1] == pytest.approx(40 * rows / 1e12)
+    assert more[2][0] - more[1][0] == pytest.approx(8 * entering / 1e12)
+    assert more[2][1] - more[1][1] == pytest.approx(15 * entering / 1e12)
 
 
 def test_megatrons_router_and_dispatcher_are_operators_of_their_own():
