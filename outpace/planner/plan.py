@@ -21,6 +21,7 @@ from outpace.planner.plan_notes import (
 )
 from outpace.planner.plan_search import (
     add_alternatives,
+    add_leaner,
     least_seconds,
     list_places,
     search_nodes,
@@ -49,7 +50,7 @@ def plans(job: PlanningProblem) -> Plans:
     used, found = search_nodes(job)
     if not len(found.ranked):
         raise BadInputError(explain_misfit(job, found))
-    found = settle_leanest(used, add_alternatives(used, found))
+    found = add_leaner(used, settle_leanest(used, add_alternatives(used, found)))
     shown = list_places(found)[: job.count]
     listed = [place for place, _ in shown]
     planned = [describe_plan(used, found, place, roles, listed) for place, roles in shown]
@@ -79,7 +80,7 @@ def plans(job: PlanningProblem) -> Plans:
             *faster_case_note(used, found, planned[0]),
             *expert_notes(used, found, listed),
             *small_states_note(used, planned[0]),
-            *adapter_notes(job, planned),
+            *adapter_notes(job, used, planned),
             *batch_note(planned[0]),
             *causal_notes(job.outline, wanted, planned[0].estimate.mfu),
             *list_hints(used, found),

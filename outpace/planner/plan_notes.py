@@ -9,7 +9,7 @@ from outpace.planner.explain.hints import hint
 from outpace.planner.model.adapters import ADAPTER_STRATEGIES, can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan_estimate import likeness
-from outpace.planner.plan_search import least_seconds, search_plans
+from outpace.planner.plan_search import add_alternatives, least_seconds, search_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.branch_and_bound import SearchResult, fits
 from outpace.planner.search.space import to_plan
@@ -70,8 +70,12 @@ def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     ]
 
 
-def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return a note on what adapters train, or suggest them if the first plan offloads weights."""
+def adapter_notes(
+    job: PlanningProblem, used: PlanningProblem, planned: Sequence[RankedPlan]
+) -> list[str]:
+    """Return notes on what adapters train and what weights in 4 bits would save, or suggest
+    adapters if the first plan offloads weights.
+    """
     adapters = job.wanted.adapters
     if adapters is not None:
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
@@ -80,7 +84,8 @@ def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[s
             f"{adapters.title}: {show_count(trained)} parameters are trained, with "
             f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
             "offloading. outpace also trains adapters with other strategies: trace their memory "
-            "with outpace memory."
+            "with outpace memory.",
+            *_packed_note(used, planned[0]),
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -89,6 +94,27 @@ def adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[s
     return [
         "Every step fetches the weights from the host. Adapters need far less memory: plan them "
         "with --lora-rank 16 (and --base nf4)."
+    ]
+
+
+def _packed_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
+    """Return a note on frozen weights in 4 bits, unless they are decided or do not help."""
+    wanted = job.wanted
+    if "base" in wanted.keep or wanted.on_host:
+        return []
+    packed = replace(job, wanted=replace(wanted, keep={**wanted.keep, "base": "nf4"}), count=1)
+    found = search_plans(packed)
+    if not len(found.ranked):
+        return []
+    found = add_alternatives(packed, found)
+    needs, took = float(found.needs[found.simplest]), float(found.times.step_s[found.simplest])
+    now = planned.estimate
+    if needs >= now.peak_memory_bytes and took >= now.step_time_s:
+        return []
+    return [
+        f"With --base nf4 (QLoRA), the recommended plan needs {show_bytes(round(needs))} and takes "
+        f"{show_seconds(took)} a step, against plan 1's {show_bytes(now.peak_memory_bytes)} and "
+        f"{show_seconds(now.step_time_s)}. Weights in 4 bits are less exact."
     ]
 
 

@@ -9,16 +9,24 @@ from outpace.planner.hardware.device import dtype_of
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_columns import Ints
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import find_alternatives
-from outpace.planner.search.branch_and_bound import SearchResult, fastest, kinds, search
+from outpace.planner.search.alternatives import add_plans, find_alternatives
+from outpace.planner.search.branch_and_bound import (
+    SearchResult,
+    fastest,
+    kinds,
+    search,
+    step_seconds,
+)
 from outpace.planner.search.finalists import order, simulate_pipelines
-from outpace.planner.search.plan_choice import ROOMY
-from outpace.planner.search.space import to_plan
+from outpace.planner.search.known_bytes import remember
+from outpace.planner.search.plan_choice import ROOMIER, ROOMY, PlanChoice, leaner, with_offloads
+from outpace.planner.search.space import memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.records.estimate import Role
 from outpace.records.plan import Plan
 
 _FINALISTS = 2  # simulated plans per shown plan
+_FEW_LAYOUTS = 64  # up to this, plans that need less memory are added to a short list
 
 
 def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
@@ -100,6 +108,28 @@ def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
     return replace(found, leanest=found.simplest) if fine and simple < least else found
 
 
+def add_leaner(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Add plans that need less memory than faster ones, if all layouts are of a few kinds.
+
+    Pipelines are left out, since their times would have to be simulated.
+    """
+    shown = [place for place, _ in list_places(found)]
+    if found.layouts is None or len(found.layouts) > _FEW_LAYOUTS or len(shown) >= job.count:
+        return found
+    whole = found.layouts.select(found.layouts.pp == 1)
+    needs = remember(job.checked_bytes, found.known)
+    choice = PlanChoice(
+        whole, with_offloads(list(memory_options(job.wanted)), 0), step_seconds(job.question),
+        needs, job.least_bytes, job.limit, job.wanted.accepts,
+    )  # fmt: skip
+    listed = [(float(found.times.step_s[one]), float(found.needs[one])) for one in shown]
+    more = leaner(choice, ROOMIER * least_seconds(found), listed, job.count - len(shown))
+    if more is None:
+        return found
+    places = tuple(range(len(found.columns), len(found.columns) + len(more)))
+    return replace(add_plans(job.question, found, more, needs), leaner=places)
+
+
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
     """Return whether the simplest and the leanest plan are too slow after simulation."""
     took = found.times.step_s[[found.simplest, found.leanest]]
@@ -124,7 +154,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
         listed[key] = first, (*own, role)
     shown = kinds(found.columns)[[place for place, _ in listed.values()]]
     others = [int(place) for place in found.ranked if kinds(found.columns)[place] not in shown]
-    return [*listed.values(), *((place, ()) for place in others)]
+    return [*listed.values(), *((place, ()) for place in (*others, *found.leaner))]
 
 
 def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:

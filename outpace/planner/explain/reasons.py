@@ -11,10 +11,12 @@ from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_columns import MODES, PlanBatch
 from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.alternatives import trained_by_outpace
 from outpace.planner.search.axis_sizes import allowed_sizes, refused_size
 from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family
 from outpace.planner.search.nearest_batch import nearest_batches
 from outpace.planner.search.plan_choice import CROWDED, EQUAL, LEAN, ROOMY, count_effort
+from outpace.planner.search.plan_masks import untrained_mask
 from outpace.planner.search.search_request import SearchRequest
 from outpace.planner.search.space import expand, has_plans, layouts, memory_options, to_plan
 from outpace.records.errors import join_and, join_or
@@ -43,6 +45,8 @@ def explain_plan(
     slower = f"{show_share(mine / least - 1)} slower than the fastest"
     as_fast = "as fast as the fastest" if mine / least - 1 < _ALIKE else slower
     if "recommended" in roles:
+        if mine > EQUAL * least and _trains_only(job, found, place):
+            return f"{join_and(roles)}: {slower}, which outpace does not train"
         risk = _risk_of_fastest(job, found, place)
         if risk is not None and as_fast == slower:
             simpler = "simpler, " if "offloads" in risk else ""
@@ -65,6 +69,12 @@ def explain_plan(
     if as_fast != slower:
         return as_fast
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
+
+
+def _trains_only(job: PlanningProblem, found: SearchResult, place: int) -> bool:
+    """Return whether outpace is the trainer and can train this plan, but not the fastest one."""
+    cannot = untrained_mask(found.columns.select([place, found.fastest]))
+    return trained_by_outpace(job.question) and bool(cannot[1] and not cannot[0])
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:

@@ -22,6 +22,7 @@ from outpace.planner.search.plan_choice import (
     simplest,
     with_offloads,
 )
+from outpace.planner.search.plan_masks import untrained_mask
 from outpace.planner.search.search_request import OFFLOADED, SearchRequest
 from outpace.planner.search.space import memory_options
 from outpace.planner.step_time.estimate import StepTimes, estimate
@@ -50,6 +51,9 @@ def find_alternatives(
     device's memory, the leanest is the fastest plan that does not, if it takes at most `ROOMIER`
     times as long.
 
+    If outpace is the trainer and can train any plan that fits, the simplest is one of these, and
+    "the fastest of all" is the fastest of these.
+
     `floors` are lower bounds on the bytes that plans need (`planner.memory.peak.least_bytes`);
     `needs` are those of the search.
     """
@@ -58,37 +62,34 @@ def find_alternatives(
 
     seconds, needs = step_seconds(question), remember(needs, found.known)
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
-    own = found.columns.select([found.fastest])
-    roomy, offloads = ROOMY * memory_bytes, _offloads(own)
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes, wanted.accepts)
-    by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
-    allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
-    simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
-    near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
-    simple_choice = replace(simple_choice, plain=near)
-    simple = simplest(simple_choice, simple_s, memory_bytes, question.other_program)
-    if (
-        simple is not None
-        and found.needs[found.fastest] <= CROWDED * memory_bytes
-        and offloads <= _offloads(simple)
-        and is_worth_room(own, simple, options[0], question.other_program)
-    ):
-        simple = None
+    trained = _keep_trained(question, found, every) if trained_by_outpace(question) else found
+    simple, simple_s = _simplest(every, trained, question.other_program)
+    roomy, lean_s = ROOMY * memory_bytes, LEAN * least_s
+    offloads = _offloads(found.columns.select([found.fastest]))
+    allowed = every if offloads else replace(every, chosen=with_offloads(options, 0))
+    lean = found.layouts.select(found.bound <= lean_s)
     small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
     if small is not None and needs(small)[0] > roomy:
         slow_s = ROOMIER * least_s
         roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
         small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
-    both = join_batches([one for one in (simple, small) if one is not None] or [near.select([])])
-    count = len(found.columns)
+    both = join_batches([one for one in (simple, small) if one is not None] or [lean.select([])])
+    count = len(trained.columns)
+    wider = replace(trained, ranked=found.ranked, layouts=found.layouts, bound=found.bound)
     return replace(
-        add_plans(question, found, both, needs),
-        simplest=count if simple is not None else found.fastest,
+        add_plans(question, wider, both, needs),
+        simplest=count if simple is not None else trained.fastest,
         leanest=count + len(both) - 1 if small is not None else found.fastest,
         simple_s=simple_s,
         lean_s=lean_s,
         roomier=roomier is not None,
     )
+
+
+def trained_by_outpace(question: StepTimeQuestion) -> bool:
+    """Return whether outpace is the trainer, and has the model."""
+    return not question.other_program and question.outline.untrained is None
 
 
 def add_plans(
@@ -104,6 +105,49 @@ def add_plans(
         times=StepTimes(**times),
         needs=np.concatenate([found.needs, needs(more)]),
     )
+
+
+def _keep_trained(
+    question: StepTimeQuestion, found: SearchResult, every: PlanChoice
+) -> SearchResult:
+    """Return `found` with only the layouts that outpace trains, and the fastest of their plans.
+
+    If none of them fits, return `found`.
+    """
+    mine = np.flatnonzero(~untrained_mask(every.plain))
+    ranked = found.ranked
+    if untrained_mask(found.columns.select([found.fastest]))[0]:
+        best = quickest(replace(every, plain=every.plain.select(mine)), found.bound[mine], np.inf)
+        if best is None:
+            return found
+        ranked = np.array([len(found.columns)])
+        found = add_plans(question, found, best, every.needs)
+    else:
+        ranked = ranked[~untrained_mask(found.columns.select(ranked))]
+    return replace(found, ranked=ranked, layouts=every.plain.select(mine), bound=found.bound[mine])
+
+
+def _simplest(
+    every: PlanChoice, found: SearchResult, trains_all: bool
+) -> tuple[PlanBatch | None, float]:
+    """Return the simplest plan about as fast as the fastest in `found`, and the limit on its
+    seconds. None: the fastest is worth more than free memory.
+    """
+    assert found.layouts is not None
+    least_s, own = float(found.times.step_s[found.fastest]), found.columns.select([found.fastest])
+    offloads, options = _offloads(own), every.chosen
+    plain = replace(every, plain=found.layouts)
+    by_offloads = [replace(plain, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
+    choice, simple_s = _simple_choice(by_offloads, found, least_s)
+    near = found.layouts.select(found.bound <= simple_s)
+    simple = simplest(replace(choice, plain=near), simple_s, every.memory_bytes, trains_all)
+    worth_room = (
+        simple is not None
+        and found.needs[found.fastest] <= CROWDED * every.memory_bytes
+        and offloads <= _offloads(simple)
+        and is_worth_room(own, simple, options[0], trains_all)
+    )
+    return (None if worth_room else simple), simple_s
 
 
 def _simple_choice(

@@ -45,6 +45,7 @@ class SearchResult:
     among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
     `leanest` are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if
     not searched or not to be listed; `simple_s` and `lean_s` are the limits on their step times.
+    `leaner`: plans that need less memory than all faster ones, if few kinds of plans are listed.
     `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest plan
     that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
     `known` has the bytes of plans that were estimated (see `remember`).
@@ -59,6 +60,7 @@ class SearchResult:
     considered: int
     simplest: int = -1
     leanest: int = -1
+    leaner: tuple[int, ...] = ()
     simple_s: float = np.inf
     lean_s: float = np.inf
     roomier: bool = False

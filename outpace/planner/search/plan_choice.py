@@ -15,7 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import (
+    OFFLOADS,
+    Bools,
+    Floats,
+    Ints,
+    PlanBatch,
+    join_batches,
+)
 from outpace.planner.search.plan_masks import untrained_mask
 from outpace.planner.search.search_request import OFFLOADED, PlanFilter
 from outpace.planner.search.space import Options, expand_timed
@@ -30,6 +37,7 @@ CROWDED = 0.97
 # Limit, in fastest steps, for a plan that leaves memory free if all faster ones fill it.
 WIDE = 4 / 3
 _ENOUGH = 0.5  # of a device's memory: using even less is no advantage
+_CLEARLY = 0.95  # times another plan's memory: the error of its estimate is about as large
 _TIGHT = 2  # added cost of a plan that uses more than ROOMY
 # Costs of offloading. They exceed those of tensor and pipeline parallelism and of little free
 # memory, since a step then also waits for the host's memory, links and other programs.
@@ -94,6 +102,28 @@ def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
     for part, took in _quick_plans(choice, most_s):
         best = _least_of(choice, part, took, 0.0, best)
     return None if best is None else best[2]
+
+
+def leaner(
+    choice: PlanChoice, most_s: float, listed: Sequence[tuple[float, float]], count: int
+) -> PlanBatch | None:
+    """Return up to `count` plans, fastest first, that need clearly less memory than all plans that
+    are as fast; `listed` are the seconds and bytes of plans that are already known.
+    """
+    parts = list(_quick_plans(choice, most_s))
+    if not parts:
+        return None
+    plans, took = join_batches([part for part, _ in parts]), np.concatenate([s for _, s in parts])
+    nbytes, known = choice.needs(plans), list(listed)
+    taken: list[int] = []
+    for place in np.lexsort((nbytes, took)):
+        own = float(took[place]), float(nbytes[place])
+        least = min((b for s, b in known if s <= own[0]), default=choice.memory_bytes)
+        enough = _ENOUGH * choice.memory_bytes
+        if len(taken) < count and own[1] <= _CLEARLY * least and least > enough:
+            taken.append(int(place))
+            known.append(own)
+    return plans.select(np.array(taken)) if taken else None
 
 
 def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
