@@ -22,8 +22,11 @@ class PlaceholderParameter:
     def optimizer(
         self, build: Build, groups: Sequence[Mapping[str, Any]] = ({},)
     ) -> torch.optim.Optimizer:
-        """Build the optimizer with the same groups as other ranks, but only this parameter."""
-        first, *others = groups
+        """Build the optimizer with the same groups as other ranks, but only this parameter.
+
+        There may be no groups: outpace's own have at least one parameter each.
+        """
+        first, *others = groups or ({},)
         empty: list[dict[str, Any]] = [{**group, "params": []} for group in others]
         return build([{**first, "params": [self._number]}, *empty])
 

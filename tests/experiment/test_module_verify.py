@@ -188,6 +188,14 @@ def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     assert verdict.refused and "tensors with 16 entries stay whole in each part" in verdict.reason
 
 
+@pytest.mark.parametrize("first", [nn.Tanh(), nn.Linear(5, 5).requires_grad_(False)])
+def test_a_stage_that_trains_nothing_equals_one_process(first):
+    """It has no parameter groups at all; the stage failed in unpacking them."""
+    module = nn.Sequential(first, nn.Linear(5, 3))
+    verdict = verdict_of(module, "gpipe", blocks=[["0"], ["1"]])
+    assert verdict.passed, verdict.reason
+
+
 class CountingStack(Stack):
     """Counts samples in a dict; logs and what each forward sets again count nothing."""
 
