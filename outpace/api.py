@@ -66,7 +66,7 @@ def train(
     """
     from outpace.cli.resume import require_inputs
     from outpace.jobs.train import job
-    from outpace.jobs.train.auto_micro_batch import trier
+    from outpace.jobs.train.auto_micro_batch import trial_runner
     from outpace.jobs.train.context import RunContext
     from outpace.launch import local
 
@@ -91,7 +91,7 @@ def train(
         command=sys.argv,
         callbacks=heard if ranks is None or ranks.rank == 0 else [],
         model=live,
-        attempt=trier(os.environ),
+        attempt=trial_runner(os.environ),
     )
     return job.train(merged, context)
 

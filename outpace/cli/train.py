@@ -277,7 +277,7 @@ def _train_here(
     ahead = prefault_memory(asked.settings, ranks, environ)  # runs while torch loads
     with import_quickly():
         from outpace.jobs.train import job
-        from outpace.jobs.train.auto_micro_batch import trier
+        from outpace.jobs.train.auto_micro_batch import trial_runner
         from outpace.jobs.train.context import RunContext
         from outpace.reporting.terminal.progress import TrainingProgress
 
@@ -288,7 +288,7 @@ def _train_here(
         command=asked.command,
         callbacks=heard,
         end=end,
-        attempt=trier(environ),
+        attempt=trial_runner(environ),
         explain=_explain,
         page_prefaulter=ahead,
     )

@@ -1,1 +1,1 @@
-"""The work of a job's ranks, from settings to a result."""
+"""Training, inference, probing and planning, from settings to results."""

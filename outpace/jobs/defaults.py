@@ -174,7 +174,7 @@ def takes_cuda_graphs(
     custom_model: bool,
     dropout: float = 0.0,
 ) -> bool:
-    """Return whether to replay passes as CUDA graphs: as requested, or if everything is compiled.
+    """Return whether to replay passes as CUDA graphs; by default, only in compiled runs.
 
     Graphs need additional memory, so under a memory limit they must be requested. `dropout` is the
     model's dropout probability. Raises BadInputError if graphs are requested but not possible.
@@ -241,7 +241,7 @@ def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -
 
 
 def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
-    """Return the schedule of a pipeline that is requested by its axis."""
+    """Return the schedule of a pipeline that is requested by its axis; by default, 1F1B."""
     return settings.pp_schedule or "1f1b"
 
 
@@ -267,7 +267,7 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
 def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the requested micro-batch; by default a rank's share, split to suit a pipeline."""
+    """Return micro-batch and pipeline micro-batches, by default from a rank's share of samples."""
     # With micro-batch auto, a later search starts from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
@@ -296,9 +296,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Suggest the largest number of processes on this host that divides the global batch, if any
-    does.
-    """
+    """Suggest fewer processes on this host, as many as divide the global batch; "" if none do."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""
@@ -309,7 +307,7 @@ def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
 
 
 def note_passes(global_batch: int, samples: int) -> str | None:
-    """Describe how often a step reads the data; None if it does so less than ten times."""
+    """Describe how often a step reads the data; None if it is less than ten times."""
     passes = global_batch / max(samples, 1)
     if passes < _MANY_PASSES:
         return None
@@ -383,7 +381,7 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Return the dense peak of all of a plan's devices in its dtype; None if unknown."""
+    """Return the dense FLOP/s of all devices together in the plan's dtype; None if unknown."""
     known = find_in_catalog(machine, device)
     if known is None:
         return None

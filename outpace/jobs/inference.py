@@ -54,7 +54,7 @@ from outpace.training.evaluate import evaluate as measure
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings: `temperature` 0 selects the most likely token; `top_k` None allows any."""
+    """Sampling settings: `temperature` 0 selects the most likely token; `top_k` None, from all."""
 
     max_new_tokens: int
     temperature: float
@@ -101,7 +101,7 @@ class Writer:
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
 
     def questions(self, path: Path) -> list[Conversation]:
-        """Read conversations, in any form that outpace train accepts, up to their last answers.
+        """Read conversations up to their last answers, in any form that outpace train accepts.
 
         Raises BadInputError if there are none.
         """
@@ -126,7 +126,7 @@ class Writer:
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt, and those generated after them.
 
-        With `opens`, the prompt begins as the tokenizer begins texts.
+        With `opens`, the prompt gets the opening token that the tokenizer puts before texts.
         """
         asked = self._tokenizer.encode(prompt)
         opening = self._tokenizer.missing_opening(asked) if opens else []
@@ -152,7 +152,7 @@ class Writer:
             self._on_hint(
                 f"the prompt has {given:,} tokens, and the model has {positions:,} positions: "
                 f"only the last {half:,} tokens were read, so the beginning, such as a system "
-                "message, was lost. Give a shorter one"
+                "message, was lost. Use a shorter prompt"
             )
         elif written > positions:
             self._on_hint(
@@ -272,7 +272,7 @@ def _note_kept_state(
     mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> Iterator[list[Batch]]:
-    """Report if a custom model's loss depends on state that it keeps; return all steps."""
+    """Report if a custom model's loss depends on state that it keeps; return the same steps."""
     first = next(steps)
     state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
     said = explain_evaluated_state(state)
@@ -291,7 +291,7 @@ def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None])
 
 
 def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
-    """Return chat if the first record is a conversation and no text field is given."""
+    """Return "chat" if the first row is a conversation and no text field is given."""
     first = Path(data[0]).expanduser()
     if text_field is not None or not first.is_file() or form_of(first) in ("text", "tokens"):
         return "pretrain"
@@ -319,7 +319,7 @@ def _task(
 
     Also return the length to which longer samples were truncated.
     """
-    # Adapters are part of the model itself.
+    # The model's own folder includes its adapters.
     update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None, "lora_rank": None}
     if data is not None:
         update |= {"data": data, "eval_data": data}
@@ -397,8 +397,7 @@ def _samples(
     seq_len: int | None,
     on_hint: Callable[[str], None],
 ) -> TokenDataset:
-    """Return the given data, or the run's held-out data, in samples of `seq_len` or the run's
-    length."""
+    """Return the given or held-out data, in samples of `seq_len`, by default the run's length."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     corpus = _held_out_data(data, settings, tokenizer)
@@ -489,7 +488,7 @@ def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None
         told = ", ".join(f"{key} {excerpt(value)}" for key, value in ignored.items())
         on_hint(
             f"outpace generate does not apply {told} of {folder / GENERATION_FILE}; transformers "
-            "does, and generates other texts by default"
+            "does, so it generates different texts by default"
         )
 
 

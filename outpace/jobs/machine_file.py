@@ -1,4 +1,4 @@
-"""This host's machine, and what `outpace probe` measured on it if its file is here."""
+"""The probe file in the current directory, if it describes this machine."""
 
 from pathlib import Path
 

@@ -39,9 +39,9 @@ def merge_adapter(
 ) -> MergedModel:
     """Merge an adapter (or a run's) into its model, and write a Hugging Face directory.
 
-    `model` has the weights to merge into, by default those that the adapter names. `base` is their
-    format, by default the one used in training. Raises BadInputError if the adapter does not fit
-    the model, or `out` is not empty.
+    `model`: folder of the weights to merge into; by default, the base that the adapter names.
+    `base`: format of these weights; by default, the one used in training. Raises BadInputError if
+    the adapter does not fit the model, or `out` is not empty.
     """
     opened = _with_base(source, model)
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None

@@ -206,12 +206,10 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
     said = refusal(capsys, *words)
     assert "llama-3.1-8b in this layout does not fit" in said
     assert "LoRA" in said and "quantized" in said and "--model" in said
-    assert "since corrections do not support adapters yet. Did it use recomputation" in said
+    assert "Such runs cannot correct a machine yet. Did it use recomputation" in said
     said = refusal(capsys, *words, "--layout=lora_rank=16,base=nf4,checkpointing=full")
-    assert "a run with adapters (lora_rank) cannot correct a machine" in said
-    assert (
-        "since corrections do not support adapters yet. Pass the log of a run that trained" in said
-    )
+    assert "a run with adapters (lora_rank) or frozen weights cannot correct a machine" in said
+    assert "Pass the log of a run that trained" in said
     assert not out.exists()
 
 
@@ -229,7 +227,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         "'train_steps_per_second': '1.0', 'train_loss': '4.1', 'epoch': '1'}\n"
     )
     said = refusal(capsys, str(console), *CARD)
-    assert "of the 16 per step over 1 data-parallel rank" in said
+    assert "of the 16 sequences per step each of 1 data-parallel rank processed at once" in said
     assert "Pass --layout micro_batch=N" in said
     layout = "--layout=micro_batch=16,checkpointing=full"
     (row,) = told(capsys, str(console), *CARD, layout)
@@ -270,7 +268,7 @@ def test_flags_that_contradict_the_log(
 ) -> None:
     state = write_state(tmp_path, 200.0, train_batch_size=16)
     said = refusal(capsys, state, *CARD, "--layout=micro_batch=4")
-    assert "says micro_batch=16, but --layout says micro_batch=4" in said
+    assert "says micro_batch=16, but you gave micro_batch=4 with --layout" in said
     assert "16 sequences per step, but --global-batch 32" in refusal(
         capsys, state, *CARD, "--global-batch=32"
     )
@@ -284,7 +282,7 @@ def test_flags_that_contradict_the_log(
         said = refusal(capsys, str(log), *words)
         assert all(text in said for text in texts), said
     said = refusal(capsys, str(run), f"--model={run}", "--machine=l4", "--precision=fp16")
-    assert "precision=fp32, but --precision fp16" in said
+    assert "precision=fp32, but you gave --precision fp16" in said
 
 
 def test_its_file_is_no_probe_of_this_machine(
@@ -312,7 +310,7 @@ def test_a_log_of_another_model_or_of_adapters(
     log.write_text(f"  num_layers {'.' * 38} 32\n{MEGATRON}")
     told(capsys, *words)
     log.write_text(f"trainable params: 9 || all params: 900 || trainable%: 1.0\n{MEGATRON}")
-    assert "a run with adapters (lora_rank) cannot correct" in refusal(capsys, *words)
+    assert "a run with adapters (lora_rank) or frozen weights" in refusal(capsys, *words)
     size = "Model llama3 8B size: {} total parameters\n"
     log.write_text(size.format("8,030,261,248") + LOG)
     told(capsys, str(log), *WORDS)
@@ -342,7 +340,7 @@ def test_a_precision_that_the_log_contradicts(
     words = (str(log), "--model=mixtral-8x7b", "--machine=hgx-h100", "--nodes=2")
     for flag in ("--precision=bf16", "--layout=precision=bf16"):
         said = refusal(capsys, *words, flag)
-        assert "says precision=fp8, but --" in said
+        assert "says precision=fp8, but you gave " in said
     # bf16-master differs only in how the weights are stored.
     log.write_text(log.read_text().replace("hybrid", "None"))
     told(capsys, *words, "--precision=bf16")

@@ -307,8 +307,8 @@ def test_a_batch_that_cannot_be_shared_out_is_said(capsys):
     words = ["network", "--model=llama-3-8b", "--machine=dgx-h100", "--nodes=4"]
     assert main([*words, "--global-batch=7"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--global-batch 7 is not divisible by all plans. These are used instead: 8 by" in shown
-    assert "8 by TP 8 × replicas 4" in shown
+    assert "Not every plan can split --global-batch 7 evenly. Batches used: 8 (" in shown
+    assert "8 (TP 8 × replicas 4)" in shown
     assert said(capsys, *words, "--global-batch=32")["notes"] == []
 
 

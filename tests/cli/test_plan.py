@@ -192,7 +192,7 @@ def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model=gpt2", "--base=nf4"], "base nf4 belongs to LoRA. Set a lora_rank"),
+        (["--model=gpt2", "--base=nf4"], "base nf4 has no effect without LoRA. Set lora_rank"),
         (["--model=gpt2", "--keep=lora_targets=all,base=nf4"], "base nf4 belongs to LoRA"),
         (["--model=gpt2", "--keep=lora_alpha=8"], "lora_alpha 8.0 belongs to LoRA"),
         (["--model=gpt2", "--lora-rank=4", "--lora-targets=gate"], "MLP of gpt2 has no gate"),
@@ -459,7 +459,7 @@ def test_the_plan_that_is_written_is_among_those_that_the_format_can_express(cap
     found = said(capsys, *words, "--emit=torchtitan")
     assert listed[0]["plan"]["checkpointing"] == "attention"  # which torchtitan has not
     assert not found["lost"] and found["warning"] is None and found["plan"] == 1
-    assert "of those that torchtitan can express" in found["why"]
+    assert "of the plans that torchtitan can express" in found["why"]
     written = tomllib.loads(found["text"].replace("SET_ME", "1"))
     assert written["parallelism"]["data_parallel_shard_degree"] == 8
     best_s = found["estimate"]["step_time_s"]
@@ -483,7 +483,7 @@ def test_a_pipeline_for_megatron_is_one_that_it_can_express(capsys, tmp_path):
     path = tmp_path / "mg.sh"
     assert main([*words, "--count=3", "--emit=megatron", f"--out={path}"]) == 0
     told = capsys.readouterr().err
-    assert "WARNING" not in told and "of those that megatron can express" in told
+    assert "WARNING" not in told and "of the plans that megatron can express" in told
     assert "HEAD_NODE=…" in told and "tokens/s" in told and "GiB of 79.11 GiB" in told
     for number, one in enumerate(listed[1:], 2):
         assert re.search(f"# Plan {number}.*: {re.escape(one['title'])}: .* per step, .*GiB", told)
@@ -552,7 +552,7 @@ def test_the_best_is_written_for_every_trainer(name, capsys, tmp_path):
     written = said(capsys, *words, f"--out={path}")
     assert captured.out.rstrip() == written["text"].rstrip() != ""
     assert path.read_text() == written["text"] and written["file_name"] == str(path)
-    when = "After" if written["edits"] else "As written: "  # with edits of the script that it names
+    when = "After" if written["edits"] else "As written: "  # with edits to the script that it names
     assert f"# {when}" in captured.err and " per step (" in captured.err
     assert all(f"# To edit first: {edit}" in captured.err for edit in written["edits"])
     assert bool(written["edits"]) == (name in ("accelerate", "fsdp", "torchtitan"))
@@ -566,7 +566,7 @@ def test_out_says_where_the_configuration_is(capsys, tmp_path):
     path = tmp_path / "tt.toml"
     assert main([*TINY, "--emit=torchtitan", f"--out={path}"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "" and path.read_text().startswith("# A plan of outpace for torchtitan")
+    assert captured.out == "" and path.read_text().startswith("# An outpace plan for torchtitan")
     assert f"# Wrote {path}. Start it with: torchrun" in captured.err
 
 
@@ -646,7 +646,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--keep=tpp=2"], "Did you mean 'tp'"),
         (["--keep=tp"], "write setting=value"),
         (["--keep=tp=x"], "--keep tp=x: use a whole number."),
-        (["--keep=tp=0"], "--keep tp=0: use a whole number from 1."),
+        (["--keep=tp=0"], "--keep tp=0: use a whole number of at least 1."),
         (["--keep=zero=4"], "--keep zero=4: use one of 1, 2, 3."),
         (["--keep=zero=x"], "--keep zero=x: use one of 1, 2, 3."),
         (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),

@@ -70,7 +70,7 @@ def test_generation_settings_that_are_not_applied_are_told(tmp_path: Path, capsy
     outpace.generate(tmp_path, "a", max_new_tokens=1, device="cpu")
     assert capsys.readouterr().err == (
         f"hint: outpace generate does not apply repetition_penalty 1.05, bad_words_ids [[8]] of "
-        f"{file}; transformers does, and generates other texts by default\n"
+        f"{file}; transformers does, so it generates different texts by default\n"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # per batch in a verification of strategies
+_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # size of a batch for verifying strategies
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
@@ -22,7 +22,7 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
 
 
 def _samples_of(dataset: Any, first: int, count: int) -> Any:
-    """Return a batch from a user's data set, repeating the data if there is too little."""
+    """Return `count` samples of a data set as a batch, starting over at its end."""
     from outpace.data.loader import collate
 
     if not len(dataset):
@@ -41,7 +41,7 @@ def _require_tokens(module: Any) -> int:
     if vocab is None:
         raise BadInputError(
             f"a {type(module).__name__} has no token embedding, and its function returned no "
-            "data set, so it is unknown what to run it on. Return (module, loss, dataset)"
+            "data set, so there is no input for it. Return (module, loss, dataset)"
         )
     return vocab
 

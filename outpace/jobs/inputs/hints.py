@@ -18,7 +18,7 @@ from outpace.nn.transformer import INIT_STD
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.settings import TrainSettings
 
-_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of 2-byte IDs; the next width
+_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of IDs that fit in 2 bytes; width of others
 
 
 def reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[
 
 
 def mode_hints(custom: CustomModel | None) -> list[str]:
-    """Return a hint if a custom model is not in the modes that its `train()` would set."""
+    """Return a hint if a custom model's modules are not in the mode that `train()` would set."""
     said = None if custom is None else explain_modes(custom.module)
     return [] if said is None else [said]
 
@@ -64,7 +64,7 @@ def other_tokenizer_hints(
         return []
     return [
         f"--tokenizer {settings.tokenizer} differs from {opened.name}'s tokenizer in {others:,} "
-        f"of {len(known):,} ids, for which the stored weights learned other tokens. Leave out "
+        f"of {len(known):,} ids: the stored weights learned other tokens for them. Leave out "
         "--tokenizer to train with the model's tokenizer"
     ]
 
@@ -76,7 +76,7 @@ def class_hints(
     cache_dir: Path,
     exported: bool,
 ) -> list[str]:
-    """Note where transformers reads the tokenizer, or its export, differently from outpace."""
+    """Return a hint if transformers reads the tokenizer or its export differently from outpace."""
     folder = settings.tokenizer or (None if opened is None else opened.tokenizer)
     if tokenizer is None:
         return []
@@ -116,14 +116,14 @@ def repeated_file_hints(settings: TrainSettings) -> list[str]:
         if found:
             more = f" and {len(found) - 1} more files are" if len(found) > 1 else " is"
             hints.append(
-                f"{found[0]}{more} in {option} more than once, and counts each time. Leave one "
-                "out, unless it is meant to weigh more (--data-weights)"
+                f"{found[0]}{more} in {option} more than once, and counts each time. Leave out "
+                "duplicates; to give data more weight, use --data-weights"
             )
     return hints
 
 
 def model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """Return the tokenizer stored with a model, if any; it may have encoded the data."""
+    """Return the tokenizer stored with a model, if any."""
     if opened is None or opened.tokenizer is None:
         return None
     try:
@@ -133,14 +133,14 @@ def model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if the data's IDs are probably another tokenizer's, or if some were lost."""
+    """Return a hint if IDs in the data seem to be another tokenizer's, or overflowed 2 bytes."""
     if tokenizer is None:
         return []
     narrow = any(stream.id_bytes < _WIDE_BYTES for stream in corpus.streams)
     if narrow and tokenizer.vocab_size > _NARROW_IDS:
         return [
             f"the data has token ids of 2 bytes, up to {_NARROW_IDS - 1:,}, but the tokenizer has "
-            f"{tokenizer.vocab_size:,} tokens. Larger ids, if there were any, wrapped around by "
+            f"{tokenizer.vocab_size:,} tokens. Larger ids, if there were any, wrapped around at "
             f"{_NARROW_IDS:,}. Write ids as uint32, or give texts"
         ]
     if corpus.vocab_needed <= tokenizer.vocab_size:

@@ -83,7 +83,7 @@ class TrainingInputs:
 
     @property
     def likely_targets(self) -> int:
-        """Estimated number of targets per sample: the masked tokens, or one."""
+        """Estimated targets per sample: the mean of padded data, or the expected masked tokens."""
         if isinstance(self.train_data, PaddedDataset):
             return self.train_data.mean_targets
         if self.spec is None or self.seq_len is None:
@@ -137,7 +137,7 @@ def gather(
 
 @dataclass(frozen=True)
 class _ReadModel:
-    """A model as it was read, for which data is gathered."""
+    """An opened model, and what is needed to prepare its data."""
 
     settings: TrainSettings
     opened: OpenedModel | None
@@ -181,7 +181,7 @@ def _task_inputs(
 def _pretraining_inputs(
     model: _ReadModel, processes: int, callbacks: Sequence[Callback]
 ) -> TrainingInputs:
-    """Prepare streams of tokens, cut into samples."""
+    """Prepare token streams for pretraining, cut into samples."""
     settings, opened, spec = model.settings, model.opened, model.spec
     name, vocab, cache_dir = model.name, model.vocab, model.cache_dir
     seq_len = resolve_seq_len(settings, model.positions)
@@ -226,9 +226,8 @@ def _pretraining_inputs(
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
     """Prepare and cache the data that training with these settings reads.
 
-    Raises BadInputError if the data cannot be read.
-
-    Custom models are skipped, since their code runs only where they train.
+    Custom models are skipped, since their code runs only where they train. Raises BadInputError if
+    the data cannot be read.
     """
     cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
@@ -241,7 +240,7 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
 
 def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
-    """Raise BadInputError for a folder whose weights are in unknown files, unless --init random."""
+    """Raise BadInputError for a folder whose weights outpace cannot read, unless --init random."""
     if opened is None or opened.folder is None or opened.weights is not None:
         return
     found = unread_weights(opened.folder)
@@ -250,7 +249,7 @@ def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -
         raise BadInputError(
             f"{opened.folder} has weights in {found[0]}{more}, but none in the files that outpace "
             "reads (model.safetensors or pytorch_model.bin, or their .index.json with its "
-            "parts). Save the model with transformers' save_pretrained, or start with random "
+            "shards). Save the model with transformers' save_pretrained, or start with random "
             "weights: --init random."
         )
 
@@ -343,7 +342,7 @@ def _corpus(
 
 
 def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
-    """Raise BadInputError for IDs in the data that the model has no embedding for."""
+    """Raise BadInputError if the data has token IDs beyond the model's vocabulary."""
     if vocab is None:
         return
     over = next((stream for stream in corpus.streams if stream.largest() >= vocab), None)
@@ -359,7 +358,7 @@ def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, 
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
-    """Raise BadInputError for a tokenizer whose tokens exceed the model's embedding."""
+    """Raise BadInputError if the tokenizer has more tokens than the model's vocabulary."""
     if tokenizer.vocab_size > vocab:
         raise BadInputError(
             f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but {name} has {vocab}. "
@@ -368,7 +367,10 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def starts_pretrained(opened: OpenedModel, settings: TrainSettings) -> bool:
-    """Return whether training starts from stored weights. Raises BadInputError without any."""
+    """Return whether training starts from stored weights.
+
+    Raises BadInputError for --init pretrained without stored weights.
+    """
     if settings.init == "pretrained" and opened.weights is None:
         raise BadInputError(
             f"--init pretrained: {opened.name} is a {opened.kind} and has no weights. Pass a "

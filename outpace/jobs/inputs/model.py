@@ -31,10 +31,10 @@ def build_objective(
     compute_dtype: torch.dtype | None,
     device: torch.device,
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
-    """Build the model with its loss on the device, with its initial weights in fp32.
+    """Build the model and its loss on the device, with initial weights.
 
-    `compute_dtype` is the dtype of a language model's matmuls (see `LanguageModelObjective`). If no
-    rank holds the whole model, it is on the meta device: lay it out, then `fill` it.
+    `compute_dtype`: the dtype of a language model's matmuls (see `LanguageModelObjective`). If no
+    rank will hold the whole model, it is on the meta device: apply the layout, then `fill` it.
     """
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
@@ -53,7 +53,7 @@ def build_objective(
 
 
 def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return the device and dtype for drawing random weights: on the GPU, if there is one.
+    """Return the device and dtype for drawing random weights: the GPU, if there is one.
 
     Weights that will be quantized to 4 bits are drawn in host memory.
     """
@@ -66,7 +66,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that maps a name to the whole initial weight, stored or newly drawn."""
+    """Return a function from a parameter's name to its whole initial value, stored or drawn."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed
@@ -107,7 +107,7 @@ def _initial_classifier(
     settings: TrainSettings,
     place: DrawingPlace,
 ) -> Classifier:
-    """Build a classifier like `initial_model`, with a layer over the labels."""
+    """Return a classifier over the labels, with stored weights or weights drawn from the seed."""
     if not starts_pretrained(opened, settings):
         model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
         return Classifier(model, len(labels), settings.seed)

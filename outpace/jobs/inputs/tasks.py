@@ -1,4 +1,4 @@
-"""Data of a task: rows as samples, with the tokenizer they need."""
+"""Data of a task: its rows encoded as samples, and the tokenizer."""
 
 import json
 import math
@@ -47,7 +47,7 @@ from outpace.records.settings import TrainSettings
 from outpace.records.strategies import TRAITS
 from outpace.training.callbacks import Callback, notify
 
-# Strategies that only support next-token losses: what prevents a classifier, and an alternative.
+# Strategies that cannot train a classifier: why, and what to use instead.
 NOT_CLASSIFY: dict[Strategy, str] = {
     "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
     "cp": (
@@ -72,13 +72,13 @@ class TaskData:
 
 
 def name_adapters(rank: int, origins: Mapping[str, str]) -> str:
-    """Return the setting that requests adapters of this rank, as the user set it."""
+    """Return the setting that requests adapters, as the user wrote it."""
     origin = origins.get("lora_rank", "")
     return f"lora_rank {rank} of {origin}" if origin.startswith("plan ") else f"--lora-rank {rank}"
 
 
 def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) -> None:
-    """Raise BadInputError for a strategy that cannot train the task."""
+    """Raise BadInputError if the plan or the padding does not suit the task."""
     task = settings.task
     if task == "classify" and plan.strategy in NOT_CLASSIFY:
         raise BadInputError(
@@ -99,7 +99,7 @@ def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) 
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Return whether all batches have one length: as requested, or where a strategy needs it."""
+    """Return whether all batches have one length, as requested or as the strategy requires."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -209,8 +209,8 @@ def load_task_inputs(
     source = read_source(settings)
     if source.parts == 1 and plan is not None:  # for training, not for evaluation
         said = (
-            "the validation rows are also training rows, so their loss says nothing about other "
-            "data"
+            "the validation rows are also training rows, so the validation loss says nothing about "
+            "new data"
         )
         source = replace(source, hints=(*source.hints, said))
     fixed = _has_fixed_length(settings, plan)
@@ -301,7 +301,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
 
 
 def held_out_part(settings: TrainSettings) -> str:
-    """Return a phrase for the validation data that follows a noun."""
+    """Return a phrase that describes the validation data, such as "in --eval-data FILE"."""
     if settings.eval_data is not None:
         return f"in --eval-data {' '.join(settings.eval_data)}"
     return "held out for validation (give other data with --eval-data)"
@@ -380,7 +380,7 @@ def _classify(request: TaskRequest) -> TaskData:
     tokenizer = classify.with_pairs(plain, encoder)
     request.model.check_vocab(tokenizer)
     notify(request.callbacks, "on_stage", "encoding the texts")
-    # Besides the rows, what samples depend on, such as how class names became labels.
+    # What samples depend on besides the rows, such as how class names became labels.
     how = json.dumps([columns.texts, columns.label, labels, list(classes), tokenizer.pad_id,
                       tokenizer.truncation_side])  # fmt: skip
     fingerprints = _fingerprints(source, tokenizer, how)
@@ -426,8 +426,9 @@ def _label_hints(
 ) -> list[str]:
     """Return hints on how labels became classes.
 
-    `known`: the stored classifier's classes, which are `kept` or not; `other`: what it predicts if
-    not one class per text. `renamed`: the data has numbers of the stored classes.
+    `known`: classes of the stored classifier. `kept`: whether training keeps them. `other`: what
+    that classifier predicts, if not one class per text. `renamed`: the data has numbers for
+    classes.
     """
     hints = []
     if "-1" in labels and known is None:
@@ -452,7 +453,7 @@ def _label_hints(
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
-    """Return a hint if the tokenizer lacks too many of the texts' characters."""
+    """Return a hint if the tokenizer has no tokens for many of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))
@@ -463,7 +464,7 @@ def _count(source: TaskRows) -> str:
 
 
 def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
-    """Return fingerprints of training and validation samples, from their rows and encoding."""
+    """Return fingerprints of the training and validation samples, from rows and encoding."""
     first, second = (
         xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
         for rows in (source.train, source.validation)

@@ -21,7 +21,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 
-# Vocabulary size of the byte-level BPE trained for a model of unknown vocabulary.
+# Vocabulary size of a byte-level BPE trained for a model whose vocabulary is unknown.
 DEFAULT_VOCAB = 8192
 
 
@@ -68,7 +68,7 @@ def task_tokenizer(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer:
-    """Return the tokenizer of a task."""
+    """Return a task's tokenizer: the given one, the model's, or one trained on `texts`."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer)
     if opened is not None and opened.tokenizer is not None:
@@ -102,7 +102,7 @@ class _Learner:
     callbacks: Sequence[Callback]
 
     def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Load the cached tokenizer for the texts that `told` identifies, or train it."""
+        """Load the cached tokenizer for the texts that `told` identifies, or train and cache it."""
         by_family = has_class_by_family(self.family)
         told += f"|{self.family}" if by_family else ""
         key = xxhash.xxh3_128_hexdigest(told.encode())
@@ -132,7 +132,7 @@ class _Learner:
 
 
 def _load_cached(folder: Path) -> Tokenizer | None:
-    """Return the cached tokenizer; None if its file is damaged."""
+    """Return the cached tokenizer; None if it is missing or damaged."""
     try:
         return load_tokenizer(str(folder))
     except BadInputError:

@@ -37,7 +37,7 @@ class Limit:
 
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
-    """Return the lowest of the requested limit, the control group's share, and available memory."""
+    """Return the lowest of --memory-limit, the cgroup's limit, and available memory, per rank."""
     limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
@@ -61,7 +61,7 @@ def _of_host(ranks: Ranks, device: torch.device) -> list[Limit]:
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> None:
-    """Limit the bytes of the CUDA allocator. Raises BadInputError on other devices."""
+    """Limit the CUDA allocator's memory, except on a CPU. Raises BadInputError on other devices."""
     if limit_bytes is None or device.type == "cpu":
         return
     if device.type != "cuda":
@@ -76,8 +76,8 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> None:
 class MemoryFit:
     """Compares the memory that plans need with the memory of this job's ranks.
 
-    `account` returns a rank's traced memory; if it or `spec` is None, nothing can be predicted.
-    `ahead_bytes`: memory of this process that is already allocated for the planned training.
+    `account` returns a rank's traced memory; without it or `spec`, nothing is predicted.
+    `ahead_bytes`: memory of this process that was prefaulted for training.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MemoryFit:
         self.machine = machine
         self._spec = spec
         self._seq_len = seq_len
-        # On a CPU, the process itself counts, including its loaded libraries.
+        # On a CPU, the process's own memory counts too, including its libraries.
         self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
         chip = find_in_catalog(machine, device)
         if chip is not None:
@@ -111,7 +111,7 @@ class MemoryFit:
 
     @property
     def predict(self) -> Predict | None:
-        """Return a predictor of a plan's memory, with what the process holds; None if unknown."""
+        """Return a predictor of a plan's memory, including what the process holds, or None."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return None
         if self._predict is None:
@@ -121,13 +121,13 @@ class MemoryFit:
         return self._predict
 
     def trace_requests(self, plan: Plan) -> list[TraceRequest]:
-        """Return the ranks whose memory to trace; empty if the model cannot be traced."""
+        """Return requests to trace the ranks that may need the most; [] if that is impossible."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def with_budget(self, plan: Plan) -> Plan:
-        """Return the plan, with choices left to outpace adapted to the available memory."""
+        """Return the plan, with recomputation chosen to stay within --memory-budget, if set."""
         if self._settings.memory_budget is None:
             return plan
         return self.fit_budget(plan, self._settings.memory_budget)
@@ -173,14 +173,14 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes that fit, allowing for how far the prediction was too low.
+        """Return the cheapest changes that fit, corrected for a prediction that was too low.
 
-        `resumes`: the run resumes from a checkpoint, so its optimizer state must keep its form.
+        `resumes`: the run resumes from a checkpoint, so the optimizer may not change.
         """
         if self.predict is None:
             return []
         try:
-            # Usage exceeded the limit, even if the failed allocation is not counted as used.
+            # The failed allocation exceeded the limit, even if it is not counted as used.
             needed = max(short.used_bytes, self.limit.bytes + 1)
             too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
         except BadInputError:

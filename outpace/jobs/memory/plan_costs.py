@@ -17,15 +17,16 @@ from outpace.records.settings import TrainSettings
 Account = Callable[[TraceRequest], AccountSummary]
 _MIB = 1 << 20
 
-# Memory besides live tensors that the allocator's rules do not model: other streams, kernels.
+# Memory that the allocator's rules do not model (other streams, kernels), as a fraction of the live
+# tensors.
 _SHARE = 0.05
-# glibc keeps freed pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
+# glibc keeps freed chunks of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
 # monitor releases them. If the model is large enough, they add up to about 100 MiB by then.
 _HEAP_BYTES = 3 * 32 * _MIB
 # Memory for code that is loaded later: for the optimizer, saving and exporting.
 _LATER_CODE_BYTES = 32 * _MIB
-# Largest micro-batch, in tokens, that is traced. It has enough chunks of logits, which have 512
-# tokens on a CPU and 4096 or more on GPUs.
+# Largest micro-batch in tokens that is traced: 64 of the chunks in which a CPU computes logits (512
+# tokens each), or 128 of a GPU's (4,096 tokens or more).
 _MOST_TOKENS_CPU = 64 * 512
 _MOST_TOKENS = 128 * 4096
 
@@ -40,7 +41,7 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Environment of a job's ranks; `held_bytes` is what a process holds apart from training."""
+    """Environment of a job's ranks; `held_bytes`: memory that a process holds besides training."""
 
     device: torch.device
     accelerator: Accelerator | None
@@ -51,7 +52,7 @@ class JobSite:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
 ) -> Predict:
-    """Return a predictor of this model's costs; the peak is the fullest rank's, plus slack."""
+    """Return a function that predicts the costs of a plan, with slack for the fullest rank."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:
@@ -86,8 +87,8 @@ def accounts_to_ask(
 def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
     """Return a rank's account; for a large micro-batch, extrapolate from smaller ones.
 
-    The time of a trace grows with the number of chunks of logits. Once there are many chunks, each
-    further sample adds the same memory and time.
+    Tracing time grows with the number of chunks of logits. Once there are many chunks, each further
+    sample adds the same memory and time.
     """
     tokens = _MOST_TOKENS_CPU if ask.accelerator is None else _MOST_TOKENS
     high = max(2, tokens // ask.seq_len)
@@ -114,7 +115,7 @@ def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
 
 
 def _with_micro_batch(ask: TraceRequest, samples: int) -> TraceRequest:
-    """Return the request with micro-batches of `samples`, and as many passes as before."""
+    """Return the request with micro-batches of `samples`, and the same accumulation."""
     plan = ask.plan.model_copy(update={"micro_batch": samples})
     batch = plan.samples_per_pass * plan.data_parallel * ask.accumulation
     settings = ask.settings.model_copy(update={"global_batch": batch})
@@ -142,7 +143,7 @@ def _cost(
 
 
 def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
-    """Return the host memory needed to save: the state, and a copy unless it is on disk."""
+    """Return the memory that saving needs: the state, and a second copy in CPU runs."""
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(found.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)

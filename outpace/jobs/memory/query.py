@@ -88,12 +88,12 @@ class ModuleQuestion:
 
     @property
     def accumulation(self) -> int:
-        """Passes per step."""
+        """Micro-batches per step."""
         return self.plan.accumulation(self.global_batch)
 
     @property
     def workload(self) -> Trainable:
-        """The training, for two real steps; the module is built again."""
+        """The training as real steps run it; the module is built again."""
         from outpace.trace.custom_module import ModuleWorkload
 
         return ModuleWorkload(
@@ -150,7 +150,7 @@ def question(
 ) -> AnyQuery:
     """Build a query, resolving open settings as training would on that machine.
 
-    With `find_outline`, the planner's formula answers for a model that outpace can plan for but not
+    With `find_outline`, the planner's formula is used for a model that outpace can plan for but not
     train. The default global batch is one micro-batch per data-parallel rank. Raises BadInputError
     for settings that cannot be traced.
     """

@@ -22,7 +22,7 @@ from outpace.records.settings import TrainSettings
 
 
 class TraceRequest(Record):
-    """A request for one rank's memory on one device. `settings` are the optimizer's."""
+    """A request for one rank's memory on one device. `settings` determine the optimizer."""
 
     spec: ModelSpec
     plan: Plan
@@ -46,7 +46,7 @@ def require_traced_kernels(accelerator: Accelerator | None) -> None:
 
 
 class AccountSummary(Record):
-    """The part of an account that is needed to choose between plans, with the estimated step time.
+    """Summary of an account for choosing between plans, with the estimated step time.
 
     `step_s`: None if unknown.
     """
@@ -97,8 +97,8 @@ class Tracer:
         if not line:
             self.close()
             raise BadInputError(
-                "the plan's memory could not be traced: its process ended, perhaps because it "
-                "ran out of memory"
+                "the plan's memory could not be traced: the tracing process ended, perhaps because "
+                "it ran out of memory"
             )
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:

@@ -1,4 +1,4 @@
-"""`outpace train --plan`: a plan from a file or the planner, checked by a trace."""
+"""Plans for `outpace train --plan`: read from a file, or chosen by the planner and traced."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -45,7 +45,7 @@ _OF_A_STEP = (
     "model", "task", "seq_len", "global_batch", "threads", "document_attention", "device",
 )  # fmt: skip
 _COUNT = 8  # plans to try, the recommended one first
-_MOST_RANKS = 8  # processes that share a CPU
+_MOST_RANKS = 8  # most processes on one CPU host
 
 Settings = tuple[TrainSettings, dict[str, str]]
 
@@ -56,7 +56,7 @@ def apply_settings_plan(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Settings:
-    """Replace --plan by the plan's settings; return all settings and their origins.
+    """Resolve --plan into settings. Return all settings and the origin of each.
 
     Raises BadInputError if no plan fits, or if settings contradict the plan.
     """
@@ -76,9 +76,9 @@ def apply_settings_plan(
         )
     values = _values(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
-        del values["compile"]  # depends on the run's length
+        del values["compile"]  # decided later, by the length of the run
     if ranks is not None:
-        values["nproc"] = None  # ranks already exist; each host has its own number
+        values["nproc"] = None  # the ranks are already running
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
         values["expect_step_time_s"] = _tuned_step_time(
@@ -93,7 +93,7 @@ def apply_settings_plan(
 
 
 def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
-    """Return sequence length and batch from a plan's file, except where the user sets them."""
+    """Return sequence length and global batch from the plan file, unless the user set them."""
     known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
     return {
         name: value
@@ -103,7 +103,7 @@ def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
 
 
 def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
-    """Return a plan as settings; settings that do not apply to its strategy stay unset."""
+    """Convert a plan to settings, leaving unset those that its strategy does not use."""
     both = set(Plan.model_fields) & set(TrainSettings.model_fields)
     values = {name: getattr(plan, name) for name in both}
     for axis in AXES:
@@ -126,7 +126,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _tuned_step_time(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return the step time in seconds from the tuning next to the plan, if the run matches it."""
+    """Return the step time in seconds that tuning measured; None if this run differs from it."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -157,7 +157,8 @@ def _check_file(
         )
     for name, value in _values(plan, settings).items():
         asked = getattr(settings, name)
-        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1: the rest; or a level of Apex
+        # −1 stands for all remaining ranks; the precision may be an Apex level.
+        if asked == -1 or LEVELS.get(asked, asked) == value:
             continue
         if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
@@ -172,7 +173,7 @@ def _pick(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Plan:
-    """Return the first plan whose trace fits: the recommended one, then others, fastest first."""
+    """Trace the planner's plans, best first, and return the first that fits in memory."""
     machine = used_machine(identify(find_accelerator), resolve_device(settings, Ranks()))
     answers = []
     failed: BadInputError | None = None
@@ -187,8 +188,8 @@ def _pick(
         assert failed is not None
         raise failed
     if any(job.cluster.calibrated for _, job in answers):
-        # Rates that no measured steps corrected are too high, so their plans would win
-        # (docs/development/log.md).
+        # Without corrections from measured steps, rates are too high, and their plans would always
+        # look fastest (docs/development/log.md).
         answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:
@@ -203,9 +204,10 @@ def _pick(
 
 
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
-    """Return numbers of processes to plan for: the current one, or what this host can start.
+    """Return the numbers of processes to plan for.
 
-    A CPU without measurements is not split among processes, whose communication is unknown.
+    These are the ranks that run or are requested, otherwise what this host can start. Without a
+    probe, a CPU runs one process, since the speed of communication is unknown.
     """
     if ranks is not None:
         return [ranks.world_size]
@@ -217,13 +219,13 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
 
 
 def candidate_world_sizes(machine: Machine) -> list[int]:
-    """Return the numbers of processes that divide a CPU's cores evenly."""
+    """Return the numbers of processes, at most 8, that divide the host's cores evenly."""
     most = min(machine.host_cores, _MOST_RANKS)
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Raise BadInputError for settings that the planner cannot plan or predict."""
+    """Raise BadInputError if the user set something that the planner does not support."""
     what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
@@ -246,10 +248,10 @@ def question(
     per_node: int | None = None,
     measured: HostRates | None = None,
 ) -> PlanningProblem:
-    """Build the planning problem for open settings, on `world` processes of hosts like this one.
+    """Build the planning problem for the settings left open, on `world` processes.
 
-    `per_node` is the number of processes per host; None: all on one host. `measured` are this
-    host's rates, if it was not probed.
+    `per_node`: processes per host, all hosts being like this one; None: all on this host.
+    `measured`: this host's rates, if it was not probed.
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
@@ -267,7 +269,7 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
-    # The planner does not choose numerics, except where offloading requires it.
+    # The planner does not choose the precision, except where offloading requires another one.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     check_adapters({"precision": precision, **keep}, outline)
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
@@ -297,7 +299,7 @@ def question(
 
 
 def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Return strategies that cannot split a custom model; empty for outpace's models."""
+    """Return the strategies that cannot split a custom model; empty for other models."""
     if not names_code(settings.model):
         return ()
     from outpace.parallel.custom.module_shape import find_refused_strategies
@@ -310,7 +312,7 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
 def _cluster(
     settings: TrainSettings, machine: Machine, world: int, per_node: int, measured: HostRates | None
 ) -> Cluster:
-    """Return the cluster as probed, if the machine.json here describes this machine."""
+    """Return the cluster as probed if machine.json describes this machine, else as detected."""
     if world % per_node:
         raise BadInputError(
             f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have a "
@@ -328,12 +330,12 @@ def _cluster(
     if allowed is None:
         return cluster
     if cluster.device.kind == "cpu":
-        # On a CPU, the process itself counts, including its loaded libraries.
+        # On a CPU, the process's own memory counts too, including its libraries.
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(
                 f"a process already uses {show_bytes(own)} of the {show_bytes(allowed)} that it "
-                "may use. Raise --memory-limit, or start fewer."
+                "may use. Raise --memory-limit, or start fewer processes."
             )
         allowed -= own
     return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
@@ -342,9 +344,9 @@ def _cluster(
 def _fits(
     planned: RankedPlan, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
 ) -> bool:
-    """Return whether the plan fits when traced; if it cannot be traced, by the formula."""
+    """Return whether the plan fits in memory when traced; True if it cannot be traced."""
     limit = job.cluster.device.memory_bytes
-    # A traced model has a head over the vocabulary.
+    # The trace has a language model's head, so classifiers are not traced.
     if planned.untrained is not None or limit is None or settings.task == "classify":
         return planned.untrained is None
     try:

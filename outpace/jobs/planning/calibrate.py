@@ -1,4 +1,4 @@
-"""Comparison of trainers' logged runs with plans, and machines corrected by these runs."""
+"""Comparison of logged runs with predictions, and correction of the machine's rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from outpace.records.plan import Plan, PlanFile
 from outpace.records.training_log import CorrectedMachine, LoggedRun, ObservedRun, is_corrected
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-# A plan's settings that logs state.
+# Fields of a plan that a log may state.
 _STATED = (
     *_AXES, "micro_batch", "sequence_parallel", "pp_microbatches", "pp_schedule", "virtual_stages",
     "precision", "checkpointing", "offload_parameters", "offload_optimizer",
@@ -39,10 +39,10 @@ _STATED = (
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A logged run, the prediction for its layout, and the prediction with corrected rates.
+    """A logged run, and its predicted step time before and after correcting rates.
 
-    `planned_memory_bytes` is the same kind of memory as the run's peak: allocated, reserved or
-    resident. `assumed` are settings of the plan that come neither from the log nor from a flag.
+    `planned_memory_bytes` is of the same kind as the log's peak: allocated, reserved or resident.
+    `assumed`: settings of the plan that neither the log nor a flag states.
     """
 
     observed: ObservedRun
@@ -65,7 +65,7 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and settings that they lack: `plan` is a complete layout, `layout` part of one."""
+    """Logs, and settings that the logs lack: a complete `plan`, or a partial `layout`."""
 
     logs: tuple[Path, ...]
     asked: PlanQuestion
@@ -76,7 +76,7 @@ class CalibrationRequest:
 def calibrate_machine(
     request: CalibrationRequest,
 ) -> tuple[tuple[CalibratedRun, ...], CorrectedMachine]:
-    """Compare each log with the plan for its layout, and correct the machine.
+    """Predict each logged run, and correct the machine's rates by all runs.
 
     Runs of an earlier calibration in the machine's file are kept. Raises BadInputError if a log
     cannot be read or lacks something that no flag provides.
@@ -114,7 +114,7 @@ def calibrate_machine(
 
 
 def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
-    """Return the machine before any correction, and the runs that corrected it."""
+    """Return the question for the uncorrected machine, and the runs that corrected it before."""
     if asked.machine is None:
         raise BadInputError(
             "which machine are the logs from? Pass it as --machine, such as --machine hgx-h100, "
@@ -126,8 +126,8 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     file = CorrectedMachine.load(path, option="--machine ")
     if file.node is None:
         raise BadInputError(
-            f"{path} is the corrected form of a probe, and cannot be corrected again. Pass the "
-            "probe's own machine.json, with all logs."
+            f"{path} is a probe that was already corrected, and cannot be corrected again. "
+            "Pass the machine.json of outpace probe, with all logs."
         )
     check_network(asked, file, path)
     devices = file.devices_per_node
@@ -204,7 +204,7 @@ def _answers(request: CalibrationRequest) -> Answers:
 
 
 def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> ObservedRun:
-    """Return the run with its step time, which some logs give as throughput."""
+    """Convert a log to an observed run, deriving the step time from throughput if necessary."""
     wanted = question.wanted
     step_time_s = logged.step_time_s
     if step_time_s is None and logged.samples_per_s is not None:
@@ -223,7 +223,7 @@ def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> Observ
 
 
 def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
-    """Return the run's plan: its own, the given one, or one made from the log and --layout."""
+    """Return the run's plan: from --plan, from the log, or from the log's settings and --layout."""
     if request.plan is not None:
         return PlanFile.load(request.plan, option="--plan ").plan
     if logged.plan is not None and request.layout is None:
@@ -248,7 +248,7 @@ def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
 
 
 def _read_layout(text: str | None) -> dict[str, Any]:
-    """Parse "strategy=zero3,tp=2" as settings of a plan.
+    """Parse a layout such as "strategy=zero3,tp=2" into fields of `Plan`.
 
     Raises BadInputError for a setting that a plan does not have.
     """
@@ -265,13 +265,13 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree that the other axes leave if the log counts devices."""
+    """Add the data-parallel degree, if the log states the number of devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
     for axis in ("cp", "tp", "pp"):
         rest //= values.get(axis, 1)
-    # Experts are distributed over ranks that shard at least the optimizer state.
+    # With expert parallelism, ranks shard at least the optimizer state.
     shards = bool(logged.zero) or values.get("ep", 1) > 1
     strategy = values.get("strategy")
     replicated = strategy in ("ddp", "ring", "ps") or (strategy is None and not shards)
@@ -281,7 +281,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
 def _add_pipeline(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
-    """Add settings that only combined axes need: ZeRO stage and pipeline micro-batches."""
+    """Add the ZeRO level of `3d` plans, and the number of pipeline micro-batches."""
     found = dict(values)
     if found["strategy"] == "3d" and logged.zero is not None:
         found.setdefault("zero", max(1, logged.zero))
@@ -293,7 +293,7 @@ def _add_pipeline(
 
 
 def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
-    """Return a layout's strategy, from its axes and the trainer's name for its sharding."""
+    """Return the strategy that the axes imply, with the ZeRO level from the log."""
     axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
     if not axes:
         return "single"

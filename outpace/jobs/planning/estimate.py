@@ -1,4 +1,4 @@
-"""One plan in detail: estimated time and memory, or traced memory."""
+"""Estimated time and memory of one plan, or its traced memory."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ def estimate(
             "axes or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
-        # Like `plan`'s default, rounded up to a batch that the plan divides.
+        # The default, rounded up to a multiple of the samples that all ranks process in one pass.
         least = plan.samples_per_pass * plan.data_parallel
         batch = least * math.ceil(question.wanted.global_batch / least)
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))

@@ -1,4 +1,4 @@
-"""The plans that another trainer can express, the one to export, and the export's cost."""
+"""Choice of the plan to export to another trainer, and the estimate of what was written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,21 +26,21 @@ from outpace.records.plan import Plan
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 from outpace.records.units import show_bytes, show_seconds
 
-# No other trainer splits the logits of a large vocabulary into chunks by itself.
+# No other trainer chunks the loss of a large vocabulary by itself.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
-_HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
-# Formats and trainers that build on another one: fully_shard over transformers' modules, and TRL's
-# SFTTrainer, which is a Trainer.
+_TRAITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
+# Formats and trainers with the software stack of another one: `fsdp` shards transformers' modules
+# as accelerate does, and TRL's SFTTrainer is a subclass of Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
 
-# Formats that hold the plans of a trainer with another name.
+# Export formats of trainers that are not named after their format.
 FORMAT_OF: Mapping[str, str] = MappingProxyType({"trainer": "fsdp", "trl": "fsdp"})
 _SHORT = 128  # tokens; any length shows whether a model can be written
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model (or its outline, if outpace cannot build it) and the user's name for it."""
+    """A model, or its outline if outpace cannot build it, with the reference that the user gave."""
 
     reference: str
     model: ModelSpec | Outline
@@ -50,9 +50,9 @@ class NamedModel:
 class ExportChoice:
     """The exported plan, the configuration written, and why this plan was chosen.
 
-    `number` is its position in the answer. `estimate` is for the written
-    configuration; None if it cannot be estimated. `warning` names the parts of the plan that the
-    format cannot express; None if there are none.
+    `number`: the plan's position in the planner's answer, from 1. `estimate`: of the written
+    configuration; None if it cannot be estimated. `warning`: features that the format cannot
+    express, or that the plan does not fit; None if neither applies.
     """
 
     planned: RankedPlan
@@ -64,7 +64,7 @@ class ExportChoice:
 
 
 def check_exportable(name: str, model: NamedModel, adapters: AdapterSettings | None) -> None:
-    """Raise BadInputError if no configuration for `name` can hold this model or its adapters."""
+    """Raise BadInputError if the format `name` cannot express this model or its adapters."""
     if adapters is not None and name != "outpace":
         raise BadInputError(
             f"{adapters.title}: configurations for {name} do not support adapters, so they would "
@@ -77,10 +77,10 @@ def check_exportable(name: str, model: NamedModel, adapters: AdapterSettings | N
 def pick_plan(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
-    """Choose the `chosen` plan, or the recommended one of those that `name` can express.
+    """Choose plan number `chosen`, or the recommended plan that the format `name` can express.
 
-    With `chosen`, `answer` may be for another trainer. Raises BadInputError if no configuration can
-    be written for the plan.
+    If `chosen` is given, `answer` may be for another trainer. Raises BadInputError if no
+    configuration can be written for the plan.
     """
     there = job.with_nodes(answer.nodes - answer.idle_nodes)
     if chosen is not None or name == "outpace":
@@ -89,13 +89,13 @@ def pick_plan(
     planned = answer.plans[number - 1]
     label = f"Plan {number}"
     if chosen is None:
-        of = f" of those that {name} can express" if job.wanted.accepts is not None else ""
+        of = f" of the plans that {name} can express" if job.wanted.accepts is not None else ""
         label += f", the {join_and(planned.roles)}{of}"
     return _pick(name, there, planned, model, number, f"{label}: {planned.title}.")
 
 
 def list_alternatives(answer: Plans) -> list[str]:
-    """Describe every plan after the first in one line."""
+    """Describe each plan after the first on one line."""
     return [
         f"Plan {number}{f', {join_and(one.roles)}' if one.roles else ''}: {one.title}: "
         f"{_format_figures(one.estimate)}."
@@ -105,7 +105,7 @@ def list_alternatives(answer: Plans) -> list[str]:
 
 @dataclass(frozen=True)
 class _MissingFeatures:
-    """Features of a plan that the format `name` lacks, whatever the model."""
+    """Description of a plan's features that the format `name` cannot express for any model."""
 
     name: str
     model: NamedModel
@@ -127,7 +127,7 @@ class _MissingFeatures:
 def restrict_search(
     trainer: str, job: PlanningProblem, reference: str, spec: ModelSpec | None
 ) -> PlanningProblem:
-    """Return the problem with only the plans that a trainer's configuration can express."""
+    """Restrict the planning problem to plans that a trainer's configuration can express."""
     name = FORMAT_OF.get(trainer, trainer)
     if name == "outpace":
         return job
@@ -137,7 +137,7 @@ def restrict_search(
 
 
 def _same_depth(outline: Outline) -> ModelSpec:
-    """Return a model with as many layers, for what a format can express of plans for any model."""
+    """Return a stand-in model with the outline's layers, to find out what a format supports."""
     return preset("llama-3-8b").model_copy(update={"layers": outline.layers})
 
 
@@ -153,7 +153,7 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
         if precision in COMPUTES_IN_BF16:
             return MEGATRON_BF16
         return MEGATRON_FP16 if precision in COMPUTES_IN_FP16 else _OTHERS
-    return _HABITS.get(name, _OTHERS)
+    return _TRAITS.get(name, _OTHERS)
 
 
 def _write(
@@ -197,7 +197,7 @@ def _estimate_written(
 def _warning(
     name: str, planned: RankedPlan, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
-    """Describe what is lost, and whether the plan that is written instead fits."""
+    """Describe what the export loses and whether it fits; None if there is nothing to warn of."""
     if not written.differences:
         if estimate is None or estimate.fits:
             return None
@@ -222,9 +222,9 @@ def _describe_condition(written: ExportedPlan) -> str:
         case 0:
             return "As written"
         case 1:
-            return "After this edit of the script"
+            return "After this edit to the script"
         case several:
-            return f"After these {several} edits of the script"
+            return f"After these {several} edits to the script"
 
 
 def figures(estimate: Estimate, written: ExportedPlan) -> str:

@@ -1,4 +1,4 @@
-"""Settings of plans as the user gives them, to keep or to vary."""
+"""Plan settings that the user fixes with --keep, parsed and validated."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args
@@ -9,7 +9,7 @@ from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.records.errors import BadInputError, join_or, suggest
 from outpace.records.plan import Plan
 
-# Names for `--keep`: settings that the search decides, and those shared by all its plans.
+# Settings that --keep accepts: those that the search decides, and those that all plans share.
 KEPT = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
     "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
@@ -21,7 +21,10 @@ KEPT = (
 
 
 def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None without a value."""
+    """Yield text, name and value of each setting in "precision=bf16,micro-batch=1".
+
+    The value is None if there is no equals sign.
+    """
     for part in (text or "").split(","):
         if part.strip():
             name, equals, value = (word.strip() for word in part.partition("="))
@@ -76,9 +79,9 @@ def _accepts(name: str, value: str) -> bool:
 
 
 def parse_value(name: str, value: str, typed: str | None = None) -> Any:
-    """Parse the value of a plan's field, validated by the plan's record.
+    """Parse and validate the value of a field of `Plan`.
 
-    `typed`: the option that sets it; None means --keep.
+    `typed`: the option that sets the field, for messages; None means --keep.
     """
     typed = typed or f"--keep {name}={value}"
     known = Plan.model_fields[name]
@@ -106,16 +109,16 @@ def parse_value(name: str, value: str, typed: str | None = None) -> Any:
 
 
 def _format_allowed(problem: Any) -> str:
-    """Describe a setting's allowed values, from its record's error."""
+    """Describe the values that a setting allows, from pydantic's error."""
     kind, bounds = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
         return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
     if kind in ("int_parsing", "int_type", "int_from_float"):
         return "use a whole number"
     if kind == "greater_than":
-        return f"use a whole number from {bounds['gt'] + 1}"
+        return f"use a whole number of at least {bounds['gt'] + 1}"
     if kind == "greater_than_equal":
-        return f"use a whole number from {bounds['ge']}"
+        return f"use a whole number of at least {bounds['ge']}"
     if kind in ("bool_parsing", "bool_type"):
         return "use true or false"
     return f"{problem['msg'][0].lower()}{problem['msg'][1:]}"

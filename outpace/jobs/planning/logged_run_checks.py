@@ -1,4 +1,4 @@
-"""Checks that a logged run is possible on this machine and in this layout, and its assumptions."""
+"""Checks of a logged run against flags, model, machine and layout."""
 
 import math
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 from outpace.records.training_log import LoggedRun, ObservedRun
 from outpace.records.units import show_bytes, show_seconds
 
-# Memory predictions have errors, too (docs/results/accuracy.md): a run predicted to need slightly
-# more than the device has may well have run.
+# Memory predictions have errors too (docs/results/accuracy.md): a run that is predicted to exceed
+# the device's memory slightly may have fit.
 _MEMORY_ERROR = 1.2
 # A batch derived from a rate, or rounded to three digits, is not exact.
 _BATCH_ERROR = 0.05
@@ -25,14 +25,14 @@ _BATCH_ERROR = 0.05
 _CLOCK_ERROR = 1.5
 # A probe's best matmul is not a peak: other programs may have slowed it down.
 _PROBE_ERROR = 2.0
-# Embeddings that a trainer pads for its own layout.
+# Trainers pad embeddings to suit their layout.
 _PARAMETERS_ERROR = 0.05
 _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Values from flags for logged runs; `source` is the flag of `layout`: --layout or --plan."""
+    """Values from flags about logged runs. `source`: the flag of `layout`, --layout or --plan."""
 
     source: str
     layout: Mapping[str, Any]
@@ -48,7 +48,7 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
         _refuse_adapters(logged)
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
     given = [
-        (f"{answers.source} says {name}={it}", name, it) for name, it in answers.layout.items()
+        (f"{name}={it} with {answers.source}", name, it) for name, it in answers.layout.items()
     ]
     if answers.precision is not None:
         given.append((f"--precision {answers.precision}", "precision", answers.precision))
@@ -63,7 +63,7 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
 
 
 def _is_same_computation(logged: LoggedRun, name: str, value: object) -> bool:
-    """Return whether a precision differs from a trainer's only in how weights are stored."""
+    """Return whether the given precision has the same matmul dtype as the log's."""
     traits: Mapping[Any, PrecisionTraits] = PRECISION_TRAITS
     if name != "precision" or logged.precision is None or value not in traits:
         return False
@@ -72,21 +72,20 @@ def _is_same_computation(logged: LoggedRun, name: str, value: object) -> bool:
 
 def _refuse(logged: LoggedRun, told: str, given: str) -> None:
     raise BadInputError(
-        f"{logged.log} says {told}, but {given}. Leave out the flag, or pass the log that matches "
-        "it."
+        f"{logged.log} says {told}, but you gave {given}. Leave out the flag, or pass the log that "
+        "matches it."
     )
 
 
 def _refuse_adapters(logged: LoggedRun) -> NoReturn:
     raise BadInputError(
-        f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, nor one with "
-        "frozen weights, since corrections do not support adapters yet. Pass the log of a run that "
-        "trained all weights."
+        f"{logged.log}: a run with adapters (lora_rank) or frozen weights cannot correct a "
+        "machine yet. Pass the log of a run that trained all weights."
     )
 
 
 def check_model(logged: LoggedRun, question: PlanningProblem, plan: Plan, model: str) -> None:
-    """Raise BadInputError if the log is from another model, or from one that was partly frozen."""
+    """Raise BadInputError if the log is from another model, or some weights were frozen."""
     outline = question.outline
     known = parameters(outline)
     error = 0.0 if logged.trainer == "outpace" else _PARAMETERS_ERROR
@@ -116,21 +115,20 @@ def _refuse_model(logged: LoggedRun, told: str, given: str) -> NoReturn:
 
 
 def check_micro_batch(logged: LoggedRun, plan: Plan, answers: Answers, global_batch: int) -> None:
-    """Raise BadInputError if nothing determines the number of sequences per device and pass."""
+    """Raise BadInputError if the micro-batch is neither stated nor implied."""
     if logged.plan is not None or logged.micro_batch is not None or "micro_batch" in answers.layout:
         return
     ranks = plan.dp_replicate * plan.dp_shard
     if global_batch != ranks:
         raise BadInputError(
-            f"{logged.log} does not state how many sequences a device processed at once: any part "
-            f"of the {global_batch} per step over {ranks} data-parallel "
-            f"{'rank' if ranks == 1 else 'ranks'}. Pass --layout micro_batch=N, the batch size "
-            "per device."
+            f"{logged.log} does not state how many of the {global_batch} sequences per step each "
+            f"of {ranks} data-parallel {'rank' if ranks == 1 else 'ranks'} processed at once. Pass "
+            "--layout micro_batch=N, the batch size per device."
         )
 
 
 def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, str]:
-    """Return a plan's settings that come neither from the log nor from a flag, by name."""
+    """Return the plan's settings that neither the log nor a flag states, by name."""
     if logged.plan is not None or answers.source == "--plan":
         return {}
     told = {name for name in _ASSUMED if getattr(logged, name, None) is not None}
@@ -154,18 +152,17 @@ def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimat
         raise BadInputError(
             f"{run.log}: {question.outline.name} in this layout does not fit: it needs "
             f"{show_bytes(planned.peak_memory_bytes)}, but {device.name} has {show_bytes(limit)}. "
-            "Did it use LoRA or quantized weights? Such runs cannot correct a machine, since "
-            "corrections do not support adapters yet. Did it use recomputation (--layout "
-            "checkpointing=full), more devices (--nodes, --devices-per-node), or another model "
-            "(--model)? Nothing is corrected."
+            "Did the run use LoRA or quantized weights? Such runs cannot correct a machine yet. "
+            "Did it use recomputation (--layout checkpointing=full), more devices (--nodes, "
+            "--devices-per-node), or another model (--model)? Nothing is corrected."
         )
 
 
 def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
-    """Raise BadInputError if batch and length contradict the log's own step times.
+    """Raise BadInputError if batch and sequence length contradict the log's step times.
 
-    A logged throughput implies a step time, which must agree with the times of the log's lines, or
-    with a step time given next to it.
+    With batch and length, a logged throughput implies a step time. It must agree with the logged
+    step time or the timestamps of the log's lines.
     """
     tokens = run.global_batch * run.seq_len
     if logged.tokens_per_s_per_device is not None:
@@ -193,7 +190,10 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
 
 
 def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
-    """Compare model FLOPs with the peak, counting half of attention for causal masks."""
+    """Raise BadInputError if the step would need more than the device's peak FLOP/s.
+
+    Only half of attention is counted, as for causal masks.
+    """
     plan, device = run.plan, question.cluster.device
     dtype = dtype_of(plan.precision)
     best = device.peak_flops_per_s.get(dtype)
@@ -211,7 +211,7 @@ def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
         f"{run.log}: {show_seconds(run.step_time_s)} per step is not possible: "
         f"{run.global_batch} sequences of {run.seq_len} tokens of {run.outline.name} on "
         f"{devices} would need {mfu:,.1f} times the peak of {device.name} in {dtype}, "
-        f"{best / 1000000000000.0:,.0f} TFLOP/s. Was it another model (--model), shorter "
+        f"{best / 1e12:,.0f} TFLOP/s. Was it another model (--model), shorter "
         "sequences (--seq-len), a smaller batch (--global-batch), more devices (--nodes, "
         "--devices-per-node), another precision, or a resumed run? Nothing is corrected."
     )

@@ -1,4 +1,4 @@
-"""The outline of any model, from its reference, for planning."""
+"""Outlines of models for planning, from the user's reference."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 
-# Tokens with which a custom language model is traced, if it accepts that many.
+# Sequence length for tracing a custom language model, unless its maximum is shorter.
 _TRACED_TOKENS = 128
 _TRACED_SAMPLES = 2
 
 
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
-    """Return the name, the outline and, if outpace can build it, the spec of the model `reference`.
+    """Return name and outline of the model `reference`, and its spec if outpace can build it.
 
-    References are resolved like train's --model: a preset, an outline in the catalog (both in any
-    case, or by Hugging Face Hub name, unless a file has that name), a Hugging Face directory, a
-    finished run, a spec file (.toml, .json), or "file.py:function", which runs and traces the
-    user's code. Raises BadInputError if none matches.
+    References are resolved as for train's --model: a preset or an outline in the catalog (in upper
+    or lower case, or by the Hugging Face Hub name, unless a file has that name), a Hugging Face
+    directory, a finished run, a spec file (.toml, .json), or "file.py:function", which runs and
+    traces the user's code. Raises BadInputError if none matches.
     """
     if not Path(reference).expanduser().exists():
         reference = name_of_hub(reference) or named_model(reference)
@@ -61,7 +61,7 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 
 
 def _config_of(path: Path) -> Path | None:
-    """Return the directory whose config.json describes a model, even one that cannot be built."""
+    """Return the directory with the config.json of a model or an adapter's base, or None."""
     from outpace.interop.config import CONFIG_FILE
     from outpace.interop.custom_model import CUSTOM_MODEL_FILE
     from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -74,7 +74,7 @@ def _config_of(path: Path) -> Path | None:
 
 
 def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
-    """Trace a custom model with its loss on two samples of its data, or on tokens."""
+    """Trace a custom model and its loss, on two samples of its data set or on token ids."""
     from outpace.interop.custom_model import CustomObjective, build_custom_model
     from outpace.nn.transformer import Transformer
     from outpace.trace.outline import outline_from_module
@@ -89,9 +89,9 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
 
 
 def _by_config(module: Any) -> Outline | None:
-    """Return the outline of a known transformers architecture from its config; None for others.
+    """Return the outline from a transformers config; None if the architecture is unknown.
 
-    It has more detail than a trace.
+    A config gives more detail than a trace.
     """
     from outpace.interop.outline import outline_from_config
     from outpace.interop.outline_readers import READERS

@@ -21,9 +21,9 @@ _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def network_report(asked: NetworkQuestion) -> NetworkReport:
-    """Answer the network question.
+    """Report the bandwidth that plans need, and the networks that provide it.
 
-    Raises BadInputError if a model, plan, machine or network in it is not valid.
+    Raises BadInputError if the model, the plan, the machine or a network is not valid.
     """
     name, spec = _model(asked.model)
     site = Site(asked)
@@ -56,13 +56,16 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
 
 
 def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
-    """Return the entry of a plan file. Raises BadInputError if its number of devices differs."""
+    """Return the entry for the --plan file.
+
+    Raises BadInputError if the plan is for another number of devices.
+    """
     world = site.nodes * site.per_node
     if plan.world_size != world:
         raise BadInputError(
             f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
             f"{site.nodes} × {site.per_node} = {world} are given. Set its axes (dp_shard, "
-            "…), or --nodes, or name another --machine."
+            "…), set --nodes, or choose another --machine."
         )
     batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
     return NetworkEntry(plan.strategy, plan, batch)
@@ -71,7 +74,7 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
 def _compare(
     asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
-    """Return the needs of one plan per strategy, and why other strategies are not possible."""
+    """Return what one plan per strategy needs, and why the other strategies are impossible."""
     found = list(candidate_plans(problem, asked, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
     axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
@@ -82,23 +85,20 @@ def _compare(
 
 
 def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
-    """Return notes on a global batch that some plans cannot divide."""
+    """Note which global batches are used if some plans cannot split the requested one."""
     taken: dict[int, list[str]] = {}
     for need in needs:
         taken.setdefault(need.global_batch, []).append(need.title)
     if global_batch is None or set(taken) <= {global_batch}:
         return []
-    words = ", ".join(f"{size} by {', '.join(of)}" for size, of in sorted(taken.items()))
+    batches = ", ".join(f"{size} ({', '.join(of)})" for size, of in sorted(taken.items()))
     return [
-        (
-            f"--global-batch {global_batch} is not divisible by all plans. These are used "
-            f"instead: {words}."
-        )
+        f"Not every plan can split --global-batch {global_batch} evenly. Batches used: {batches}."
     ]
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """Return the networks of catalog, request and machine, each once, slowest first."""
+    """Return the networks of catalog, request and machine without duplicates, slowest first."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]

@@ -1,4 +1,4 @@
-"""Settings of a --plan file, for training that is traced."""
+"""Settings of a --plan file, for commands that trace a plan."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +13,16 @@ from outpace.records.settings import TrainSettings
 def follow_plan(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge the --plan file's settings into the given ones.
+    """Apply the settings of the --plan file. Return all settings and the origin of each.
 
-    Raises BadInputError if the two contradict each other.
-
-    Return both sets of settings, with their origins. Other settings must agree with the file;
-    sequence length and batch may differ.
+    Other settings must agree with the file, except sequence length and batch. Raises BadInputError
+    if they do not, or if the file is for another number of devices.
     """
     if settings.plan is None:
         return settings, dict(origins)
     if settings.plan == "auto":
         raise BadInputError(
-            "--plan auto: outpace memory traces a plan as given. Pass a file that outpace plan "
+            "--plan auto: outpace memory does not choose plans. Pass a file that outpace plan "
             "--out wrote, or leave out --plan."
         )
     there = None if node is None else node.processes * nodes
@@ -32,7 +30,7 @@ def follow_plan(
     if node is not None and world != there:
         raise BadInputError(
             f"--plan {settings.plan} is for {world} devices, but {nodes} × {node.processes} = "
-            f"{there} are given. Set --nodes, or name another --machine."
+            f"{there} are given. Set --nodes, or choose another --machine."
         )
     settled, told = apply_settings_plan(settings, origins, None, lambda _: None)
     if node is not None:

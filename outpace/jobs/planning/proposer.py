@@ -1,4 +1,4 @@
-"""The planner's proposals for training on this machine, refined after every trial."""
+"""Plans that the planner proposes for tuning, refined after every trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from outpace.records.settings import TrainSettings
 from outpace.records.tuning import PlanTrial
 
 _COUNT = 256  # plans considered per number of processes
-# Uncertainty of rates that a probe's steps corrected, as a standard deviation of logarithms.
+# Uncertainty of rates corrected by a probe's training steps: standard deviation of their logarithm.
 _CALIBRATED = math.log(1.2)
 
 
@@ -54,7 +54,7 @@ class TuningProposal:
 
 
 def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
-    """Measure this host's rates to start from; None if it was probed, or training uses a GPU."""
+    """Measure this host's rates; None if it was probed before, or training uses a GPU."""
     machine = identify(find_accelerator)
     if resolve_device(settings, Ranks()).type != "cpu" or find_probe(machine) is not None:
         return None
@@ -81,7 +81,7 @@ class Proposer:
         self.default = resolve_plan(settings, own, device, self.machine)
         used = used_machine(self.machine, device)
         self._jobs: dict[int, PlanningProblem] = {}
-        self._told: dict[tuple[PlanTrial, ...], _Lessons] = {}
+        self._learned: dict[tuple[PlanTrial, ...], _Corrections] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
             limited = settings
@@ -98,7 +98,7 @@ class Proposer:
         self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
-        """Return plans that may be worth a trial, fastest first, as predicted after `trials`."""
+        """Return plans worth trying, sorted by the step time that `trials` let us expect."""
         learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
@@ -107,13 +107,13 @@ class Proposer:
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
     def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> TuningProposal:
-        """Propose one plan, whether or not it fits."""
+        """Predict one plan, whether or not it fits in memory."""
         return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
 
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return the smallest predicted bytes per rank that failed to fit, by number of processes.
+        """Return the lowest predicted bytes per rank that did not fit, by number of processes.
 
-        Trials that ran together with others are ignored, since their memory was shared.
+        Trials that ran at the same time as others are ignored, since they shared memory.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -123,13 +123,13 @@ class Proposer:
                 found[world] = min(needs, found.get(world, math.inf))
         return found
 
-    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Lessons":
-        """Return the lessons of all trials, computed once."""
-        if tuple(trials) not in self._told:
-            self._told[tuple(trials)] = self._learn(trials)
-        return self._told[tuple(trials)]
+    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Corrections":
+        """Return the corrections learned from the trials, computed once per list of trials."""
+        if tuple(trials) not in self._learned:
+            self._learned[tuple(trials)] = self._learn(trials)
+        return self._learned[tuple(trials)]
 
-    def _learn(self, trials: Sequence[PlanTrial]) -> "_Lessons":
+    def _learn(self, trials: Sequence[PlanTrial]) -> "_Corrections":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
@@ -142,7 +142,7 @@ class Proposer:
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
         found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
-        # Of a plan's repeated trials, keep the fastest; the fastest of all comes last.
+        # Keep each plan's fastest trial; the fastest plan comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
         tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
@@ -154,14 +154,14 @@ class Proposer:
         if tried:
             slopes = found.slopes(world, take)
         deviations = Deviations(tuple(one.plan for one in tried), np.array(missed))
-        return _Lessons(found, deviations, slopes)
+        return _Corrections(found, deviations, slopes)
 
 
 @dataclass(frozen=True)
-class _Lessons:
-    """Lessons of trials: rates, which all numbers of processes share, and other costs of plans.
+class _Corrections:
+    """Corrections learned from trials: of rates, for all numbers of processes, and of plans.
 
-    `slopes`: derivatives of the fastest trial's time with respect to the rates, (knobs, 1).
+    `slopes`: derivatives of the fastest trial's time with respect to the rates, (adjustments, 1).
     """
 
     rates: Calibration
@@ -170,7 +170,7 @@ class _Lessons:
 
 
 def _propose(
-    job: PlanningProblem, plans: Sequence[Plan], learned: _Lessons
+    job: PlanningProblem, plans: Sequence[Plan], learned: _Corrections
 ) -> list[TuningProposal]:
     if not plans:
         return []
@@ -198,9 +198,9 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time if the same plan fits without doing so.
+    """Drop plans that recompute or chunk the loss if the same plan fits without doing so.
 
-    However wrong the predictions are, such plans cannot be faster.
+    Such plans cannot be faster, however wrong the predictions are.
     """
     saves = [_saves(plan, layers) for plan in plans]
     beside: dict[str, set[tuple[int, int]]] = {}
@@ -215,12 +215,12 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
 
 def _saves(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return how many layers recompute, and whether the loss is chunked: both save memory."""
+    """Return how much the layers recompute, as indices in MODES, and 1 if the loss is chunked."""
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
 def _without_savings(plan: Plan) -> str:
-    """Return a key of the plan that ignores these savings."""
+    """Return a key shared by plans that differ only in recomputation and chunked loss."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
     return plan.model_copy(update=nothing).model_dump_json()
@@ -244,7 +244,7 @@ def _ranks(settings: TrainSettings) -> Ranks:
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Return numbers of processes to try: as given, or one, all devices, or divisors of cores."""
+    """Return the numbers of processes to try: as set, 1 and all devices, or divisors of cores."""
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

@@ -14,7 +14,7 @@ from outpace.records.run import RUN_FILE
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RunDir
 
-# Settings that divide a step among ranks; numerics and samples do not change.
+# Settings that divide a step among ranks without changing numerics or samples.
 _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")
 
 
@@ -24,7 +24,7 @@ def replan(
     """Return settings with which the run in `settings.out` can resume on these ranks.
 
     The requested layout is kept if possible; otherwise the planner chooses one, with the same
-    global batch, samples and precision. Raises BadInputError if these ranks have no layout.
+    global batch, samples and precision. Raises BadInputError if no layout suits these ranks.
     """
     assert settings.out is not None
     before = RunDir(settings.out).require_run().plan.world_size

@@ -59,11 +59,11 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 class PlanQuestion:
     """The user's question to the planner.
 
-    `machine` is a name in the catalog or a file of outpace probe; None is this machine. `adapters`:
-    adapter settings that come from their own options. `autocast`: the planned trainer uses 16 bits
-    only through autocast. `trainer`: the training software; None: outpace. `measures`: if this
-    machine has no accelerator and was not probed, measure matmuls first, which takes about two
-    seconds. `host_memory`: bytes of memory per host; None for the machine's.
+    `machine`: a name in the catalog or a file of outpace probe; None: this machine. `adapters`:
+    adapter settings from options such as --lora-rank. `autocast`: the trainer computes in 16 bits
+    only under autocast. `trainer`: the training software; None: outpace. `measures`: if this
+    machine has no accelerator and was not probed, measure its rates first (about two seconds).
+    `host_memory`: bytes of memory per host; None: as the machine has.
     """
 
     model: str
@@ -156,7 +156,7 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
 def _vary(
     asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    """Return settings to vary, requested or always searched, in the order of VARIED."""
+    """Return the values of each varied setting, requested or by default, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     small = parameters(outline) < FP8_PARAMETERS
     if "precision" in found and (small or "lora_rank" in keep):
@@ -165,14 +165,14 @@ def _vary(
 
 
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the settings varied by default on this machine: on a GPU, whether to compile."""
+    """Return the settings varied by default: on a GPU that can compile, whether to compile."""
     device = cluster.device
     asks = device.kind == "cuda" and device.compiles and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
 
 
 def _this_machine(asked: PlanQuestion) -> Cluster:
-    """Return this machine as outpace probe measured it if its file is here, or as detected."""
+    """Return this machine as measured by outpace probe if its file is here, else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
@@ -181,7 +181,7 @@ def _this_machine(asked: PlanQuestion) -> Cluster:
         return _cluster(replace(asked, machine=str(PROBE_FILE)))
     if asked.network is not None:
         raise BadInputError(
-            f"--network {asked.network} applies to another machine. Choose it with --machine."
+            f"--network {asked.network} needs a machine. Choose one with --machine."
         )
     ranks = asked.devices_per_node or len(machine.devices) or 1
     measures = asked.measures and not machine.devices
@@ -226,7 +226,7 @@ def _larger_node(node: Node, devices: int) -> str:
 
 
 def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
-    """Return the cluster with that much memory per host. Raises BadInputError on CPUs."""
+    """Return the cluster with `nbytes` of memory per host. Raises BadInputError on CPUs."""
     if nbytes is None:
         return cluster
     if cluster.device.kind == "cpu":
@@ -247,7 +247,7 @@ def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> No
             return
     raise BadInputError(
         f"--network {asked.network}: the runs that corrected {path} used "
-        f"{file.network or 'the network that the machine is sold with'}. Leave out "
+        f"{file.network or 'the default network of the machine'}. Leave out "
         "--network."
     )
 
@@ -274,10 +274,10 @@ def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluste
 
 
 def _precision(cluster: Cluster, autocast: bool) -> Precision:
-    """Return bf16 if the device computes in it; on a CPU, only if measured to be faster.
+    """Return the default precision: bf16 if supported and, on a CPU, measured to be faster.
 
-    On a GPU, outpace also keeps weights and the residual stream in bf16, over master weights, and
-    never chooses fp16 by default (`training.precision.default_precision`).
+    On a GPU, weights and residual stream are in bf16 too, with master weights, unless `autocast`.
+    outpace itself never chooses fp16 by default (`training.precision.default_precision`).
     """
     rates = cluster.device.best_flops_per_s
     if cluster.device.kind == "cpu":
@@ -288,7 +288,7 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
-    """Return the required settings, with adapters' own options.
+    """Return the settings that --keep and the adapters' options fix.
 
     Raises BadInputError if one is invalid or given twice.
     """
@@ -297,20 +297,20 @@ def kept_settings(asked: PlanQuestion) -> dict[str, Any]:
     for name, text in asked.adapters.items():
         typed = f"--{name.replace('_', '-')} {text}"
         if name in keep:
-            raise BadInputError(f"{typed} and --keep {asked.keep}: give it once.")
+            raise BadInputError(f"{typed} and --keep {asked.keep} both set {name}. Set it once.")
         found[name] = parse_value(name, "+".join(re.split(r"[\s,+]+", text.strip())), typed)
     return found
 
 
 def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | None = None) -> None:
-    """Raise BadInputError for adapter settings that a plan's other settings do not allow."""
+    """Raise BadInputError for adapter settings that the model or other settings do not allow."""
     adapters = AdapterSettings.from_values(values)
     if adapters is None:
         for name in ADAPTER_NAMES:
             value = values.get(name)
             if value is not None and value != Plan.model_fields[name].default:
                 raise BadInputError(
-                    f"{name} {value} belongs to LoRA. Set a lora_rank, such as 16, or leave out "
+                    f"{name} {value} has no effect without LoRA. Set lora_rank, or leave out "
                     f"{name}."
                 )
         return
@@ -322,8 +322,8 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
         what = f"--trainer {trainer}"
     if what is not None:
         raise BadInputError(
-            f"lora_rank {adapters.rank} with {what}: the planner knows the memory and time of "
-            f"adapters that outpace trains with strategy {', '.join(ADAPTER_STRATEGIES)}, without "
+            f"lora_rank {adapters.rank} with {what}: the planner supports adapters only in "
+            f"outpace's training, with strategy {', '.join(ADAPTER_STRATEGIES)} and without "
             "offloading. Leave out one of the two; outpace memory traces any plan."
         )
 
@@ -331,10 +331,11 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
 def _read_vary(
     question: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster
 ) -> dict[str, tuple[Any, ...]]:
-    """Parse "precision,compile" as values to try; "all" is everything not fixed.
+    """Parse --vary, such as "precision,compile", into values to try.
 
-    Precisions are those of the device, the default first; optimizers are those that support the
-    precision. Raises BadInputError if a setting is unknown, or fixed as well.
+    "all" means every setting that is not fixed. Precisions are those that the device supports, the
+    default first; optimizers are those that support the precision. Raises BadInputError for a
+    setting that is unknown, or also fixed.
     """
     text, asked = question.vary, question.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
@@ -369,10 +370,10 @@ def _read_vary(
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
-    """Return the question with a changed network, node interconnect, memory or number of nodes.
+    """Parse --what-if. Return the question with its number of nodes, and other changed numbers.
 
-    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError if a part
-    of `text` is invalid.
+    The numbers are bytes or bytes per second, for `with_numbers`. Raises BadInputError if a part of
+    `text` is invalid.
     """
     changed, numbers = asked, {}
     for part in text.split(","):
@@ -400,7 +401,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
 
 
 def _inside_share(cluster: Cluster) -> float:
-    """Return the share of their nominal rate that links in a node reach; 1 if probed."""
+    """Return the achieved share of the nominal rate of links within a node; 1 if probed."""
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
         return 1.0
@@ -409,7 +410,7 @@ def _inside_share(cluster: Cluster) -> float:
 
 
 def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> PlanningProblem:
-    """Replace rates and sizes of the problem's machine."""
+    """Set the rates and sizes that `what_if` returned in the problem's cluster."""
     cluster = question.cluster
     fabric, device = cluster.fabric, cluster.device
     inside, across = fabric.inside_bytes_per_s, numbers.get("link", fabric.across_bytes_per_s)
@@ -417,7 +418,7 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
         inside = numbers["inside"] * _inside_share(cluster)
     fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
-        # The given size is a vendor's figure; assume that the driver leaves the same share usable.
+        # `memory` is the vendor's figure. Assume that the driver leaves the same share usable.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
         left = now / nominal if now and nominal else 1.0
         device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)

@@ -1,1 +1,1 @@
-"""Measurement of this machine with all its ranks."""
+"""Jobs that probe this machine, in one process or on all ranks."""

@@ -39,11 +39,11 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 
-# Samples per case, if nothing slows them down.
+# Samples per case within the time budget.
 _QUICK_SAMPLES, _SAMPLES = 16, 60
 # Shares of the time budget; the rest is overhead.
 _CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
-_TIMED = 0.9  # of a part's share; the rest is for verifying values
+_TIMED = 0.9  # share of the budget spent on timing; the rest is for verifying results
 _ALL_PAIRS = 64
 _TOP_BYTES = 4 << 30
 
@@ -72,12 +72,12 @@ class _Run:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with separate buffers, which interleaved measurements do not touch."""
+        """Return the place with separate buffers, for measurements interleaved with others."""
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
     def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
-        """Record which collectives and sizes these turns measure."""
+        """Record `what` as this rank's activity during each turn."""
 
         @contextmanager
         def note() -> Iterator[None]:
@@ -95,12 +95,12 @@ def probe_collectives(
     progress: Callable[[float], None] = lambda share: None,
     only: str | None = None,
 ) -> Turns[ProbeSection]:
-    """Measure the communication between ranks. All ranks call it, and rank 0 gets the result.
+    """Measure communication between ranks. Call this on every rank; rank 0 gets the result.
 
-    With `only`, one collective is measured: its times by size on all axes, and the fitted models.
-    Array sizes are bounded by memory and time, and results are verified. On all remaining ranks,
-    raises RankLostError, naming the rank and the collective, if a rank dies or hangs, and
-    WrongResultError if a collective computes a wrong result.
+    `only`: measure this collective alone, by size on all axes, and fit link models. Array sizes are
+    limited by memory and time, and results are verified. Raises RankLostError on the remaining
+    ranks if a rank dies or hangs, naming the rank and the collective, and WrongResultError if a
+    collective computes a wrong result.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
@@ -153,11 +153,11 @@ def backend_of(device: torch.device) -> str:
 
 
 def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[ProbeSection]:
-    """Measure all collectives on all axes, in the same rounds."""
+    """Measure collectives by array size on all axes, interleaved in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
-    # Half of the time is for large arrays: the clock makes a call before each sample, and all
-    # smaller sizes together take a third of the largest one's time.
+    # Half of the budget limits the largest array. Each sample takes two calls, one of them the
+    # clock's, and all smaller sizes together take a third of the largest one's time.
     calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
     limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
     sizes = QUICK_BYTES if run.quick else FULL_BYTES
@@ -185,7 +185,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
 
 
 def _place_on(run: _Run, axis: Axis) -> AxisPlace:
-    """Return this rank's place on an axis, creating the axis's groups. All ranks call it."""
+    """Create the axis's process groups and return this rank's place. Call this on every rank."""
     if axis.name == "all":
         return run.place
     timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
@@ -198,7 +198,7 @@ def _place_on(run: _Run, axis: Axis) -> AxisPlace:
 
 
 def _most_bytes(run: _Run) -> int:
-    """Return the largest array size that fits twice into every rank's memory."""
+    """Return the largest array size in bytes: an eighth of free memory on the fullest rank."""
     device = run.place.buffers.device
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
@@ -210,7 +210,7 @@ def _most_bytes(run: _Run) -> int:
 
 
 def _note_case(doing: RankActivity, case: Case) -> Case:
-    """Return a case that also reports when it starts."""
+    """Return a case that records itself as this rank's activity when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
@@ -221,7 +221,7 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Measure the speed of each rank while the other ranks compute too."""
+    """Measure the speed of each rank while all ranks compute."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
@@ -246,7 +246,7 @@ def _between_pairs(run: _Run) -> Turns[ProbeSection]:
 
 
 def _overlap(run: _Run) -> Turns[ProbeSection]:
-    """Measure how much of the collectives' time computation hides."""
+    """Measure how much of each collective is hidden by computation."""
     size = min(
         (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
     )

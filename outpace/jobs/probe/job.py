@@ -108,7 +108,7 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
 
 
 def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
-    """Return the device to measure; never Metal's, which has no clock here."""
+    """Return the device to measure: the CPU instead of Metal, which has no clock here."""
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
         return device, ()
@@ -120,7 +120,7 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 class _ProcessState:
     """State shared by all sections in a process.
 
-    `seen`: observations of its GPU by all sections. `slowed`: slowdowns that its processes report.
+    `seen`: observations of the process's GPU. `slowed`: throttling that started ranks reported.
     """
 
     request: ProbeRequest
@@ -155,21 +155,21 @@ def _probe_alone(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
 
 
 def _turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
-    wishes, device, quick = here.request, here.device, here.request.quick
-    budget_s, progress = wishes.budget_s(name), _progress(name, here.shown)
+    request, device, quick = here.request, here.device, here.request.quick
+    budget_s, progress = request.budget_s(name), _progress(name, here.shown)
     if name == "matmul":
         features = identify(find_accelerator).cpu_features
-        tokens = wishes.tokens()
-        return probe_matmul(device, features, wishes.spec(), quick, budget_s, progress, tokens)
+        tokens = request.tokens()
+        return probe_matmul(device, features, request.spec(), quick, budget_s, progress, tokens)
     if name == "memory":
         return probe_memory(device, quick, budget_s, progress)
     if name == "storage":
-        return probe_storage(wishes.directories(), quick, budget_s, progress)
-    return probe_loader(wishes.loader(), quick, budget_s, progress, device)
+        return probe_storage(request.directories(), quick, budget_s, progress)
+    return probe_loader(request.loader(), quick, budget_s, progress, device)
 
 
 def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
-    """Run on rank 0 while the others wait; return the result on all."""
+    """Run the turns on rank 0 while other ranks wait. Return the section on all ranks."""
     try:
         while True:
             found = groups.run_on_rank_0(lambda: _next(turns))
@@ -193,7 +193,7 @@ def _judge(
     name: SectionName, section: ProbeSection, device: torch.device,
     hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
-    """Return the section without its figures if other programs used the hardware or slowed it.
+    """Withdraw the section's figures if other programs used the hardware or it was throttled.
 
     Storage and data loading run on the CPU, whatever the device.
     """
@@ -210,8 +210,8 @@ def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
 def _probe_started(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """Probe between ranks, in processes that start when half of the other sections are done."""
-    wishes, device, shown = here.request, here.device, here.shown
+    """Start ranks after half of the local sections' rounds, and probe between them."""
+    request, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":
             shown(name, 1.0)
@@ -222,21 +222,21 @@ def _probe_started(
     names = [name for name in names if nproc > 1 or name == "steps"]
     if not names:
         return ProbeSection(notes=notes)
-    if wishes.local_sections():
-        for _ in range(rounds_of(wishes.quick) // 2):
+    if request.local_sections():
+        for _ in range(rounds_of(request.quick) // 2):
             yield
     for name in names:
         shown(name, 0.0)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # ranks measure on the same devices
-    settings = wishes.settings.model_copy(update={"device": device.type})
+        torch.cuda.empty_cache()  # the started ranks use the same devices
+    settings = request.settings.model_copy(update={"device": device.type})
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
         given.write_text(settings.model_dump_json(), encoding="utf-8")
         command = [*PYTHON, "-m", "outpace", "probe", *names]
         command += ["--handed-over", str(given), "--out", str(out)]
-        command += ["--budget", str(sum(wishes.budget_s(name) for name in names))]
-        local.start(nproc, command + ["--quick"] * wishes.quick, shown.show_stopping)
+        command += ["--budget", str(sum(request.budget_s(name) for name in names))]
+        local.start(nproc, command + ["--quick"] * request.quick, shown.show_stopping)
         probed = Machine.load(out).probed
     assert probed is not None
     for name in names:
@@ -259,8 +259,8 @@ def _default_nproc(device: torch.device) -> int:
 
 
 def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Turns[ProbeSection]:
-    wishes, progress, device = here.request, _progress(name, here.shown), here.device
-    quick, budget_s = wishes.quick, wishes.budget_s(name)
+    request, progress, device = here.request, _progress(name, here.shown), here.device
+    quick, budget_s = request.quick, request.budget_s(name)
     if name == "steps":
         turns = probe_steps(groups, device, quick, budget_s, progress)
     else:
@@ -275,14 +275,14 @@ def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Tu
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
-    """Return all ranks' GPU observations, labelled by rank, since hosts share GPU numbers."""
+    """Gather all ranks' GPU observations, labelled by rank: GPU numbers repeat across hosts."""
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
     return [one for of in gather_objects(own, groups.control) for one in of]
 
 
 def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
-    """Return the usage by ranks, grouped by host; local rank 0 is the first of its host."""
+    """Gather all ranks' CPU usage, grouped by host. Each host begins with local rank 0."""
     hosts: list[list[CoreSeconds]] = []
     for local_rank, one in gather_objects((groups.ranks.local_rank, used), groups.control):
         if local_rank == 0:
@@ -295,17 +295,17 @@ def _machine(
     here: _ProcessState, found: ProbeSection, steadiness: Steadiness, took_s: float,
     world_size: int, hosts: int = 1,
 ) -> Machine:  # fmt: skip
-    machine, wishes = identify(find_accelerator), here.request
+    machine, request = identify(find_accelerator), here.request
     topology = read_if_there(_DRIVER_S) if machine.devices else None
     figures = found.figures + tuple(_from_catalog(machine))
-    settings = [] if wishes.environ is None else find_misconfiguration(wishes.environ)
+    settings = [] if request.environ is None else find_misconfiguration(request.environ)
     peaks = peak_notes(figures) if here.device.type == "cuda" else ()
     probed = ProbeRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),
-        command=wishes.command,
-        sections=wishes.sections,
-        quick=wishes.quick,
+        command=request.command,
+        sections=request.sections,
+        quick=request.quick,
         took_s=took_s,
         world_size=world_size,
         hosts=hosts,

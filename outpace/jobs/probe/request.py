@@ -31,8 +31,8 @@ BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")
 class ProbeRequest:
     """Request for a probe; `settings` determine device, model, data and directories.
 
-    `within_s`: time for all sections; None for the usual time. `environ` and the host are examined
-    for settings that cost speed; None if the launching process does that.
+    `within_s`: time for all sections; None: the default. `environ`: environment variables to check
+    for settings that cost speed, along with the host; None if the launching process checks them.
     """
 
     sections: tuple[SectionName, ...]
@@ -43,14 +43,14 @@ class ProbeRequest:
     environ: Mapping[str, str] | None = None
 
     def budget_s(self, section: SectionName) -> float:
-        """Return the seconds for one section: its share of the total time."""
+        """Return the time budget of one section in seconds."""
         usual = {name: SECONDS[name][0 if self.quick else 1] for name in self.sections}
         if self.within_s is None:
             return usual[section]
         return self.within_s * usual[section] / sum(usual.values())
 
     def local_sections(self) -> tuple[SectionName, ...]:
-        """The sections that one process measures alone."""
+        """Return the sections that one process measures alone."""
         return tuple(name for name in self.sections if name not in BETWEEN_RANKS)
 
     def rank_sections(self) -> tuple[SectionName, ...]:
@@ -66,7 +66,10 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """The model for which sizes are recommended. Raises BadInputError for a custom model."""
+        """Return the spec of the model for which sizes are recommended.
+
+        Raises BadInputError for a custom model.
+        """
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(
@@ -77,9 +80,9 @@ class ProbeRequest:
         return spec
 
     def tokens(self) -> int | None:
-        """Return the tokens per step of one process, if --seq-len or --micro-batch is given.
+        """Return the tokens per step of one process; None without --seq-len and --micro-batch.
 
-        The other one defaults to training's: the usual length, or one sample.
+        If one is missing, it defaults to training's sequence length, or to one sample.
         """
         size, said = self.settings.micro_batch, self.settings.seq_len
         if not isinstance(size, int) and said is None:

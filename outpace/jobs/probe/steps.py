@@ -1,4 +1,4 @@
-"""Training steps of the catalog's small runs, which a probe times besides matmuls and links."""
+"""Timing of training steps of the catalog's reference runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def probe_steps(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time a step of every reference on one rank and on all. Call this on every rank.
+    """Time a step of every reference run, on one rank and on all. Call this on every rank.
 
     A single rank uses all cores of the host, as single-process training does. Raises RankLostError
     if a rank dies or hangs.
@@ -55,7 +55,7 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return cases that together fit into half of the memory, and reasons why others do not."""
+    """Return cases that together fit in half of the free memory, and notes on the others."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
@@ -88,14 +88,14 @@ def _case_or_refusal(
 
 
 def _needs(one: Reference, device: torch.device) -> float:
-    """Return the bytes that a rank needs."""
+    """Return the bytes that a rank needs for the reference run."""
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
     question = MemoryQuestion(outline(one.spec, one.name), one.seq_len, _kind(device))
     return float(peak.reserved_bytes(question, columns)[0])
 
 
 def _room(groups: Groups, device: torch.device) -> float:
-    """Return half of the least free memory of all ranks, in bytes. Collective."""
+    """Return half of the free memory of the fullest rank, in bytes. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -118,7 +118,7 @@ def _case(
     def threads() -> Iterator[None]:
         doing.what = f"a step of {one.name}"
         own = torch.get_num_threads()
-        if ranks == 1 and device.type == "cpu":  # the process then also has the other ranks' cores
+        if ranks == 1 and device.type == "cpu":  # the other ranks are idle: use their cores
             torch.set_num_threads(usable_cores())
         try:
             yield

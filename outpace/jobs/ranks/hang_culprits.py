@@ -9,7 +9,7 @@ from outpace.jobs.ranks.rank_snapshot import process_state
 from outpace.records.errors import EXIT_HANG, OutpaceError
 from outpace.records.hang_report import RankSnapshot
 
-# Kernel states of a process that does not run, as phrases for messages.
+# Phrases for messages, by the kernel's state of a process that does not run.
 GONE = "is gone: check its last output and its host"
 UNSEEN = "is gone or unreachable: check its last output and its host"
 _NOT_RUNNING = {
@@ -23,10 +23,10 @@ FAILED = "failed on its own: "
 
 
 class RankLostError(OutpaceError):
-    """A rank died, or did not answer in time, while others waited for it in the activity `what`.
+    """Error for a rank that died, or did not answer in time, during the activity `what`.
 
-    `sentence` names the rank; `why` is the original error. The exit code depends on whether its
-    process still exists.
+    `sentence` names the rank; `why` is the original error. The exit code is EXIT_HANG while the
+    rank's process exists, otherwise 1.
     """
 
     def __init__(self, what: str, sentence: str, why: str = "") -> None:
@@ -38,19 +38,19 @@ class RankLostError(OutpaceError):
 
 
 def has_exited(who: dict[str, Any]) -> bool:
-    """Return whether the state of a rank's process on this host shows that it will not answer."""
+    """Return whether a rank's process on this host is stopped or gone, and so cannot answer."""
     here = who.get("host") == socket.gethostname()
     return here and process_state(int(who["pid"])) in _NOT_RUNNING
 
 
 def read_process(store: Any, rank: int) -> dict[str, Any]:
-    """Return the host and process ID that a rank wrote to the store; {} if none yet."""
+    """Return the host and PID that a rank wrote to the store; {} if it has written none."""
     key = f"alive/who/{rank}"
     return json.loads(store.get(key)) if store.check([key]) else {}
 
 
 def silent_snapshot(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
-    """Return a snapshot for a rank that does not answer, from what ranks on its host see."""
+    """Return a snapshot of a rank that does not answer, as seen by ranks on its host."""
     host, pid = str(who.get("host", "")), int(who.get("pid", 0))
     if host == socket.gethostname():
         seen = process_state(pid)
@@ -68,7 +68,7 @@ def is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks, or, if there are none, those that have started fewer collectives."""
+    """Return the ranks at fault: silent ones, or those behind in collectives, or still working."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent
@@ -90,10 +90,10 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def format_culprits(guilty: Sequence[RankSnapshot]) -> str:
-    """Describe the rank that the others wait for and what it does, or explain the hang."""
+    """Describe the rank at fault and where it is; without one, the possible causes of the hang."""
     if not guilty:
         return (
-            "all ranks are running, but not all reached it in time: one hangs, or a connection "
+            "all ranks are running, but not all arrived in time: one hangs, or a connection "
             "between two of them is broken"
         )
     one = guilty[0]
@@ -101,4 +101,4 @@ def format_culprits(guilty: Sequence[RankSnapshot]) -> str:
     more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
     if one.state == "silent":
         return f"{who}{more} {one.place}"
-    return f"{who}{more} does not reach it: in {one.doing}, it is at {one.place}"
+    return f"{who}{more} has not arrived: in {one.doing}, it is at {one.place}"

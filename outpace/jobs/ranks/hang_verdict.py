@@ -1,9 +1,8 @@
-"""The verdict in the ranks' shared store on which rank keeps the others waiting.
+"""The verdict in the ranks' store on which rank keeps the others waiting.
 
-A rank that has waited for a long time queries the state of all ranks, and records which one has not
-arrived. No rank ends because of this yet, since the late rank may still arrive. The verdict becomes
-final once a rank ends because of it. Until then, it is ignored if the rank that asked is lost or no
-longer waits.
+A rank that has waited long queries all ranks, and records which one has not arrived. This verdict
+is provisional, since the late rank may still arrive. It becomes final once a rank ends because of
+it. Until then, it is ignored if its author is lost or no longer waits.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ _NONE = "none"
 class HangVerdict(Record):
     """The ranks that keep others waiting (`blamed`), and a sentence about them.
 
-    `by` is the rank that asked, `number` its query's number (0 without one).
+    `by`: the rank that wrote the verdict. `number`: the number of its query; 0 without one.
     """
 
     sentence: str
@@ -30,9 +29,9 @@ class HangVerdict(Record):
 
 
 class HangVerdicts:
-    """The single verdict in a store, read and replaced in one operation each.
+    """The store's single verdict, read and replaced atomically.
 
-    This way, no rank waits for a key that another rank deleted, or died before writing.
+    No rank ever waits for a key that another rank deleted, or died before writing.
     """
 
     def __init__(self, store: Store) -> None:
@@ -43,14 +42,11 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Replace the verdict `known`, as read before, by `new`; return the stored verdict.
-
-        If another rank was faster, that rank's verdict is stored.
-        """
+        """Replace the verdict `known` by `new` if it is still stored. Return what is stored."""
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
     def write(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
-        """Write a verdict, unless the stored one takes precedence; return the stored verdict."""
+        """Write `new`, unless the stored verdict takes precedence; return the stored one."""
         known = self.read()
         while known is None or not unless(known):
             found = self.replace(known, new)
@@ -60,7 +56,7 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, because it ends this rank; return the final verdict, if any."""
+        """Make a verdict final, since it ends this rank; return the stored one if it is final."""
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None

@@ -1,7 +1,8 @@
 """A watchdog that finds the rank at fault when a collective fails or takes too long.
 
-Every rank has a thread that writes a snapshot to the store when another rank asks. This identifies
-a rank that is gone, suspended, or stuck in a line of Python while others wait in a collective.
+Every rank has a thread that writes a snapshot to the store when another rank queries it. The
+snapshots identify a rank that is gone, suspended, or stuck in a line of Python while others wait in
+a collective.
 """
 
 import json
@@ -40,18 +41,18 @@ from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, InterruptedR
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
-# Seconds to allow for a rank that waits for a core, so that it does not count as dead.
-_LOOK_S = 4.0
-# Ranks are queried if a step takes longer than this share of the collectives' time limit.
+# Seconds for ranks to answer a query, including the wait for a free core.
+_ANSWER_S = 4.0
+# Share of the collectives' time limit after which a waiting rank queries the others.
 _LONG = 0.8
-# Bounds, in seconds, on the time for a process to end by itself after another rank made a
-# collective fail; between these bounds, it is the collectives' time limit.
+# Bounds in seconds on the time in which a process must end by itself after a collective failed;
+# between them, the collectives' time limit applies.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
 _STORE_LOST = f"the host of the rendezvous {UNSEEN}"
 _ASKS = "alive/asks"
-# Keys: a signal has ended a rank, and how many ranks know about it.
+# Store keys: that a signal has ended a rank, and the number of ranks that know about it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
-# Key: problems with the ranks that were found before training.
+# Store key: an error found before training that ends all ranks.
 _MIXED = "alive/mixed"
 _CHECK_JOBS = (
     "It was refused. If two jobs started at the same time, their ranks may be mixed: then stop "
@@ -59,8 +60,8 @@ _CHECK_JOBS = (
 )
 # Seconds for an interrupted rank to end by itself before it is killed.
 _INTERRUPTED_S = 4.0
-# gloo raises plain RuntimeErrors, and so does DDP for errors in its hook; errors of failed
-# connections contain one of these texts.
+# gloo raises plain RuntimeErrors, and so does DDP for errors in its hook. If a connection failed,
+# the message contains one of these texts.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
 # Parts of a message that mean nothing to users.
 _SOURCE = re.compile(
@@ -72,9 +73,9 @@ _SOURCE = re.compile(
 class RankActivity:
     """The current activity of this rank, described for the user.
 
-    `limited_s` is the start time of an activity to which the collectives' time limit applies. If
-    ranks hang, `on_hang` is called on one of them with a report on all. `on_surplus` is called on
-    rank 0 with a message if a process of another job tries to join while these ranks train.
+    `limited_s`: start time of the activity, if the collectives' time limit applies to it.
+    `on_hang`: called on one of the ranks with a report on all, if ranks hang. `on_surplus`: called
+    on rank 0 with a message, if a process of another job tries to join during training.
     """
 
     what: str = "the beginning"
@@ -97,21 +98,22 @@ def hang_watchdog(
     deadline: ExitDeadline | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[None]:
-    """Watch the ranks while they communicate: each answers through the store when another asks.
+    """Watch the ranks while they communicate, and name the rank at fault if one is lost.
 
-    A rank that is suspended, gone or disconnected is found within `timeout_s` even if others wait
-    for it without a time limit, as during a save or while rank 0 acts for all. `deadline` then ends
-    the process, since nothing else interrupts that wait.
+    A rank that is suspended, gone or disconnected is found within `timeout_s`, even if others wait
+    for it without a time limit, as during a save or an action of rank 0. `deadline` then ends the
+    process, since nothing else interrupts such a wait.
 
-    If a signal ends a rank before its first step is done, or after its last (`stop`), all others
-    end as well, including those that are compiling or waiting in a collective.
+    If a signal ends a rank before its first step is done or after its last (`stop`), all others end
+    as well, including ranks that compile or wait in a collective.
 
-    If a rank is gone or does not join a collective, RankLostError replaces the backend's error and
-    names that rank and its activity. If a signal ended that rank, InterruptedRunError replaces it.
-    Other errors are unchanged. The wait is limited by `timeout_s`, the process groups' time limit.
-    The NCCL path has never run, since no machine with two GPUs was available: there,
-    `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends the process
-    after the query that precedes the limit.
+    If a rank is gone or does not join a collective, RankLostError replaces the backend's error, and
+    names that rank and its activity. If a signal ended the rank, InterruptedRunError is raised
+    instead. Other errors are unchanged. `timeout_s` is the process groups' time limit.
+
+    The NCCL path has never run, since no machine with two GPUs was available. There, ranks wait in
+    `outpace.probing.timing.rank_clock.await_event`, and NCCL's watchdog ends a process at the time
+    limit, after the query.
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
@@ -121,7 +123,7 @@ def hang_watchdog(
         yield
     except RuntimeError as error:
         lost = _communication(error)
-        # CUDA errors and others have types which show that they are no communication failures.
+        # Errors with a type of their own, such as CUDA's, are not communication failures.
         if not lost and type(error) is not RuntimeError:
             raise
         if watcher.is_interrupted():
@@ -142,17 +144,17 @@ def hang_watchdog(
 
 
 def _communication(error: RuntimeError) -> bool:
-    """Return whether an error means that ranks could not reach each other, at least not in time."""
+    """Return whether an error means that ranks could not reach each other in time."""
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
 
 @dataclass
 class _HangQuery:
-    """A query of all ranks by a rank that has waited for a long time, and its verdict.
+    """A query of all ranks during a long wait, and its verdict.
 
-    `number` is the activity's number, `position` where this rank waited. `is_author`: this rank,
-    not another waiting rank, wrote the verdict.
+    `number`: number of the activity. `position`: where this rank waited. `is_author`: whether this
+    rank wrote the verdict, rather than another waiting rank.
     """
 
     number: int
@@ -164,7 +166,7 @@ class _HangQuery:
 
 @dataclass
 class _Watchdog:
-    """Threads that watch a rank, and its main thread's query after a failed collective."""
+    """Threads that watch a rank, and the main thread's query after a failed collective."""
 
     groups: Groups
     doing: RankActivity
@@ -173,21 +175,21 @@ class _Watchdog:
     deadline: ExitDeadline
     stop: StopSignal | None = None
     interrupted: bool = False
-    hearing: threading.Lock = field(default_factory=threading.Lock)
+    interruption_lock: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
-    look: _HangQuery | None = None  # a query about a wait that may not be over
+    query: _HangQuery | None = None  # the query about the current wait
     answered: int = 0  # number of answered queries
     over: threading.Event = field(default_factory=threading.Event)
     # time since the store's last answer, counted only while this process runs
     store_silent_s: float = 0.0
     seen: tuple[int, str] | None = None  # latest verdict in the store
     seen_s: float = 0.0  # how long that verdict has been there
-    told_of_surplus: bool = False
+    reported_surplus: bool = False
 
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
         self.everyone = range(self.groups.ranks.world_size)
-        # Ignore what was written when these ranks were watched earlier.
+        # Use new keys, since an earlier watchdog of these ranks may have left some.
         entries = self.groups.store.add(f"alive/entries/{self.rank}", 1)
         self.store = PrefixStore(f"watch-{entries}", self.groups.store)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -207,7 +209,7 @@ class _Watchdog:
     def close(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(_LOOK_S)  # the thread ends, unless it waits for an unreachable host
+            thread.join(_ANSWER_S)  # the thread ends, unless it waits for an unreachable host
 
     def _run(self) -> None:
         """Answer queries; query all ranks if a step takes too long or a rank is silent."""
@@ -216,28 +218,28 @@ class _Watchdog:
         if shared is not None:
             shared = shared.clone()
         verdicts = HangVerdicts(store)
-        with suppress(RuntimeError):  # without the store's rank, waiting ranks find out themselves
+        with suppress(RuntimeError):  # if the store is gone, waiting ranks notice by themselves
             while not self.over.wait(LISTEN_S):
-                if self.look is not None:
-                    self._follow(self.look, verdicts)
+                if self.query is not None:
+                    self._follow(self.query, verdicts)
                 if (asks := store.add(_ASKS, 0)) > self.answered:
                     self._answer(store, asks)
                 if self._long():
-                    self._look_at_wait(store)
+                    self._query_long_wait(store)
                 elif self.beats.send_and_check(store):
-                    self._look_for_lost(store)
-                self._heed_verdict(verdicts)
-                self._heed_interruption(store)
-                self._heed_surplus(store, shared)
+                    self._end_if_rank_is_lost(store)
+                self._obey_verdict(verdicts)
+                self._share_interruption(store)
+                self._check_surplus(store, shared)
                 self.store_silent_s = 0.0
             self._withdraw(verdicts)
-            self._heed_interruption(store)
+            self._share_interruption(store)
             self._await_knowing(store)
             self.beats.end(store)
 
     def _watch_store(self) -> None:
         """End this process if the store stops answering, since threads that query it block."""
-        limit_s = self.timeout_s + 2 * _LOOK_S  # only a query in `_run` takes that long
+        limit_s = self.timeout_s + 2 * _ANSWER_S  # only a query in `_run` takes that long
         while not self.over.wait(LISTEN_S):
             # counted rather than timed, since this process may have been suspended
             self.store_silent_s += LISTEN_S
@@ -245,58 +247,58 @@ class _Watchdog:
                 self.deadline.end_now(f"{self.doing.what}: {_STORE_LOST}", 1)
                 return
 
-    def _look_for_lost(self, store: Any) -> None:
+    def _end_if_rank_is_lost(self, store: Any) -> None:
         """End the job if a rank is suspended, gone or unreachable."""
-        verdict = self._look_around(store, doubtful=True, final=True)
+        verdict = self._judge_ranks(store, doubtful=True, final=True)
         if verdict is None:  # too busy to send its heartbeat
             self.beats.reset()
         else:
             self._end(verdict)
 
-    def _look_at_wait(self, store: Any) -> None:
+    def _query_long_wait(self, store: Any) -> None:
         """Query all ranks before the time limit ends this process, possibly without a message."""
         self.doing.limited_s = None  # query only once
         number, position = self.doing.number, find_position(self.trains)
-        verdict = self._look_around(store, doubtful=False, final=False)
+        verdict = self._judge_ranks(store, doubtful=False, final=False)
         if verdict is not None:
-            self.look = _HangQuery(number, position, verdict, verdict.by == self.rank)
+            self.query = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
-    def _follow(self, look: _HangQuery, verdicts: HangVerdicts) -> None:
+    def _follow(self, query: _HangQuery, verdicts: HangVerdicts) -> None:
         """Drop a query when the wait is over; end the process if nothing else ends the wait."""
-        look.age_s += LISTEN_S
-        if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
+        query.age_s += LISTEN_S
+        if (self.doing.number, find_position(self.trains)) != (query.number, query.position):
             self._withdraw(verdicts)
-            self._restart_clock(look, 0.0)
+            self._restart_clock(query, 0.0)
         elif self.failed is not None:
             return
-        elif look.age_s > self.timeout_s:
-            standing = verdicts.finalize(look.verdict)
+        elif query.age_s > self.timeout_s:
+            standing = verdicts.finalize(query.verdict)
             if standing is not None:
                 self._end(standing)
-            self.look = None
-        elif look.is_author and self.ends_silently and not look.verdict.final:
-            if look.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
-                look.verdict = verdicts.finalize(look.verdict) or look.verdict
-        # the rank that asked no longer waits, but this one still does
-        elif not look.is_author and verdicts.read() is None:
-            self.look = None
-            self._restart_clock(look, self.timeout_s)
+            self.query = None
+        elif query.is_author and self.ends_silently and not query.verdict.final:
+            if query.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
+                query.verdict = verdicts.finalize(query.verdict) or query.verdict
+        # the author no longer waits, but this rank still does
+        elif not query.is_author and verdicts.read() is None:
+            self.query = None
+            self._restart_clock(query, self.timeout_s)
 
-    def _restart_clock(self, look: _HangQuery, ago_s: float) -> None:
-        """Query again if the activity takes too long once more after the last query."""
-        if self.doing.number == look.number:
+    def _restart_clock(self, query: _HangQuery, ago_s: float) -> None:
+        """Restart the activity's clock, to query again after another long wait."""
+        if self.doing.number == query.number:
             self.doing.limited_s = time.monotonic() - ago_s
 
     def _withdraw(self, verdicts: HangVerdicts) -> None:
-        """Withdraw this rank's verdict, unless a rank has ended because of it."""
-        look, self.look = self.look, None
-        if look is not None and look.is_author:
-            verdicts.replace(look.verdict, None)
+        """Withdraw this rank's verdict, unless it is final."""
+        query, self.query = self.query, None
+        if query is not None and query.is_author:
+            verdicts.replace(query.verdict, None)
 
-    def _heed_verdict(self, verdicts: HangVerdicts) -> None:
-        """End this rank on a verdict that it has not noticed by itself.
+    def _obey_verdict(self, verdicts: HangVerdicts) -> None:
+        """End this rank if a final verdict stays in the store for longer than the time limit.
 
-        If no rank ends because of a verdict, drop it: the rank that asked is lost.
+        A verdict that does not become final is dropped later, since its author is lost.
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
@@ -306,14 +308,14 @@ class _Watchdog:
             return
         if verdict.final and self.seen_s > self.timeout_s:
             self._end(verdict)
-        elif not verdict.final and self.seen_s > self.timeout_s + 2 * _LOOK_S:
+        elif not verdict.final and self.seen_s > self.timeout_s + 2 * _ANSWER_S:
             verdicts.replace(verdict, None)
 
-    def _heed_interruption(self, store: Any) -> None:
-        """Tell all ranks that a signal ends this one, or learn that from another rank."""
+    def _share_interruption(self, store: Any) -> None:
+        """Tell all ranks that a signal ends this one, or learn that one ends another rank."""
         if self.stop is None or len(self.everyone) == 1:
             return
-        with self.hearing:
+        with self.interruption_lock:
             if self.interrupted:
                 return
             if self.stop.ends_at_once():
@@ -325,15 +327,15 @@ class _Watchdog:
         if self.stop.interrupt():
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
 
-    def _heed_surplus(self, store: Any, shared: Any) -> None:
-        """Report surplus processes to rank 0; before training, end all ranks because of them."""
+    def _check_surplus(self, store: Any, shared: Any) -> None:
+        """Report surplus processes on rank 0; before training, end all ranks because of them."""
         session = self.groups.session
         if session is None or self.stop is None:
             return
         surplus = session.find_surplus(shared) if self.rank == 0 else None
         if self.stop.stepping:
-            if surplus is not None and not self.told_of_surplus:
-                self.told_of_surplus = True
+            if surplus is not None and not self.reported_surplus:
+                self.reported_surplus = True
                 self.doing.on_surplus(f"{surplus}. {_CHECK_JOBS}")
             return
         if surplus is not None:
@@ -343,23 +345,21 @@ class _Watchdog:
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_knowing(self, store: Any) -> None:
-        """Keep rank 0 running, since it may serve the store, until all ranks know of the
-        interruption.
-        """
-        until_s = time.monotonic() + _LOOK_S
+        """Keep rank 0, which may serve the store, until all ranks know of the interruption."""
+        until_s = time.monotonic() + _ANSWER_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
                 return
             time.sleep(0.05)
 
     def is_interrupted(self) -> bool:
-        """Return whether a signal ended another rank before its first step was done."""
+        """Return whether a signal ends the ranks, including a signal to another rank."""
 
         def check_store() -> None:
             with suppress(RuntimeError):
-                self._heed_interruption(self.store)
+                self._share_interruption(self.store)
 
-        _run_with_limit(check_store, _LOOK_S)
+        _run_with_limit(check_store, _ANSWER_S)
         return self.interrupted
 
     def _end(self, verdict: HangVerdict) -> None:
@@ -384,32 +384,33 @@ class _Watchdog:
         store.set(f"alive/answered/{self.rank}", str(asks))
 
     def verdict(self, lost: bool, why: str) -> str | None:
-        """Return the rank to blame for a collective that failed on this rank.
+        """Return a sentence about the rank to blame for this rank's failed collective.
 
-        Returns None if no rank is to blame and nothing else shows that one is `lost`.
+        `lost`: whether the error is about a connection. Returns None if no other rank is to blame.
         """
         self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
 
         def find_blamed() -> None:
             with suppress(RuntimeError):
-                found.append(self._look_around(self.store, doubtful=not lost, final=True))
+                found.append(self._judge_ranks(self.store, doubtful=not lost, final=True))
 
-        _run_with_limit(find_blamed, 4 * _LOOK_S)
+        _run_with_limit(find_blamed, 4 * _ANSWER_S)
         if not found:
             return _STORE_LOST if lost else None
         (verdict,) = found
         if verdict is None:
             return None
-        # If all ranks failed on their own, no rank failed because of another.
+        # If this rank's error is not about a connection, and a rank failed on its own, keep the
+        # error.
         if not lost and (FAILED in verdict.sentence or self.rank in verdict.blamed):
             return None
         if self.rank == 0:
-            time.sleep(_LOOK_S)  # this process may serve the store, which others still query
+            time.sleep(_ANSWER_S)  # this process may serve the store, which others still query
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
-        """Tell ranks that will wait for this one that it has failed."""
+        """Tell the other ranks, which may wait for this one, that it has failed."""
         sentence = f"rank {self.rank} on {socket.gethostname()} {FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
@@ -417,26 +418,26 @@ class _Watchdog:
             with suppress(RuntimeError):
                 HangVerdicts(self.store).write(fault, unless=lambda one: one.final)
 
-        _run_with_limit(write_fault, _LOOK_S)
+        _run_with_limit(write_fault, _ANSWER_S)
 
-    def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Query all ranks and return the verdict; the first rank to ask writes it for the others.
+    def _judge_ranks(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
+        """Query all ranks and return the verdict, which the first rank to ask writes to the store.
 
-        Returns None if all make progress, or if all answer and it is `doubtful` that one is lost.
-        `final`: this rank ends because of the verdict, so of others' verdicts it accepts only one
-        that has ended a rank, since the late rank may have arrived.
+        Returns None if all ranks make progress, or if all answer and it is `doubtful` that one is
+        lost. `final`: this rank ends because of the verdict. It then accepts another rank's verdict
+        only if that one is final, since the late rank may have arrived.
         """
         verdicts = HangVerdicts(store)
 
-        def stands(one: HangVerdict) -> bool:
+        def takes_precedence(one: HangVerdict) -> bool:
             return one.final or not final
 
         known = verdicts.read()
-        if known is not None and stands(known):
+        if known is not None and takes_precedence(known):
             return known
         asks, found = self._query_all(store)
         known = verdicts.read()
-        if known is not None and stands(known):
+        if known is not None and takes_precedence(known):
             return known
         guilty = [one for one in found if is_lost(one)]
         if not guilty and not doubtful:
@@ -455,7 +456,7 @@ class _Watchdog:
             number=asks,
             final=final,
         )
-        standing = verdicts.write(verdict, unless=stands)
+        standing = verdicts.write(verdict, unless=takes_precedence)
         if standing == verdict:
             when = datetime.now(UTC).isoformat(timespec="seconds")
             with suppress(Exception):  # an orderly end matters more than the states of all ranks
@@ -464,10 +465,10 @@ class _Watchdog:
         return standing
 
     def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
-        """Return the query's number, and snapshots of all ranks."""
+        """Ask all ranks for snapshots; return the query's number, and the snapshots by rank."""
         asks = store.add(_ASKS, 1)
         self._answer(store, asks)  # the thread that asks may be the one that answers
-        until_s = time.monotonic() + _LOOK_S
+        until_s = time.monotonic() + _ANSWER_S
         missing = list(self.everyone)
         while missing and time.monotonic() < until_s:
             time.sleep(0.1)
@@ -485,7 +486,7 @@ class _Watchdog:
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
-    """Query the store with a time limit, since for an unreachable host it would wait forever."""
+    """Call `ask` with a time limit, since the store of an unreachable host never answers."""
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)

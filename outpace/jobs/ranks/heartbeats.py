@@ -9,10 +9,10 @@ _ENDED = b"ended"
 
 
 class Heartbeats:
-    """Heartbeats in the store: each rank writes its own and checks that of the next rank.
+    """Heartbeats in the store: each rank writes its own, and checks the next rank's.
 
-    The number of queries thus grows with the number of ranks, not of pairs. Seconds count only
-    while this process runs, so a process that was suspended does not suspect others.
+    Queries thus grow linearly with the number of ranks. Seconds count only while this process runs,
+    so a process that was suspended does not suspect others.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -40,10 +40,10 @@ class Heartbeats:
         return self._since_next_s >= self._limit_s
 
     def reset(self) -> None:
-        """Start counting from zero."""
+        """Restart the time since the next rank's last heartbeat."""
         self._since_next_s = 0.0
 
     def end(self, store: Any) -> None:
-        """Announce that no more heartbeats follow, and that nothing is wrong."""
+        """Announce that this rank ends normally and sends no more heartbeats."""
         if not self._alone:
             store.set(self._own, _ENDED)

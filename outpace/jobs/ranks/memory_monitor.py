@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from outpace.probing.hardware.process_memory import give_back_free
 
-# At an allocation rate of 3 GB/s, a training step takes about 60 MB between two checks.
+# At 3 GB/s, a training step allocates about 60 MB between two checks.
 POLL_S = 0.02
 _JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time left to react.
+    """A memory limit: above `soft_bytes` the run must end, above `hard_bytes` immediately.
 
-    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` the number of
-    ranks that share it.
+    `limit`: the limit's name for the user. `limit_bytes`: its size. `ranks`: number of ranks that
+    share it. `now`: returns the memory in use.
     """
 
     limit: str

@@ -1,10 +1,10 @@
 """Orderly end of all ranks when memory runs out, with the reason and what would fit.
 
-A shortage shows when an allocator raises, or when a monitoring thread finds this process's memory
-above a limit. The training thread is then interrupted as soon as it is back in Python, and unwinds
-without leaving half-written files. The other ranks learn of it through the job's store and are
-interrupted, too. A rank that cannot be interrupted, because it waits in a collective or computes
-without end, is ended by the monitoring thread, if it may end the process (`end`).
+A shortage is detected when an allocator raises, or when a monitoring thread finds this process's
+memory above a limit. The training thread is then interrupted as soon as it is back in Python, and
+unwinds without leaving half-written files. The other ranks learn of the shortage through the job's
+store and are interrupted, too. If a rank cannot be interrupted, because it waits in a collective or
+computes without end, the monitoring thread ends its process, where it may do so (`end`).
 """
 
 import json
@@ -41,7 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A shortage on a rank that ran out of memory; `used_bytes`: use of the limited memory."""
+    """A memory shortage on a rank. `used_bytes`: the rank's use of the memory that ran out."""
 
     rank: int
     sentence: str
@@ -51,7 +51,7 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """Return this rank's readings: its own host memory, and that of its control group."""
+    """Return the limits to monitor: this rank's --memory-limit, and its control group's."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
@@ -69,9 +69,9 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 class Guard:
     """A context that raises OutOfMemoryError on all ranks if one of them runs out of memory.
 
-    `answer` formats the message about a shortage, and `list_holders` lists what holds memory; both
-    are set once a job has them. `relieve`, if set, frees memory that training can spare. `tidy` is
-    called with the reason; then `end` ends this process with a message and exit code.
+    `answer` formats the message about a shortage, and `list_holders` lists what holds memory; the
+    job sets both as soon as it can. `relieve` frees memory that training can spare. `tidy` is
+    called with the message before `end` ends this process with the message and an exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
@@ -164,7 +164,10 @@ class Guard:
     # The following methods run in the monitoring thread, or in both threads.
 
     def _check(self) -> bool:
-        """Check once; return True once the end of this process is being handled."""
+        """Look for a shortage here or on other ranks; after one, make sure that this process ends.
+
+        Returns False, since monitoring continues until `close`.
+        """
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
@@ -175,15 +178,15 @@ class Guard:
                     self._begin(heard)
             self._looks += 1
             return False
-        return self._see_to_the_end()
+        return self._enforce_end()
 
     def _limit_shortage(self, over: Reading) -> Shortage:
         used, kept = over.now(), over.limit_bytes - over.soft_bytes
-        rest = f" less {show_bytes(kept)} for an orderly end" if kept else ""
+        rest = f" minus {show_bytes(kept)} for a clean shutdown" if kept else ""
         return Shortage(
             self._ranks.rank,
-            f"rank {self._ranks.rank} needs more memory than it may use: {show_bytes(used)} of "
-            f"{over.limit}, {show_bytes(over.limit_bytes)}{rest}",
+            f"rank {self._ranks.rank} needs more memory than it may use: {show_bytes(used)}, but "
+            f"{over.limit} is {show_bytes(over.limit_bytes)}{rest}",
             used // over.ranks,
             self.list_holders(anonymous_bytes()),
         )
@@ -194,8 +197,8 @@ class Guard:
             if not self._unwinding and self._thread:
                 interrupt(self._thread)
 
-    def _see_to_the_end(self) -> bool:
-        """Wait for the training thread to end; if it is late, end the process."""
+    def _enforce_end(self) -> bool:
+        """Wait for the training thread to unwind; end the process if that takes too long."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
@@ -221,7 +224,7 @@ class Guard:
         if self._store is None:
             return shortage
         with suppress(Exception):  # without a store, there is nobody to tell
-            told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(shortage)))
+            told = self._thread_store().compare_set(_SHORT, "", json.dumps(asdict(shortage)))
             return _parse_shortage(told)
         return shortage
 
@@ -229,13 +232,13 @@ class Guard:
         if self._store is None:
             return None
         try:
-            store = self._other_end()
+            store = self._thread_store()
             return _parse_shortage(store.get(_SHORT)) if store.check([_SHORT]) else None
         except RuntimeError:
             return None
 
-    def _other_end(self) -> Store:
-        """Return this thread's own connection, since threads that share one block each other."""
+    def _thread_store(self) -> Store:
+        """Return this thread's connection to the store: threads that share one block each other."""
         assert self._store is not None
         kept = threading.current_thread().__dict__
         if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:
@@ -260,7 +263,7 @@ class Guard:
             message = f"{shortage.sentence} (no proposals: {error})"
         if self._store is not None:
             with suppress(Exception):
-                store = self._other_end()
+                store = self._thread_store()
                 store.set(_ANSWER, message)
                 until_s = time.monotonic() + GRACE_S
                 others = self._ranks.world_size - 1
@@ -270,7 +273,7 @@ class Guard:
 
     def _await_message(self, shortage: Shortage) -> str:
         with suppress(Exception):
-            store = self._other_end()
+            store = self._thread_store()
             until_s = time.monotonic() + END_S - GRACE_S
             while time.monotonic() < until_s:
                 if store.check([_ANSWER]):
@@ -293,11 +296,11 @@ def expandable_segments(device: torch.device) -> bool:
 
 
 def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
-    """Return advice if the allocator holds much memory that no tensor could use; else ""."""
+    """Return advice if much of the allocator's memory is lost to fragmentation; else ""."""
     unused = reserved_bytes - used_bytes
     if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
         return ""
     return (
-        f"The allocator holds {show_bytes(unused)} in pieces that are too small (fragmentation). "
+        f"The allocator holds {show_bytes(unused)} in blocks that are too small (fragmentation). "
         "Set PYTORCH_ALLOC_CONF=expandable_segments:True and run the same command again."
     )

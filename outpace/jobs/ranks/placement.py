@@ -26,7 +26,7 @@ def placement_hints(groups: Groups) -> list[str]:
 
 
 def first_stray_rank(places: Sequence[Ranks]) -> int | None:
-    """Return the first rank, in order, that is not on its predecessor's host; None if all are."""
+    """Return the first rank that is not numbered host by host; None if all are."""
     for before, after in pairwise(places):
         ended = before.local_rank + 1 == before.local_world_size
         if after.local_rank != (0 if ended else before.local_rank + 1):

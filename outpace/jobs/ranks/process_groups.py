@@ -31,7 +31,7 @@ from outpace.records.ranks import Ranks
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=6)
-# Where torch observes time limits, its own apply first.
+# Torch's own time limits, where it observes them, should expire first.
 _MARGIN_S = 10.0
 _LOOK_AGAIN_S = 0.1
 _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store, about a missing key
@@ -47,14 +47,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of a job, which a context creates and destroys.
+    """Process groups of a job, created and destroyed by `process_groups`.
 
-    `control` carries each step's small host messages, `saving` those of checkpoints.
-
-    `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is; the death
-    of a rank still ends the others' wait immediately. `store` is the ranks' part of the rendezvous
-    store, `shared` all of it, in which processes of other jobs may appear. `variables` are
-    environment variables set while these groups exist. `session` is None for a single process.
+    `control` carries the small host messages of steps, `saving` those of checkpoints. `patient` and
+    `saving` have a long time limit, for work that rank 0 does alone on a slow disk; if a rank dies,
+    the others stop waiting immediately. `store` is these ranks' part of the rendezvous store;
+    `shared` is all of it, in which processes of other jobs may appear. `variables`: environment
+    variables set while the groups exist. `session`: None for a single process.
     """
 
     ranks: Ranks
@@ -92,8 +91,8 @@ class Groups:
     def require_same(self, facts: Mapping[str, Fact]) -> None:
         """Raise BadInputError on all ranks if a rank's facts differ from rank 0's. Collective.
 
-        Ranks other than 0 may have no facts, and are then not compared. Facts are sent only if
-        their digests differ.
+        A rank without facts, other than rank 0, is not compared. Facts are sent only if their
+        digests differ.
         """
         values = repr({what: fact.value for what, fact in facts.items()})
         digest = hashlib.blake2b(values.encode(), digest_size=16).digest() if facts else None
@@ -144,10 +143,8 @@ def _join(
 ) -> None:
     """Create the default process group.
 
-    Raises BadInputError if MPI reports another number of ranks.
-
-    NCCL gets its device, so that it connects now rather than in the first collective, and subgroups
-    are split from this group.
+    NCCL gets its device, so it connects now rather than in the first collective, and subgroups are
+    split from this group. Raises BadInputError if MPI reports another rank or number of ranks.
     """
     if backend != "mpi":
         dist.init_process_group(
@@ -183,7 +180,7 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
 def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
-    Rank 0 listens on MASTER_ADDR only, if it is known which address other ranks resolve it to.
+    Rank 0 listens only on the address to which other ranks resolve MASTER_ADDR, if it is known.
     Raises BadInputError if another program uses the port, and OutpaceError if the ranks do not
     connect within `timeout`.
     """
@@ -193,8 +190,8 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
     def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # If the port is in use, either these ranks' earlier groups use it, which torch shares,
-            # or another process does, which torch reports.
+            # A port in use belongs to these ranks' earlier groups, and torch shares it, or to
+            # another process, and torch reports it.
             with suppress(OSError):
                 bound = listen(host, port, apart)
                 if bound is not None:
@@ -231,8 +228,8 @@ def _in_time(
 ) -> Result:
     """Run an action that needs all ranks. Raises OutpaceError if they do not join within `timeout`.
 
-    It runs in a thread, since torch's store waits forever for a server that does not answer, and
-    blocks signals meanwhile.
+    The action runs in a thread, since torch's store blocks signals and waits forever for a server
+    that does not answer.
     """
     outcome: list[Result] = []
     errors: list[BaseException] = []
@@ -291,11 +288,10 @@ def _place(url: str) -> tuple[str, int]:
 def process_groups(
     ranks: Ranks, device: torch.device, timeout_s: float, backend: str | None = None
 ) -> Iterator[Groups]:
-    """Join this job's processes, and leave them at the end.
+    """Create the job's process groups, and destroy them at the end.
 
-    `backend` comes from `resolve_backend`. A job with one process gets a group, too, so that the
-    rest of the code is the same. Each time ranks join, they use new names in the store, which may
-    still contain earlier ones.
+    `backend`: from `resolve_backend`. A single process gets groups too, so it is no special case.
+    Ranks use new keys each time they join, since the store may still hold earlier ones.
     """
     if dist.is_initialized():
         raise BadInputError(

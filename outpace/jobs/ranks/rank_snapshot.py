@@ -18,7 +18,7 @@ from outpace.records.hang_report import CollectiveEvent, RankSnapshot
 
 _LAST = 20  # latest collectives to keep
 _OPEN = "started"  # gloo's stay "scheduled" even when finished
-# Functions in which a thread waits for other ranks, or for autograd that does.
+# Files whose functions wait for other ranks, directly or through autograd.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/training/step.py")
 
 Position = tuple[FrameType | None, int, dict[str, int]]
@@ -29,7 +29,8 @@ def snapshot_rank(
 ) -> RankSnapshot:
     """Snapshot this rank; `thread` is the ID of its training thread.
 
-    `neighbours`: this host's PIDs by rank. `failed`: a description of the collective that failed.
+    `neighbours`: PIDs of the ranks on this host. `failed`: description of the collective that
+    failed.
     """
     frames = sys._current_frames()
     collectives = read_flight_recorder()
@@ -89,10 +90,10 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is; positions are equal while it waits in one collective.
+    """Return a thread's position, which stays equal while the thread waits in one collective.
 
-    The recorder lacks messages between two ranks, so the waiting call counts as well. A position
-    keeps alive the objects that this call refers to.
+    It includes the waiting call, since the flight recorder lacks messages between two ranks. A
+    position keeps the objects alive that this call refers to.
     """
     frame = sys._current_frames().get(thread)
     last = {one.group: one.number for one in read_flight_recorder()}

@@ -1,13 +1,13 @@
 """A unique name for the joining ranks, in a store that other ranks may also use.
 
-A launcher's store outlives groups of ranks: those of an earlier run in the same processes, from
-before a restart, or from before hosts joined or left. A restart count cannot distinguish them,
+A launcher's store may hold keys of earlier groups of ranks: of an earlier run in the same
+processes, or from before a restart or a change of hosts. A restart count cannot distinguish them,
 since each host's elastic agent counts only the restarts that its own ranks caused.
 
 Two jobs at one address are distinguished by the variables that their launchers set
-(`job_identity`). If none differ, more processes join than there are ranks: each surplus process is
-refused, and rank 0 learns of it. A process that an elastic agent restarted is not surplus, since
-the agent ended its predecessor: it takes that place, or waits for the next rank 0.
+(`job_identity`). If these are equal, more processes join than there are ranks: each surplus process
+is refused, and rank 0 learns of it. A process that an elastic agent restarted is not surplus, since
+the agent ended its predecessor: it takes over that rank, or waits for the next rank 0.
 """
 
 import os
@@ -53,7 +53,7 @@ class _Arrival(Record):
         return f"process {self.pid} on {self.host}"
 
     def find_difference(self, other: "_Arrival") -> str | None:
-        """Return a difference showing that a process belongs to another job; None without one."""
+        """Return why a process must belong to another job; None if it may belong to this one."""
         if self.world_size != other.world_size:
             return f"a world of {other.world_size} processes, not {self.world_size}"
         for name, value in self.job.items():
@@ -74,8 +74,8 @@ class Session:
     def find_surplus(self, store: Store) -> str | None:
         """Refuse processes that joined after all ranks had; return a sentence about the first one.
 
-        Call this on rank 0. Members that join their next session, and processes that replace a
-        member, do not count.
+        Call this on rank 0. Processes that join the next session of their rank, or replace a rank's
+        process, do not count.
         """
         claimed = f"surplus/{self.name}"
         found = _read_arrival(store, claimed) if store.check([claimed]) else None
@@ -130,12 +130,12 @@ def agree_on_session(
 ) -> Session:
     """Return a session that only these ranks share. Collective.
 
-    Each rank publishes a token, and uses the name that rank 0 returns for it; an earlier rank 0
-    cannot have answered this token. Rank 0 waits until all ranks have received the name, since a
-    token that it finds may be an old one. Rank 0 queries the store a few times per rank, and each
-    rank a few times in total, however long they wait. Raises RuntimeError if a rank does not join
-    within `timeout_s`, and BadInputError if this process belongs to a different `job` than rank 0,
-    or if its rank is taken and it was not `restarted`.
+    Each rank publishes a new token, which no earlier rank 0 can have answered, and uses the name
+    that rank 0 returns for it. Rank 0 waits until all ranks have received the name, since tokens in
+    the store may be old. Rank 0 queries the store a few times per rank, and each rank a few times
+    in total, however long they wait. Raises RuntimeError if a rank does not join within
+    `timeout_s`, and BadInputError if this process belongs to a different `job` than rank 0, or if
+    its rank is taken and it was not `restarted`.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,

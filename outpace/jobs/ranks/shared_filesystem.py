@@ -1,4 +1,4 @@
-"""Check that all hosts see the directory of a run; if not, its checkpoints cannot be saved."""
+"""Check that all hosts see a run's directory, without which checkpoints cannot be saved."""
 
 import socket
 import time
@@ -16,7 +16,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5  # network file systems may show a file with a d
 
 
 def require_shared(groups: Groups, folder: Path) -> None:
-    """Raise BadInputError on all ranks if a host does not see a file that rank 0 writes there."""
+    """Raise BadInputError on all ranks if a host does not see a file that rank 0 writes."""
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return
@@ -33,7 +33,7 @@ def require_shared(groups: Groups, folder: Path) -> None:
 
 @contextmanager
 def _token(groups: Groups, folder: Path) -> Iterator[str]:
-    """Yield the name of a file that rank 0 keeps there until all ranks have looked for it."""
+    """Yield the name of a file that rank 0 keeps in `folder` until all ranks have checked it."""
     token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
 
     def write() -> str:

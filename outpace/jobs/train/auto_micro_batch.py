@@ -1,8 +1,8 @@
-"""`--micro-batch auto`: the largest micro-batch that is predicted to fit, then tried.
+"""`--micro-batch auto`: find the largest micro-batch that fits, by prediction and trials.
 
 A trial is a separate job with the same number of ranks: each rank starts a child process, and the
 children run two steps together and save. When one of them runs out of memory, all end (see
-`oom_guard`); if it is killed, the others fail. The ranks of this job wait only for their children,
+`oom_guard`); if one is killed, the others fail. The ranks of this job wait only for their children,
 never for each other's steps, and agree on the outcome over a separate group. So no rank ever waits
 in a collective that another has left.
 """
@@ -33,13 +33,16 @@ TRIAL_STEPS = 2
 # A long run needs slightly more than a short one, because of fragmentation.
 OF_LIMIT = 0.95
 
-# Runs two steps with these settings, with the rendezvous at a port of rank 0's host; returns the
-# child's exit code and output.
+# Runs a trial with these settings in a child process, with the rendezvous at this port of rank 0's
+# host; returns the child's exit code and error message.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
 
 
 def sizes(plan: Plan) -> list[int]:
-    """Return micro-batch sizes for the same global batch, largest first: divisors of a share."""
+    """Return micro-batch sizes that keep the global batch, largest first.
+
+    They are the divisors of the plan's micro-batch.
+    """
     return [n for n in range(plan.micro_batch, 0, -1) if plan.micro_batch % n == 0]
 
 
@@ -92,7 +95,7 @@ def find_micro_batch(
             return with_size(plan, size)
         if not any(code in OUT_OF_MEMORY_CODES for code in codes):
             said = next((words for _, words in outcomes if words), f"exit codes {codes}")
-            raise BadInputError(f"--micro-batch auto: the trial of {size} failed: {said}")
+            raise BadInputError(f"--micro-batch auto: the trial with {size} failed: {said}")
     raise OutOfMemoryError(
         "out of memory: not even a micro-batch of 1 sample fits. Use --checkpointing full, a "
         "smaller --seq-len or model, or --strategy zero3 on more processes."
@@ -129,7 +132,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
     )
 
 
-def trier(environ: Mapping[str, str]) -> Try:
+def trial_runner(environ: Mapping[str, str]) -> Try:
     """Return a function that runs trials in child processes with the environment `environ`."""
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     of_srun = slurm_env.variables(environ).get("MASTER_ADDR")

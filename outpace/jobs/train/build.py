@@ -70,7 +70,7 @@ from outpace.training.run_dir import MetricsWriter
 from outpace.training.step import Stepper
 
 if TYPE_CHECKING:
-    from outpace.jobs.train.memory_report import Looker
+    from outpace.jobs.train.memory_report import MemoryReporter
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PreparedRun:
     parameters: int
     initial: Evaluation | None
     measure: Callable[[int], Evaluation | None]
-    looker: "Looker | None"
+    reporter: "MemoryReporter | None"
     recording: Recording
     comm_stats: CommStats | None
     stragglers: Stragglers
@@ -113,10 +113,10 @@ class PreparedRun:
         seen["utilisation"] = self.recording.averages()
         if self.comm_stats is not None:
             seen |= self.comm_stats.figures()
-        if self.looker is not None:
-            self.looker.finish()
-        # From here on, a signal may end a rank, which then ends the others: by now, all ranks have
-        # saved and can report that.
+        if self.reporter is not None:
+            self.reporter.finish()
+        # From here on, a signal to one rank may end all ranks: by now, each has saved and can
+        # report that.
         self.loop.stop.message = self._interruption_message
         self.job.groups.wait_for_all()
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
@@ -154,7 +154,7 @@ class PreparedRun:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Choose kernels that handle masks, avoiding compiled ones and torch's faulty ones."""
+    """Avoid kernels that must be compiled, with --no-compile, and torch's faulty ones."""
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -194,7 +194,7 @@ def _begin_record(
 
 
 def _fill_weights(job: Job, layout: Layout, mixed: MixedPrecision) -> dict[str, torch.Tensor]:
-    """Fill parameters that were laid out without values; return those that are kept in fp32."""
+    """Give values to parameters laid out on the meta device; return those to keep in fp32."""
     return fill(
         layout,
         parameter_device(job.plan, job.device),
@@ -222,12 +222,12 @@ def assemble(
     stack: ExitStack,
     guard: Guard,
     answer: OomMessage,
-    looker: "Looker | None",
+    reporter: "MemoryReporter | None",
     began_s: float,
 ) -> PreparedRun:
-    """Build everything for training, on every rank; afterwards, the first step can start.
+    """Build everything that the first step needs. Call this on every rank.
 
-    `began_s` is when the job started.
+    `began_s`: when the job started.
     """
     settings, plan = job.settings, job.plan
     compiled_s = compile_time_s()
@@ -275,11 +275,11 @@ def assemble(
     heedful, ledger = partial(measure, heeds_stop=True), _ledger(job, progress, trained)
     loop = _make_loop(job, parts, loader, ledger, stop, heedful)
     loop.check_first_batch = make_first_check(first, layout, stepper, job.device, start_step)
-    comm_stats = _watch_steps(job, parts, loop, looker)
+    comm_stats = _watch_steps(job, parts, loop, reporter)
     stragglers = Stragglers(job, recording)
     return PreparedRun(
-        job, loop, parameters, initial, measure, looker, recording, comm_stats, stragglers, began_s,
-        compiled_s,
+        job, loop, parameters, initial, measure, reporter, recording, comm_stats, stragglers,
+        began_s, compiled_s,
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def _make_loop(
     stop: StopSignal,
     evaluate: Callable[[int], Evaluation | None],
 ) -> Loop:
-    """Return the loop over all steps that are left."""
+    """Return the loop over the remaining steps."""
     p, settings = parts, job.settings
     return Loop(
         settings=settings,
@@ -321,16 +321,16 @@ def _make_loop(
 
 
 def _watch_steps(
-    job: Job, parts: _StepParts, loop: Loop, looker: "Looker | None"
+    job: Job, parts: _StepParts, loop: Loop, reporter: "MemoryReporter | None"
 ) -> CommStats | None:
-    """Count each step's communication, or its memory for `looker`, and check its time."""
+    """Prepare to check step times, and to count communication or, with a reporter, memory."""
     expected_s = job.settings.expect_step_time_s
     if expected_s is not None and job.ranks.rank == 0:
         job.callbacks.append(StepTimeMonitor(loop.ledger, expected_s, job.callbacks))
     comm_stats = CommStats(job, parts.start_step) if job.settings.measure_only else None
-    if looker is not None:
-        looker.follow(parts.stepper, parts.layout, parts.optimizer, parts.start_step)
-        loop.step_context = looker.step_context  # otherwise it would count the counter's own memory
+    if reporter is not None:
+        reporter.follow(parts.stepper, parts.layout, parts.optimizer, parts.start_step)
+        loop.step_context = reporter.step_context  # not both: the counter uses memory too
     elif comm_stats is not None:
         loop.step_context = comm_stats.step_context
     return comm_stats
@@ -421,12 +421,12 @@ def _stepper(
 
 
 def _require_known_targets(job: Job) -> None:
-    """Raise BadInputError if gradients' scale is unknown when the first parameter is updated."""
+    """Raise BadInputError if the gradients' divisor is unknown during the backward pass."""
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
-            "--optimizer-in-backward: gradients are divided by a batch's number of targets, "
-            "which is known only after the backward with masked tokens or a custom loss. Leave "
-            "it out."
+            "--optimizer-in-backward: gradients are divided by a batch's number of targets, but "
+            "with masked tokens or a custom loss, it is known only after the backward pass. Leave "
+            "out --optimizer-in-backward."
         )
 
 

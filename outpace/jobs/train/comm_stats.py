@@ -31,14 +31,14 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Return whether operator hooks see a step's communication, and each step has the same."""
+        """Return whether operator hooks see all communication, and every step has the same."""
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Return a context for each step of the run; in one step, it counts the bytes sent."""
+        """Count the bytes sent in the last warm-up step; do nothing in other steps."""
         if step != self._warm or not self._can_count:
             yield
             return
@@ -48,7 +48,7 @@ class CommStats:
         self._sent_bytes = wire.tally.bytes
 
     def after_step(self, step: int) -> None:
-        """Read the clocks after a step of the run."""
+        """Read the clocks after the last warm-up step, and after the last step."""
         # On an accelerator, the main thread only launches work.
         if self._job.device.type != "cpu" or step not in (self._warm, self._job.total_steps):
             return

@@ -33,7 +33,7 @@ _SAVED_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision to compile or not, and a message for the user, if there is anything to report."""
+    """Whether to compile, and a message for the user if there is anything to report."""
 
     compile: bool
     sentence: str | None = None
@@ -42,8 +42,7 @@ class Decision:
 def expected_compile_s(layers: int, region: Region) -> float:
     """Return an upper bound of the compile time in seconds.
 
-    If blocks are compiled one by one, equal blocks share code; in a whole model, each block is
-    compiled.
+    Equal blocks share code if they are compiled one by one, but not in a whole model.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -59,8 +58,8 @@ def decide(
 ) -> Decision:
     """Decide whether to compile a plan: as before for a resumed run, otherwise by the time saved.
 
-    `layers` is None for a model that the planner does not know. A run that only measures is
-    compiled, since it stands for a longer one. So is fp8, which is slow uncompiled.
+    `layers`: None for a model that the planner does not know. A measure-only run is compiled, since
+    it represents a longer one. So is fp8, which is slow if not compiled.
     """
     if settings.resume and settings.out is not None:
         earlier = RunDir(settings.out).require_run()
@@ -102,7 +101,7 @@ def _of_unknown(total_steps: int) -> Decision:
     return Decision(
         compiles,
         f"compile: {'yes' if compiles else 'no'}; its benefit for this model is unknown, so "
-        f"runs of {_UNKNOWN_STEPS:,} steps or more are compiled (choose with --compile, "
+        f"runs of {_UNKNOWN_STEPS:,} steps or more are compiled (choose with --compile or "
         "--no-compile)",
     )
 

@@ -1,4 +1,4 @@
-"""The context of a run, and everything that is decided before its first step."""
+"""A run's context and job: everything that is decided before its first step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,14 @@ from outpace.training.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """Contributions of this process to a run, apart from settings.
+    """A process's inputs to a run, besides the settings.
 
-    `origins` says where settings come from, and `command` started the run; both are recorded.
-    `callbacks` are called on rank 0. `model` is a live module, or a function that builds one, and
-    replaces `settings.model`. `end` ends this process if nothing else can; `attempt` tries settings
-    in another process; `explain` writes a hang report into the run's folder; `page_prefaulter`
-    touches memory that training will use. `foresee`: whether to predict if the run fits.
+    `origins`: where settings come from; `command`: what started the run. Both are recorded.
+    `callbacks`: called on rank 0. `model`: a live module or a function that builds one, used
+    instead of `settings.model`. `end`: ends this process if nothing else can. `attempt`: runs a
+    trial in another process. `explain`: writes a hang report into the run's folder.
+    `page_prefaulter`: touches memory that training will use. `foresee`: whether to predict if the
+    run fits.
     """
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -63,5 +64,5 @@ class Job:
 
     @property
     def ranks(self) -> Ranks:
-        """All ranks of the job, and the index of this one."""
+        """The job's ranks, and this rank's index among them."""
         return self.context.ranks

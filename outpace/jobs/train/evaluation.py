@@ -93,7 +93,7 @@ def _held_out_samples(job: Job) -> int:
 
 
 def evaluation_stage(job: Job, which: str) -> str:
-    """Describe an evaluation and its length: on a CPU it may take longer than training."""
+    """Describe an evaluation and its length, since on a CPU it may take longer than training."""
     stage, data = f"measuring the {which} loss", job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return stage
@@ -105,9 +105,10 @@ def evaluation_stage(job: Job, which: str) -> str:
 def evaluate_before(
     job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
 ) -> Evaluation | None:
-    """Evaluate before the first step; a resumed run reads the result from its evaluations.
+    """Evaluate before the first step; for a resumed run, return the recorded result.
 
-    Undo changes to a user's module, which the check before step 1 has already copied.
+    Changes to a custom module's state are undone, since the check before step 1 has already copied
+    it.
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))

@@ -142,7 +142,7 @@ def _stop_ids(job: Job) -> tuple[int, ...]:
 
 
 def _base_weights(job: Job) -> Path:
-    """Return the directory of the adapters' base weights; random ones are written to the run."""
+    """Return the directory of the adapters' base weights, after writing random ones to the run."""
     opened, settings = job.inputs.opened, job.settings
     assert opened is not None and job.inputs.spec is not None
     if job.inputs.starts_from_stored(settings):
@@ -154,7 +154,7 @@ def _base_weights(job: Job) -> Path:
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """Return the first held-out words, or the beginning of a function in Python source."""
+    """Return the prompt of the sample: the first held-out words, or `def ` for Python source."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]

@@ -69,7 +69,7 @@ from outpace.training.run_dir import STANDSTILL_FILE, RunDir
 from outpace.training.threads import set_threads
 
 if TYPE_CHECKING:
-    from outpace.jobs.train.memory_report import Looker
+    from outpace.jobs.train.memory_report import MemoryReporter
 
 
 def train(settings: TrainSettings, context: RunContext) -> Measurement:
@@ -112,7 +112,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         machine = identify(find_accelerator)
         live = context.model is not None
         plan = resolve_plan(settings, ranks, device, machine, custom_model=live)
-        plan = _as_far_as_torch_compiles(settings, plan, heard)
+        plan = _without_disabled_compilation(settings, plan, heard)
         _keep_freed(settings, plan, device)
         guard = Guard(ranks, device, context.end)
         stack.callback(guard.close)
@@ -153,9 +153,9 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             answer = OomMessage(job, fitting)
             guard.answer = answer.format
             groups.run_on_rank_0(answer.check_fit)
-            looker = _memory_looker(job, fitting, tracer, stack) if settings.memory else None
+            reporter = _memory_reporter(job, fitting, tracer, stack) if settings.memory else None
             tracer.close()  # frees memory for training
-            ready = assemble(job, threads, stop, stack, guard, answer, looker, began_s)
+            ready = assemble(job, threads, stop, stack, guard, answer, reporter, began_s)
             if ahead is not None:
                 ahead.end()
             yield ready
@@ -174,7 +174,7 @@ def _prepare_inputs(
 
 
 def _keep_freed(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
-    """Keep freed memory for the next step, unless the user wants to spend little."""
+    """Keep freed memory for the next step, unless memory is limited or to be freed."""
     if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
         keep_freed(os.environ)
 
@@ -193,7 +193,7 @@ def _fit_memory(
     settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
     inputs: TrainingInputs, tracer: Tracer,
 ) -> MemoryFit:  # fmt: skip
-    """Return the run's `MemoryFit`, which knows of prefaulted memory, and hand that memory over."""
+    """Return the run's `MemoryFit`, aware of prefaulted memory, and hand that memory over."""
     ahead = context.page_prefaulter
     # A trace assumes a head over the vocabulary.
     account = tracer if context.foresee and inputs.is_transformer else None
@@ -224,21 +224,23 @@ def _with_micro_batch(
     )
 
 
-def _memory_looker(job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> "Looker":
-    """Trace the memory of a step, which the run then compares with its own."""
+def _memory_reporter(
+    job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack
+) -> "MemoryReporter":
+    """Trace the memory of a step, to compare it with the run's measured memory."""
     # Loaded on demand: a trace is 30 MiB of code.
-    from outpace.jobs.train.memory_report import Looker
+    from outpace.jobs.train.memory_report import MemoryReporter
 
     notify(job.callbacks, "on_stage", "tracing memory")
-    return Looker(job, fitting, tracer, stack)
+    return MemoryReporter(job, fitting, tracer, stack)
 
 
 def _tidy_with(guard: Guard, message: str) -> None:
-    """Replace the guard's cleanup as more objects are created."""
+    """Call the guard's current cleanup, which changes as more objects are created."""
     guard.tidy(message)
 
 
-def _as_far_as_torch_compiles(
+def _without_disabled_compilation(
     settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
 ) -> Plan:
     """Return the plan without compilation if the environment disables torch.compile.
@@ -278,7 +280,7 @@ def _with_compile(
 
 
 def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
-    """Save the hang report where resuming and reports look for it."""
+    """Save the hang report in the run's folder, with the explanation that `explain` adds."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)
     if explain is not None:
@@ -340,7 +342,7 @@ def _require_same(
 ) -> None:  # fmt: skip
     """Raise BadInputError if ranks would train differently, before any rank waits for another."""
     planned = {
-        _flag(name) if name in TrainSettings.model_fields else f"{name} of its plan": value
+        _flag(name) if name in TrainSettings.model_fields else f"plan's {name}": value
         for name, value in plan
     }
     asked = {_flag(name): value for name, value in settings if name not in _RANK_LOCAL_SETTINGS}
@@ -357,13 +359,13 @@ def _require_same(
         install: {"version of outpace": __version__, "version of torch": VERSION},
         "Use the same kind of device on all hosts.": {"device": device.type},
         start: {
-            "answer to whether the run resumes": settings.resume,
+            "--resume": settings.resume,
             **asked,
             **planned,
-            # These lead to collectives, even if they resolve to the same plan.
+            # These decide which collectives follow, even if they resolve to the same plan.
             "--micro-batch": "auto" if settings.micro_batch == "auto" else plan.micro_batch,
             "--compile": settings.compile,
-            "answer to whether it compiles": plan.compile,
+            "decision to compile": plan.compile,
             "number of steps": total_steps,
         },
         f"Give all hosts the same model, as {settings.model}.": {
@@ -371,13 +373,13 @@ def _require_same(
         },
         f"Copy {settings.model.rpartition(':')[0]} from rank 0's host. If it is the same file, "
         "install one version of Python: 3.11 reads code differently from later versions.": {
-            "code of its model": code_fingerprint(settings.model) if has_code else None
+            "model code": code_fingerprint(settings.model) if has_code else None
         },
         f"{data}: {settings.tokenizer or 'the tokenizer'}.": {
             "tokenizer": tokenizer.fingerprint if tokenizer else None,
             "chat template": _fingerprint_template(settings, tokenizer),
         },
-        # A user's data sets have no fingerprint, and the order of samples spans all of them;
+        # A user's data sets have no fingerprint, and their length determines the order of samples;
         # `check_samples` compares some of their contents.
         f"{data}: {', '.join(settings.data)}.": {
             "training data": inputs.train_fingerprint,
@@ -400,7 +402,7 @@ def _require_same(
 
 
 def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) -> str | None:
-    """Return a hash of the chat template in training, or None."""
+    """Return a hash of the chat template; None if training does not use one."""
     if settings.task != "chat" or tokenizer is None:
         return None
     return xxhash.xxh3_64_hexdigest((tokenizer.chat_template or "").encode())
@@ -409,7 +411,7 @@ def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) 
 def _stored_weights(
     ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
 ) -> dict[str, Fact]:
-    """Return a digest of the stored weights to start from, on each host's first rank."""
+    """Return a digest of the stored weights to start from; {} except on a host's first rank."""
     if ranks.rank != 0 and ranks.local_rank != 0:
         return {}
     opened, content, folder = inputs.opened, None, settings.model
@@ -426,5 +428,5 @@ def _stored_weights(
     remedy = f"Give all hosts the files of rank 0's host: replace {folder} with a copy of them."
     return {
         f"{ADAPTER_CONFIG} (without the base's name)": Fact(scaled, remedy),
-        "content of its weights": Fact(content, remedy),
+        "content of the weights": Fact(content, remedy),
     }

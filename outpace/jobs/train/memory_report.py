@@ -33,7 +33,7 @@ _SETTLED = 3
 _LOOK_EVERY_S = 0.02
 
 
-class Looker:
+class MemoryReporter:
     """Monitors one run's memory on this rank, from before its model is built."""
 
     def __init__(self, job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> None:
@@ -50,13 +50,13 @@ class Looker:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """Start monitoring the run's objects, just before it starts."""
+        """Start monitoring the run's objects, just before the first step."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Return a context for each step of the run; in one of the steps, it traces allocations."""
+        """Trace the allocations of one of the first steps; do nothing in other steps."""
         # Compiled code has no operators to trace.
         if step != self._step or self._job.plan.compile:
             yield
@@ -109,7 +109,7 @@ class Looker:
 
 
 def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
-    """Return the account of the fullest rank; None if it cannot be traced."""
+    """Trace the memory of the fullest rank; None if it cannot be traced."""
     if job.inputs.custom_model is not None:
         notify(
             job.callbacks, "on_hint",
@@ -120,6 +120,6 @@ def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None
     try:
         found = [tracer.trace_timeline(ask) for ask in fitting.trace_requests(job.plan)]
     except BadInputError as error:
-        notify(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
+        notify(job.callbacks, "on_hint", f"--memory: the step cannot be traced: {error}")
         return None
     return max(found, key=lambda account: account.needed_bytes, default=None)

@@ -42,9 +42,9 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Return a function that runs steps on the device with slightly less than its limit.
+    """Return a function that runs steps on the device with slightly less than `limit_bytes`.
 
-    `asked_bytes` is the requested limit, which is restored afterwards.
+    `asked_bytes`: the requested limit, restored afterwards; None: all of the device's memory.
     """
 
     def take(plan: Plan, samples: int) -> None:

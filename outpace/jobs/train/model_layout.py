@@ -25,7 +25,7 @@ from outpace.training.step import Stepper
 def lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
 ) -> tuple[Layout, FirstBatch | StateCheck | None]:
-    """Lay out the objective with the plan's options, and check a custom model. Collective."""
+    """Apply the plan to the objective, and return a custom model's check as well. Collective."""
     own, plan = job.inputs.custom_model, job.plan
     first: FirstBatch | StateCheck | None = None
     if own is not None:
@@ -67,10 +67,10 @@ def make_first_check(
     if first is None:
         return None
     first.resumed = start_step > 0
-    return partial(_look, first, layout, stepper, device)
+    return partial(_check_first_batch, first, layout, stepper, device)
 
 
-def _look(
+def _check_first_batch(
     first: FirstBatch | StateCheck,
     layout: Layout,
     stepper: Stepper,
@@ -78,9 +78,9 @@ def _look(
     batches: list[Any],
     reuse: bool,
 ) -> torch.Tensor | None:
-    """Compare the first global batch with the plain module.
+    """Compare the step on the first global batch with that of the plain module.
 
-    Memory peaks are measured from here on.
+    Memory peaks are reset afterwards, and exclude the comparison.
     """
 
     def ready() -> None:
@@ -98,6 +98,6 @@ def _look(
 
 
 def _dropout(job: Job) -> float:
-    """Return the dropout probability of an outpace model."""
+    """Return the model's dropout probability; 0 for a custom model."""
     spec = job.inputs.spec
     return 0.0 if spec is None else spec.dropout

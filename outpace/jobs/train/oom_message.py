@@ -1,4 +1,4 @@
-"""Message about a memory shortage: what holds the memory, and settings to paste that would fit."""
+"""Message about a memory shortage: what holds memory, and commands that would fit."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class OomMessage:
         self._before_bytes = fitting.held_bytes
 
     def check_fit(self) -> None:
-        """Warn about a plan that is predicted not to fit; raise OutOfMemoryError if it cannot."""
+        """Warn if the plan is predicted not to fit; raise OutOfMemoryError if that is certain."""
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
@@ -42,7 +42,7 @@ class OomMessage:
         notify(self._job.callbacks, "on_hint", f"this may run {text}")
 
     def format(self, short: Shortage, search_s: float = SEARCH_S) -> str:
-        """Format the message about a shortage."""
+        """Format the message about a shortage, with settings that would fit."""
         run = self._job.run_dir.path if self._job.run_dir.has_steps else None
         proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
         return format_oom(short, proposals, self._job.context, run)
@@ -59,7 +59,7 @@ def anatomy(
 ) -> tuple[str, ...]:
     """List memory by kind, and the largest tensors that outlive a step.
 
-    `before_bytes` were in use before the model was built. What remains belongs to the step itself:
+    `before_bytes`: memory in use before the model was built. The rest belongs to the step itself:
     activations, temporary and communication buffers.
     """
     found = holders(layout, optimizer)
@@ -124,7 +124,7 @@ def _caution(proposal: Proposal) -> str:
 def changed_command(
     command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
 ) -> str:
-    """Return the command with changed settings, ready to paste, or a Python call's keywords."""
+    """Return the changed command, or the changed Python call, ready to paste."""
     values: dict[str, Any] = dict(change)
     if run is not None:
         values = {**values, "out": str(run), "resume": True}

@@ -18,7 +18,7 @@ from outpace.records.settings import TrainSettings
 from outpace.training.heap import PagePrefaulter
 
 _FP32_BYTES = 4
-# Bytes per parameter: weights, gradients, AdamW's two moments, and bf16 operands.
+# Multiples of the fp32 weights: for weights, gradients and AdamW's two moments; bf16 operands.
 _OF_WEIGHTS, _OF_CASTS = 4, 0.5
 _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
@@ -41,7 +41,7 @@ def prefault_memory(
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; otherwise 0.
+    """Return the bytes of weights, gradients and AdamW's moments in fp32; 0 for other settings.
 
     The model must be a preset, or a directory with weights in fp32 or smaller. A head is counted
     even if a classifier does not use it.
@@ -70,7 +70,7 @@ def _weights_bytes(reference: str) -> int:
     name = reference if Path(reference).exists() else named_model(reference)
     if name in PRESETS:
         return _FP32_BYTES * parameter_count(PRESETS[name].spec)
-    # When the model is opened later, any error is reported.
+    # Errors are reported later, when the model is opened.
     with suppress(OSError):
         single = Path(reference) / "model.safetensors"
         files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")

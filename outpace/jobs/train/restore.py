@@ -58,7 +58,7 @@ def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
 
 
 def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
-    """Raise BadInputError for a checkpoint of another run, whose weights and data differ."""
+    """Raise BadInputError if another run saved the checkpoint."""
     of = Progress.load(checkpoint / PROGRESS_FILE).run_started
     if of is not None and of != run.started:
         raise BadInputError(
@@ -69,7 +69,7 @@ def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
 
 
 def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
-    """Raise BadInputError for a start at step 0 if there was a checkpoint or the run finished."""
+    """Raise BadInputError if a run without a checkpoint once had one, or has finished."""
     sign = _sign_of_checkpoints(earlier, history)
     if sign is None:
         return
@@ -83,7 +83,7 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
 
 
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
-    """Return the evidence that the run had a checkpoint, or finished without one."""
+    """Return the evidence that the run had a checkpoint or finished; None without any."""
     if history.is_finished:
         return "the run finished before"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
@@ -95,7 +95,7 @@ def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
     every, done = earlier.settings.save_every, history.steps.last_step
     # The second save waits until the first is on disk.
     if every and not earlier.settings.measure_only and done > 2 * every:
-        return f"{done} steps were completed, and one was saved every {every}"
+        return f"{done} steps were completed, with a checkpoint every {every}"
     return None
 
 

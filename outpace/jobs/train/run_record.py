@@ -43,14 +43,13 @@ from outpace.training.schedule import learning_rate, warmup_steps
 _MAY_CHANGE = (
     "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
 )  # fmt: skip
-# Parts of a plan that change what is computed; all others compute the same.
+# Fields of a plan that change what is computed.
 _INEXACT = ("precision", "compress_gradients", "powersgd_rank")
-# Parts of a plan by which the random numbers of a sample differ.
+# Fields of a plan that change which random numbers a sample gets.
 _LAYOUT = ("micro_batch", "world_size", "strategy", "tp", "cp", "pp", "pp_microbatches")
-# fp16 matmuls on a CPU take over a hundred times as long as bf16's.
 _LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about this large
-# In fewer steps than this, at a twentieth of their earlier rate, weights hardly move, whatever
-# their size.
+# In fewer steps than this, weights hardly move if their earlier rate was at least this many times
+# higher.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
 _DEV = Path("/dev")  # contains a file per GPU from NVIDIA's driver, and one for all GPUs from AMD's
@@ -72,9 +71,9 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         job.run_dir.begin(record)
         stack.enter_context(lock_run(job.run_dir.path, 0.0))
         return record
-    job.run_dir.require_run()  # before opening anything: no link may lead out
-    # Within this limit, ranks notice that others are gone; ranks from before a restart may need
-    # that long.
+    job.run_dir.require_run()  # also checks that no link leads out of the folder
+    # Ranks from before a restart hold the lock until they notice, within this limit, that others
+    # are gone.
     stack.enter_context(
         lock_run(
             job.run_dir.path, job.settings.comm_timeout_s,
@@ -268,17 +267,17 @@ def _unused_gpus(job: Job) -> list[str]:
     if of_amd and hiding:
         # ROCm, "GPU isolation techniques".
         why = (
-            f"{' '.join(hiding)} hides them (of {', '.join(_HIDING)}, the second and third count "
-            "only the GPUs that the first leaves, so set one alone)"
+            f"{' '.join(hiding)} hides them (set only one of {', '.join(_HIDING)}: the second and "
+            "third count only the GPUs that the first leaves)"
         )
     elif of_amd:
-        why = "rocm-smi shows what the driver sees of them"
+        why = "rocm-smi shows whether the driver sees any"
     elif torch.version.cuda is None:
         why = f"this torch ({VERSION}) is built without CUDA"
     elif visible is not None and not read_visible(visible.split(","), count):
         why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     else:
-        why = "outpace doctor shows what it sees of them"
+        why = "outpace doctor shows whether the driver sees any"
     return [
         f"this host has {maker} GPU, but torch sees none, so the run is on the CPU: {why}. Use "
         "--device cpu if that is intended"
@@ -293,7 +292,7 @@ def _without_effect(
     alone = plan.world_size == 1 and plan.compress_gradients != "none"
     cases = (
         ("min_lr_ratio", settings.schedule == "constant", "schedule constant keeps --lr"),
-        ("beta1", settings.optimizer == "adafactor", "adafactor has no such moment"),
+        ("beta1", settings.optimizer == "adafactor", "adafactor has no first moment"),
         ("beta2", settings.optimizer == "sgd", "sgd has no second moment"),
         (
             "beta2",
@@ -313,7 +312,7 @@ def _without_effect(
     )
     for name, is_idle, why in cases:
         origin = origins.get(name, "default")
-        # A plan sets every field that it has.
+        # A plan sets all its fields, so the user may not have chosen them.
         if is_idle and origin not in ("default", RUN_FILE) and not origin.startswith("plan "):
             yield f"--{name.replace('_', '-')} changes nothing in this run: {why}"
 
@@ -323,7 +322,7 @@ def _offloads(plan: Plan) -> tuple[str, str, str]:
 
 
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
-    """Return hints on settings that have no effect, or with which training rarely succeeds."""
+    """Return hints on a strategy without effect, and on a learning rate that rarely works."""
     hints = []
     if (alone := idle_strategy_note(settings.strategy, plan.world_size)) is not None:
         hints.append(f"{alone}. Start several with --nproc N or torchrun")
@@ -338,8 +337,8 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     """Warn if a few steps at the default rate will barely move weights trained at a high rate.
 
-    There is no warning if no rate was recorded: most published weights ended at a low rate, for
-    which the default is right, and weights do not show how they were trained.
+    Without a recorded rate, there is no warning: most published weights ended at a low rate, for
+    which the default is right.
     """
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
@@ -417,7 +416,7 @@ def run_info(
     if job.ranks.local_world_size % job.plan.tp:
         hints.append(
             f"tp {job.plan.tp} does not divide the {job.ranks.local_world_size} ranks of a "
-            "host, so some of its groups cross hosts, and every layer waits for their network"
+            "host, so some tensor-parallel groups span hosts, and every layer waits for the network"
         )
     expected_s, left = job.settings.expect_step_time_s, job.total_steps - start_step
     if expected_s is not None and left <= WARMUP_STEPS:
@@ -444,10 +443,10 @@ def run_info(
 
 
 def _repetitions(job: Job) -> list[str]:
-    """Return hints on data that are repeated more often than their share of the run suggests."""
+    """Return hints on data that a step or the whole run repeats too often."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
-    # in the other case, this was already reported
+    # much larger batches were already reported
     if batch > len(data) and note_passes(batch, len(data)) is None:
         hints.append(
             f"the global batch of {batch} is larger than the data's {len(data)} samples, so a "
@@ -465,7 +464,7 @@ def _repetitions(job: Job) -> list[str]:
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
-    """Return a resumed run's settings with its earlier precision, whatever the machine."""
+    """Return a resumed run's settings with its earlier precision, whatever the default here."""
     if not settings.resume or settings.precision is not None or settings.out is None:
         return settings
     earlier = RunDir(settings.out).require_run()

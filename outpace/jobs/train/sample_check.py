@@ -15,7 +15,7 @@ from outpace.training.callbacks import Callback, notify
 def check_samples(
     groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
-    """Raise BadInputError on all ranks if their data sets differ; note what cannot be repeated.
+    """Raise BadInputError on all ranks if their data sets differ; note samples that change.
 
     Ranks wait for each other, however long reading takes.
     """
@@ -59,7 +59,7 @@ def _check_dataset(
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
-    """Return a note if samples depend on more than their index and the seeds."""
+    """Describe samples that change from one read to the next."""
     index = min(one.unsteady[0] for one in found if one.unsteady)
     ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
     return (

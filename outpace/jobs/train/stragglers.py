@@ -15,9 +15,9 @@ from outpace.records.utilisation import Load
 from outpace.training.callbacks import notify
 from outpace.training.step import RankReports
 
-# A check takes the median of this many steps; this many checks are judged together, then dropped. A
-# rank is reported if it is slow in two consecutive judgements: by chance alone, some rank would be
-# slow once in a long run.
+# A check takes the median of `_STEPS` steps; `_LOOKS` checks are judged together, then dropped. A
+# rank is reported if it is slow in two consecutive judgements: in a long run, some rank would be
+# slow once by chance alone.
 _STEPS, _LOOKS = 5, 8
 _MORE_CORES = 0.25  # cores used by other programs, beyond those on other hosts
 _SLOWER_CLOCK = 0.93
@@ -91,7 +91,10 @@ class Stragglers:
 
 
 def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work: those of a pipeline stage, without parameter servers."""
+    """Group ranks that do the same work: the ranks of each pipeline stage.
+
+    With parameter servers, there are no such groups.
+    """
     if plan.servers:
         return []
     size = plan.world_size // plan.pp
@@ -124,8 +127,8 @@ def cause(its: Facts, others: list[Facts]) -> str:
     clocks = [one.clock_hz for one in others if one.clock_hz is not None]
     if its.clock_hz is not None and clocks and its.clock_hz < _SLOWER_CLOCK * median(clocks):
         return (
-            f"Its cores run at {its.clock_hz / 1000000000.0:.2f} GHz, the others' at "
-            f"{median(clocks) / 1000000000.0:.2f}. Check its cooling and its power settings"
+            f"Its cores run at {its.clock_hz / 1e9:.2f} GHz, the others' at "
+            f"{median(clocks) / 1e9:.2f}. Check its cooling and its power settings"
         )
     if its.threads < min((one.threads for one in others), default=its.threads):
         return f"It computes with {its.threads} threads, the others with more"

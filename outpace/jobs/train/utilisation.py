@@ -15,7 +15,7 @@ from outpace.training.run_dir import UTILISATION_FOLDER
 
 
 class Recording:
-    """Records one run on this rank's host; a host's first rank records for all of its ranks."""
+    """Records utilisation during a run; the first rank of each host records for the whole host."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job

@@ -297,8 +297,12 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
             return " ".join(ready.job.inputs.hints)
 
     told = said("a")
-    assert "labels are read from 'label', not from 'labels'; --label-field names others" in told
-    assert "texts are read from 'sentence', not from 'text'; --text-fields names others" in told
+    assert (
+        "labels are read from 'label', not from 'labels'; choose others with --label-field" in told
+    )
+    assert (
+        "texts are read from 'sentence', not from 'text'; choose others with --text-fields" in told
+    )
     assert "labels 'Pos' and 'pos' differ only in capitals, spaces, invisible characters" in told
     assert "1 of 24 samples have a label and no text" in told
     told = said("b", label_field="labels", text_fields=["text"])
@@ -471,7 +475,7 @@ def test_a_layer_over_classes_that_would_be_drawn_is_not_evaluated(home, classif
     tensors = load_file(lacking / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if "score" not in n},
               lacking / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
-    assert "would be drawn at random" in refused(lacking, lambda n: n % 2)
+    assert "the classification layer would be random" in refused(lacking, lambda n: n % 2)
 
 
 def test_token_ids_beyond_the_tokenizer_beside_the_model_are_said(home, classified, tmp_path):
@@ -629,7 +633,7 @@ def test_stored_weights_with_another_tokenizer_are_said(home, chatted, tmp_path)
             "test",
         )  # fmt: skip
         found = " ".join(gather(settings, None, home / "cache", 1, ()).hints)
-        assert ("for which the stored weights learned other tokens" in found) is told
+        assert ("the stored weights learned other tokens for them" in found) is told
 
 
 def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_path):

@@ -101,7 +101,7 @@ def lost(how, folder):
         ("die", "rank 2 on .* is gone: check its last output"),
         pytest.param(
             "hang",
-            "rank 2 on .* does not reach it: .* in deadly: time.sleep",
+            "rank 2 on .* has not arrived: .* in deadly: time.sleep",
             marks=pytest.mark.slow,
         ),
     ],

@@ -121,7 +121,8 @@ def test_the_proposed_plan_fits_in_the_memory_limit(control_group, words):
     blind = outpace("blind", words, preexec_fn=enter)
     assert blind.returncode == 4, blind.stderr
     assert (
-        "of the control group's limit, 560.00 MiB less 64.00 MiB for an orderly end" in blind.stderr
+        "the control group's limit is 560.00 MiB minus 64.00 MiB for a clean shutdown"
+        in blind.stderr
     )
     again = outpace("traced", [*pasted(plain.stderr), "--json"], preexec_fn=enter)
     assert again.returncode == 0, again.stderr
@@ -140,7 +141,7 @@ def test_a_memory_trace_ends_when_training_needs_the_memory():
     first = tracer(ask)
     asking = threading.Timer(0.2, tracer.give_up)
     asking.start()
-    with pytest.raises(BadInputError, match="could not be traced: its process ended"):
+    with pytest.raises(BadInputError, match="could not be traced: the tracing process ended"):
         while True:
             tracer(ask)
     assert tracer(ask) == first
@@ -154,7 +155,7 @@ def test_memory_growth_beyond_the_limit_ends_the_run_and_lists_what_holds_it(
     done = outpace("blind", [*words, "--memory-limit", f"{limit_mib}MiB"])
     assert done.returncode == 4, done.stderr
     assert "rank 0 needs more memory than it may use" in done.stderr
-    assert f"of --memory-limit, {limit_mib}.00 MiB" in done.stderr
+    assert f"but --memory-limit is {limit_mib}.00 MiB" in done.stderr
     for kind in ("weights", "activations and buffers", "the process itself"):
         assert re.search(rf"^  {kind} +[0-9.]+ MiB$", done.stderr, re.MULTILINE), done.stderr
     assert "Traceback" not in done.stderr

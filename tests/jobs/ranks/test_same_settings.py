@@ -70,8 +70,8 @@ def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cac
     train_tokenizer((corpus / "wave.txt").read_text().splitlines(), 512).save(tmp_path / "words")
     places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--tokenizer={tmp_path / 'words'}")
     for first, second, what in (
-        (tmp_path / "one.py:build", tmp_path / "two.py:build", "code of its model"),
-        (tmp_path / "one", tmp_path / "two", "content of its weights"),
+        (tmp_path / "one.py:build", tmp_path / "two.py:build", "model code"),
+        (tmp_path / "one", tmp_path / "two", "content of the weights"),
     ):
         other = ("--model", second)
         out = f"--out={tmp_path / 'run'}"

@@ -88,7 +88,7 @@ def test_what_runs_out_on_any_rank_is_too_large_for_all(monkeypatch):
     assert search(monkeypatch, 700, [(1, 4), (-9, 1), (0, 0)]) == (3, [6, 4, 3])
     with pytest.raises(OutOfMemoryError, match="not even a micro-batch of 1 sample fits"):
         search(monkeypatch, 100, [(4, 4)])
-    with pytest.raises(BadInputError, match="the trial of 6 failed: broken"):
+    with pytest.raises(BadInputError, match="the trial with 6 failed: broken"):
         search(monkeypatch, 700, [(2, 2)])
 
 

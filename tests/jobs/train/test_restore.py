@@ -80,7 +80,7 @@ def damage_checkpoints(run: Path) -> None:
         (remove_markers, "every checkpoint in"),
         (damage_checkpoints, "every checkpoint in"),
         (remove_checkpoints, "the run finished before"),
-        (leave_metrics_alone, "4 steps were completed, and one was saved every 1"),
+        (leave_metrics_alone, "4 steps were completed, with a checkpoint every 1"),
         (leave_failure_alone, "there was one at step 2"),
     ],
 )
