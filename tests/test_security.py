@@ -250,12 +250,12 @@ def test_code_that_a_run_names_is_not_run_unless_it_is_named(
         ["train", "--model", run / "model", "--out", tmp_path / "x"],
     ):  # fmt: skip
         said = refused(*arguments)
-        assert "wants to run code" in said and f"--model {evil}" in said, arguments
+        assert "would run code" in said and f"--model {evil}" in said, arguments
     assert not hacked.exists()
     with suppress(BadInputError):  # it has no loss; but it is named, and run
         main(["train", "--model", evil, f"--out={tmp_path / 'y'}"])
     assert hacked.exists()
-    assert "wants to run code" not in refused("generate", "x", "--run", run)
+    assert "would run code" not in refused("generate", "x", "--run", run)
 
 
 @pytest.mark.parametrize("how", [{"command": "touch {}"}, {"environment": {"LD_PRELOAD": "{}"}}])

@@ -22,7 +22,8 @@ def require_targets(
     if targeted is None:
         return
     extra = [name for name in held if not targeted(name)]
-    # A folder's names may have other prefixes than the base's (`model.`, `transformer.`).
+    # Module names in the adapter and in the base may have different prefixes (`model.`,
+    # `transformer.`).
     lacking = [
         name
         for name in known
@@ -41,14 +42,14 @@ def require_targets(
 
 
 def _require_form(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse names, patterns and layers that cannot be compared with modules."""
+    """Refuse values that are not names, patterns or layer numbers."""
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
         names = value if isinstance(value, list) else [value or ""]
         try:
             if not all(isinstance(one, str) for one in names):
                 raise BadInputError(
-                    f"{path}: {key} is {excerpt(value)}; it must be a text or a list of texts"
+                    f"{path}: {key} is {excerpt(value)}; it must be a string or a list of strings"
                 )
             for pattern in names if key == "layers_pattern" or isinstance(value, str) else ():
                 re.compile(pattern)
@@ -79,7 +80,7 @@ def _inner(module: str) -> str:
 
 
 def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return whether PEFT considers a module one of the config's targets; None if unknown."""
+    """Return a function that tells whether PEFT adapts a module; None if no targets are named."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not targets or targets == "all-linear":
         return None
@@ -91,14 +92,17 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _is_named(module: str, names: str | list[Any]) -> bool:
-    """Return whether a pattern matches a module's whole name, or a name in a list is its suffix."""
+    """Return whether a module's whole name matches a pattern, or ends with a name in a list."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in names)
 
 
 def _layer_rule(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return whether a module is in one of `layers_to_transform`, by default in any layer."""
+    """Return a function that tells whether a module is in one of `layers_to_transform`.
+
+    By default, any layer is.
+    """
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
     if layers is None or layers == []:
         return lambda module: True

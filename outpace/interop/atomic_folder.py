@@ -15,11 +15,11 @@ from outpace.records.errors import BadInputError
 
 @contextmanager
 def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
-    """Yield a directory to fill, which is renamed to `directory` at the end, atomically.
+    """Yield a temporary directory to fill, and rename it to `directory` at the end.
 
-    An existing directory of that name is replaced only if it is empty or contains `marker`, so that
-    only files written by outpace are lost. Raises BadInputError otherwise, and if the file system
-    refuses (a full disk, no permission); then nothing is left behind.
+    An existing `directory` is replaced only if it is empty or contains `marker`, so only files that
+    outpace wrote are lost. Raises BadInputError otherwise, and if writing fails (disk full, no
+    permission); then nothing is left behind.
     """
     if directory.exists() and not _replaceable(directory, marker):
         raise BadInputError(
@@ -46,7 +46,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 
 def _share_mode(folder: Path) -> None:
-    """Give all files default permissions, since only the owner can read files from safetensors."""
+    """Give all files the usual permissions: safetensors' files are readable only by the owner."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():

@@ -24,7 +24,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILY_TRAITS
 
 _INSIDE = "backbone."
-# Layers in files that serve other purposes, or other classes.
+# Classification layers in files, for another task or with other classes.
 _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
@@ -69,7 +69,7 @@ def _names_by_number(given: Any, where: Path) -> dict[str, str]:
 
 
 def unsupported_task(directory: Path) -> str | None:
-    """Return what a stored classifier predicts if this is not one class per text, else None.
+    """Describe what a classifier predicts if it is not one class per text; else return None.
 
     This follows transformers' rules for `problem_type`, and for a single label without it.
     """
@@ -89,19 +89,19 @@ def require_layer(directory: Path) -> None:
     layer = f"{used.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):
         raise BadInputError(
-            f"{directory} says that it is a classifier, but its weights have no {layer}: the "
-            "layer over classes would be drawn at random. Restore the complete model, or train "
-            "it with outpace train --task classify."
+            f"{directory} describes a classifier, but its weights have no {layer}: the "
+            "classification layer would be random. Restore the complete model, or train it with "
+            "outpace train --task classify."
         )
 
 
 def read_classifier(
     directory: Path, spec: ModelSpec, labels: Sequence[str], seed: int
 ) -> Classifier:
-    """Read the directory's weights into a classifier; missing ones are drawn from `seed`.
+    """Read a directory's weights into a classifier.
 
-    A pooler is read if there is one, and the classification layer if the directory contains a
-    classifier with the same labels. Raises BadInputError like `read_weights`.
+    A missing pooler is drawn from `seed`, and so is the classification layer, unless the directory
+    has a classifier with the same labels. Raises BadInputError like `read_weights`.
     """
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
@@ -146,7 +146,7 @@ def _flat(name: str) -> str:
 
 
 def require_exportable(spec: ModelSpec) -> None:
-    """Raise BadInputError if transformers has no classifier for such a model."""
+    """Raise BadInputError if transformers has no classifier for the spec."""
     try:
         hf_config(spec)
     except BadInputError:

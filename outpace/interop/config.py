@@ -24,8 +24,8 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 
 CONFIG_FILE = "config.json"
-# Model types of folders with custom code, by the family in transformers whose layers they have:
-# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM; that of
+# Model types with custom code, and the family in transformers that has the same layers: the
+# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM;
 # microsoft/Phi-4-multimodal-instruct has Phi-3's keys in addition to those for images and audio.
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "phi4mm": "phi3"})
 # The model_type of specs for which transformers has no architecture; only outpace reads it.
@@ -60,11 +60,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def other_form(directory: Path) -> str:
-    """Describe, for an error, what a directory without a config.json contains instead; often ''."""
+    """Describe, for an error, what a directory without a config.json contains; '' if unknown."""
     if (directory / "params.json").is_file():
         return (
-            ". Its params.json belongs to the maker's format (Meta's or Mistral's). Fetch the same "
-            "model in Hugging Face's format, which has a config.json"
+            ". Its params.json belongs to the publisher's format (Meta's or Mistral's). Fetch the "
+            "same model in Hugging Face's format, which has a config.json"
         )
     for pattern, words in _OTHER_FORMS.items():
         found = next(iter(sorted(directory.glob(pattern))), None)
@@ -78,17 +78,17 @@ _WITHOUT_CONFIG = "It holds weights, but not their config.json: fetch that from 
 _OTHER_FORMS: Mapping[str, str] = MappingProxyType(
     {
         "*.gguf": "It holds GGUF files, which are for inference: fetch the original model",
-        "model_index.json": "It is a pipeline of diffusers, not a language model",
+        "model_index.json": "It is a diffusers pipeline, not a language model",
         "*.onnx": "It holds ONNX files, which are for inference: fetch the original model",
-        "saved_model.pb": "It is a SavedModel of TensorFlow: fetch the model in PyTorch's format",
+        "saved_model.pb": "It is a TensorFlow SavedModel: fetch the model in PyTorch's format",
         "*.safetensors": _WITHOUT_CONFIG,
         "pytorch_model*.bin": _WITHOUT_CONFIG,
         "*.ckpt": "Its .ckpt file is another trainer's checkpoint: export it to Hugging Face's "
         "format, which has a config.json",
-        "*.pth": "Its .pth files are the maker's own format or a checkpoint: fetch or export the "
-        "model in Hugging Face's format, which has a config.json",
-        "snapshots/*/config.json": "It is a folder of the Hub's cache: give {folder}",
-        "*/config.json": "A folder in it has a config.json: give {folder}",
+        "*.pth": "Its .pth files are in the publisher's format, or a checkpoint: fetch or export "
+        "the model in Hugging Face's format, which has a config.json",
+        "snapshots/*/config.json": "It is a folder of the Hub's cache: use {folder}",
+        "*/config.json": "A folder inside it has a config.json: use {folder}",
     }
 )
 
@@ -113,10 +113,10 @@ class ConfigReading(Record):
 
 
 def spec_from_hf(directory: Path) -> ModelSpec:
-    """Return the dimensions and choices of a Hugging Face model directory.
+    """Return the spec of a Hugging Face model directory.
 
-    A spec has one dropout: for GPT-2 and BERT, that of the residual stream; for others, that of
-    attention. Raises BadInputError for an architecture or a feature that is not supported.
+    A spec has one dropout: for GPT-2 and BERT, the residual stream's; for others, attention's.
+    Raises BadInputError for an architecture or a feature that is not supported.
     """
     return read_spec_with_notes(directory).spec
 
@@ -131,7 +131,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
     if not isinstance(model_type, str):
         raise no_model_type(values, where)
     if model_type not in FAMILIES:
-        other = " (as which transformers reads a mistral with layer_types)"
+        other = " (transformers' reading of a mistral with layer_types)"
         raise BadInputError(
             f"{where}: outpace does not train the architecture {model_type!r}"
             f"{other if model_type != values['model_type'] else ''}, only "
@@ -188,10 +188,11 @@ def _source_files() -> Iterator[bytes]:
 
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
-    """Return the config as transformers interprets it, with every default filled in. `values` are
-    those of config.json. They must describe a single model with no dimension below 1;
-    `require_consistent` explains this and `strict`. Raises BadInputError if `values` describe
-    anything else, or transformers cannot read them.
+    """Return the config as transformers reads it, with every default filled in.
+
+    `values` are those of config.json. They must describe one model, without a dimension below 1
+    (`require_consistent` explains this and `strict`). Raises BadInputError if they do not, or if
+    transformers cannot read them.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)
@@ -235,7 +236,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
 
 
 def _require_padding_row(config: Any, where: str) -> None:
-    """Refuse a padding token without a row in the embedding, for which no model can be built."""
+    """Refuse a padding token beyond the embedding, with which no model can be built."""
     pad, rows = config.pad_token_id, config.vocab_size
     if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
         raise BadInputError(
@@ -374,7 +375,7 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
 def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        # Only this kind leaves the positions of the original training unchanged.
+        # Dynamic scaling leaves positions up to the original length unchanged.
         remedy = (
             " If you remove it, sequences up to the original length are computed correctly."
             * (kind == "dynamic")

@@ -1,6 +1,6 @@
-"""Checks of a config.json against its model_type, which refuse contradictions and report the rest.
+"""Checks that a config.json describes the model that its model_type names.
 
-transformers accepts any key and ignores those that the model's code does not read. A config
+transformers accepts any key and ignores those that the model's code does not read. So a config
 relabelled from another model loads without a warning, and computes something else.
 """
 
@@ -51,7 +51,7 @@ _CHANGES = re.compile(
     r"|_bias$|^use_.*bias|^(no_)?bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
     r"|key_value_heads|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
 )
-# Names of configs for parts of a model, as in text_config; other nested configs are tools'.
+# Names of configs for parts of a model, such as text_config; other nested configs belong to tools.
 _PART_CONFIG = re.compile(
     r"(^|_)(text|vision|visual|image|video|audio|speech|llm|language|encoder|decoder|thinker"
     r"|talker|backbone|qformer|projector)(_model)?_config$"
@@ -115,9 +115,10 @@ class ReadValues:
 
 
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse a config.json that describes two different models. `strict`: also refuse keys that the
-    model_type does not have and that would change the layers; otherwise, refuse only nested configs
-    that it does not have.
+    """Refuse a config.json that describes two different models.
+
+    `strict`: also refuse keys that the model_type does not have and that would change the layers;
+    otherwise, refuse only nested configs that it does not have.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
@@ -131,7 +132,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
         if found:
             raise BadInputError(
                 f"{place} has {show_pairs(part, found)}, which transformers' {model_type} does not "
-                "read: the layers are another model's, or the model_type is wrong. Fetch "
+                "read: the layers belong to another model, or the model_type is wrong. Fetch "
                 f"config.json again from the model's source. {_OWN_MODEL}"
             )
 
@@ -145,7 +146,7 @@ def read_type(values: Mapping[str, Any]) -> Any:
 def config_parts(
     values: Mapping[str, Any], where: str
 ) -> Iterator[tuple[Mapping[str, Any], type, str]]:
-    """Yield the config and its `text_config`, if its class has one; each with its class."""
+    """Yield the config, and its `text_config` if its class has one, with class and location."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[str(read_type(values))]
@@ -181,7 +182,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
 
 
 def _classes_of(model_type: str) -> set[str]:
-    """Return the classes that transformers builds for a model_type, by their config classes."""
+    """Return the names of the classes that transformers builds for a model_type."""
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -245,8 +246,8 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    They are a scaling without a type or with keys that its type does not read, two types, or two
-    values for one key. `strict`: the model is to be trained by outpace.
+    These are a scaling without a type, or with keys that its type does not read; two types; and two
+    values for one key. `strict`: outpace is to train the model.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
@@ -254,7 +255,8 @@ def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
             continue
         nested = all(isinstance(value, dict) for value in rope.values())
         if nested and strict:
-            _refuse_rope(name, rope, where, "differs by kind of layer, which this model_type's")
+            what = "differs by type of layer, which transformers does not read for this model_type"
+            _refuse_rope(name, rope, where, what)
         if not nested:
             _check_rope_kind(name, rope, where, strict)
     _check_rope_pair(values, where)
@@ -263,7 +265,7 @@ def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
 def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: bool) -> None:
     kinds = {str(rope[key]) for key in ("type", "rope_type") if rope.get(key) is not None}
     if len(kinds) > 1:
-        _refuse_rope(name, rope, where, "has two types, of which")
+        _refuse_rope(name, rope, where, "has two types, of which transformers reads only one")
     if not kinds and not (name == "rope_parameters" and set(rope) <= _ROPE_COMMON):
         raise BadInputError(
             f"{where}: {name} = {excerpt(rope)} has no rope_type, so it has no effect. Write the "
@@ -275,7 +277,8 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
         odd = [key for key in rope if key not in known | _ROPE_COMMON and rope[key] is not None]
         odd = [key for key in odd if key != "original_max_position_embeddings"]
         if odd:
-            _refuse_rope(name, rope, where, f"has {', '.join(odd)}, which its type")
+            what = f"has {', '.join(odd)}, which transformers does not read for its type"
+            _refuse_rope(name, rope, where, what)
 
 
 def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
@@ -298,8 +301,8 @@ def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
 
 def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> NoReturn:
     raise BadInputError(
-        f"{where}: {name} = {excerpt(rope)} {what} transformers does not read: it is another "
-        f"model's, or a mistake. Fetch config.json again from the model's source. {_OWN_MODEL}"
+        f"{where}: {name} = {excerpt(rope)} {what}. It belongs to another model, or is a mistake. "
+        f"Fetch config.json again from the model's source. {_OWN_MODEL}"
     )
 
 
@@ -322,7 +325,7 @@ def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the class has no such key, but converts its value to others."""
+    """Return whether the config class has no such key, but converts its value to other keys."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -338,7 +341,7 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that it would have if it were missing."""
+    """Return whether a key's value means the same as a missing key."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -368,7 +371,7 @@ def _is_inner_model(key: str, value: Any) -> bool:
 
 
 def changes_model(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key that is not read would have changed the model."""
+    """Return whether the name of an unread key suggests that it would change the model."""
     if key == "head_dim":  # transformers' models read it even if their config lacks it
         return False
     return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None

@@ -13,14 +13,14 @@ from outpace.interop.config_check import (
 from outpace.records.errors import shorten
 from outpace.records.model_families import FAMILY_TRAITS
 
-# Keys that transformers converts before it builds a model, or that it writes in addition.
+# Keys that transformers converts before it builds a model, or that it writes redundantly.
 _TURNED = frozenset(
     """
     rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
     num_local_experts qk_head_dim
     """.split()  # noqa: SIM905
 )
-# Architectures' names for the number of layers that predict additional tokens.
+# Keys for the number of multi-token prediction layers, by architecture.
 _FUTURE_TOKENS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers",
 )  # fmt: skip
@@ -29,9 +29,11 @@ _FUTURE_TOKENS = (
 def reading_notes(
     values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
 ) -> tuple[str, ...]:
-    """Return notes on how outpace interprets a config.json. They name dimensions that were `read`
-    but are transformers' defaults, keys that the model_type does not have, differing dropouts of
-    GPT-2 and BERT and, if `planned`, properties that plans ignore.
+    """Return notes on how outpace interprets a config.json.
+
+    They name dimensions that were `read` but are transformers' defaults, keys that the model_type
+    does not have, differing dropouts of GPT-2 and BERT and, if `planned`, properties that plans
+    ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -67,14 +69,14 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
         return []
     return [
         f"{where} leaves out dimensions, for which transformers' defaults are used: "
-        f"{', '.join(taken)}. If the model has others, write them there."
+        f"{', '.join(taken)}. If the model's differ, write them there."
     ]
 
 
 def _ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """List keys that the config class lacks: `every` such key, or those that may change layers."""
+    """Return a note on keys that the config class lacks: all, or those that may change layers."""
     names = [
         name
         for name in unknown_keys(values, kind)

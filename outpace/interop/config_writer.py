@@ -1,4 +1,4 @@
-"""A ModelSpec as the config of the equivalent `transformers` model."""
+"""Conversion of a ModelSpec to the config of the equivalent `transformers` model."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,10 +25,9 @@ def hf_config(
 ) -> Any:
     """Return the config of the `transformers` model that is equivalent to the spec's.
 
-    Its architecture is the spec's family if this has all of the spec's features, else the first
-    family that does. `given` has the values of the config.json from which the spec was read;
-    settings in it that a spec does not have are kept. Raises BadInputError if no family has all of
-    the spec's features.
+    Its architecture is the spec's family, or else the first family with all of the spec's features.
+    `given`: values of the config.json from which the spec was read; settings that a spec lacks are
+    kept from it. Raises BadInputError if no family has all of the spec's features.
     """
     if isinstance(pad_id, int) and pad_id >= spec.vocab:
         pad_id = None  # transformers cannot build an embedding without this row
@@ -66,7 +65,7 @@ def exported_type(spec: ModelSpec) -> str:
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
     """Add the rotary settings under their old keys, since transformers 4 ignores the new ones.
 
-    rope_theta and rope_scaling are added to rope_parameters (transformers 5 reads all three).
+    Next to rope_parameters, these are rope_theta and rope_scaling; transformers 5 reads all three.
     """
     rope = values.get("rope_parameters")
     if isinstance(rope, dict):
@@ -81,7 +80,7 @@ def _settings_beside_spec(
 ) -> dict[str, Any]:
     """Return a config.json's settings that a spec lacks, and special ids that the file omits.
 
-    For missing ids, transformers uses the family's. Dropouts are those of the spec.
+    The omitted ids are the family's, as transformers would use them. Dropouts come from the spec.
     """
     import transformers
 

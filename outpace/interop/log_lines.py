@@ -14,25 +14,26 @@ NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
 _LEAST, _MOST = 1e-12, 1e18
 # Megatron's and DeepSpeed's settings. Name, dots and value; DeepSpeed has no dots after long names.
 _SETTING = re.compile(r"\b(\w{1,80}) \.* (\S.*)")
-# Adapters, as peft, unsloth and Megatron-Bridge report them.
+# Messages about adapters from peft, unsloth and Megatron-Bridge.
 _TRAINED_OF_ALL = re.compile(
     r"trainable param(?:eter)?s\s*[:=]\s*([\d,]+)\s*(?:\|\| all params:|/|of)\s*([\d,]+)",
     re.IGNORECASE,
 )
 _ADAPTER_ADDED = re.compile(r"\bAdding \w*lora to: ", re.IGNORECASE)
-# Smaller parts are frozen buffers, or weights that are counted otherwise.
+# Share of trained weights above which all count as trained: the rest are buffers, or counted
+# differently.
 _ALL = 0.98
 
 
 def is_possible(value: object) -> TypeGuard[float]:
-    """Return whether this is a number that a run can have."""
+    """Return whether a value is a number that is plausible in a log."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return _LEAST < value < _MOST
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a number; None for a value that no run can have."""
+    """Parse a number; None if it is not plausible in a log."""
     value = float(text.replace(",", ""))
     return value if value == 0 or _LEAST < value < _MOST else None
 
@@ -43,7 +44,7 @@ def steady_median(values: Sequence[float]) -> float | None:
 
 
 def find_numbers(pattern: str, lines: Iterable[str]) -> list[float]:
-    """Return the number in each line that matches a pattern with one group."""
+    """Return the numbers that a pattern with one group finds, at most one per line."""
     compiled = re.compile(pattern)
     found = (parse_number(match[1]) for line in lines if (match := compiled.search(line)))
     return [value for value in found if value is not None]
@@ -64,7 +65,7 @@ def find_settings(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def whole_settings(settings: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
-    """Return the settings that are whole numbers, under other names."""
+    """Return the settings that are whole numbers, under outpace's names."""
     return {
         name: int(settings[theirs])
         for theirs, name in names.items()
@@ -73,7 +74,7 @@ def whole_settings(settings: Mapping[str, str], names: Mapping[str, str]) -> dic
 
 
 def trains_adapters(lines: Iterable[str]) -> bool:
-    """Return whether a line says that only a part of the weights was trained."""
+    """Return whether a line says that only some of the weights were trained."""
     for line in lines:
         if _ADAPTER_ADDED.search(line):
             return True
@@ -88,8 +89,9 @@ def trains_adapters(lines: Iterable[str]) -> bool:
 def clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
     """Return bounds of the step time, from the timestamps at the start of lines.
 
-    `step` finds a step's number. Evaluations and checkpoints may occur between two lines, so both
-    bounds are from the median pair. Returns None without timestamps or with fewer than two steps.
+    `step` captures a step's number. Both bounds are medians over pairs of lines, since evaluations
+    and checkpoints may occur between two lines. Returns None without timestamps or with fewer than
+    two steps.
     """
     marks: list[tuple[int, float]] = []
     unit_s = 0.0

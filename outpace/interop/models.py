@@ -1,4 +1,4 @@
-"""Opening of models that `--model` may name."""
+"""Models that `--model` may name: presets, directories, runs, spec files, functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +24,12 @@ _RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A named model. A custom model has a `build` and no `spec`. `weights`, `tokenizer` and
-    `adapter` are the directories that contain them, or None. An adapter belongs to the `weights`.
-    `folder` is the Hugging Face directory from which the spec was read, and `notes` explain how
-    outpace interpreted it.
+    """A model that a reference names.
+
+    A custom model has a `build` and no `spec`. `weights`, `tokenizer` and `adapter` are the
+    directories that contain them, or None. The adapter is applied to the `weights`. `folder` is the
+    Hugging Face directory from which the spec was read, and `notes` explain how outpace interpreted
+    it.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -150,7 +152,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _newest_step(path: Path) -> str:
-    """Say how to export the model of a run's newest checkpoint; '' if the run has no checkpoint."""
+    """Advise how to export the model of the newest checkpoint; '' if the run has no checkpoint."""
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:
@@ -175,8 +177,9 @@ def _tokenizer(directory: Path) -> Path | None:
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """Return the ModelSpec in a TOML or JSON file. Raises BadInputError for bad values and for
-    unknown keys (with the nearest valid key).
+    """Return the ModelSpec in a TOML or JSON file.
+
+    Raises BadInputError for bad values, and for unknown keys, naming the nearest valid key.
     """
     values = read_toml(path) if path.suffix == ".toml" else read_object(path)
     if "model_type" in values or "architectures" in values:

@@ -24,8 +24,8 @@ _BESIDE_TOKENIZER = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _CONFIG_IDS = {"eos_id": "eos_token_id", "bos_id": "bos_token_id", "pad_id": "pad_token_id"}
-# Settings that change the texts that transformers generates, and that outpace generate does not
-# apply, with the values that change nothing (also None).
+# Generation settings of transformers that outpace generate does not apply, with the values that
+# change nothing, besides None.
 _NEUTRAL_SETTINGS = {
     "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
     "repetition_penalty": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
@@ -87,7 +87,7 @@ def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
 
 
 def ignored_generation_settings(source: Path) -> dict[str, Any]:
-    """Return what a folder's generation_config.json sets and outpace generate ignores."""
+    """Return the settings in a folder's generation_config.json that outpace generate ignores."""
     return {
         key: value
         for key, value in _generation(source).items()

@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face model's config.json as an Outline, the input of planning.
+"""Conversion of a Hugging Face config.json to an Outline, the input of planning.
 
 Each architecture has a small reader. Dimensions are those of the model that transformers builds.
 """
@@ -94,9 +94,9 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
     if isinstance(tied, bool) and isinstance(inner, bool) and tied != inner:
         raise BadInputError(
-            f"{where}: tie_word_embeddings is {str(tied).lower()}, and in text_config "
-            f"{str(inner).lower()}. Remove the one that is wrong: if the head is tied, the "
-            "model's files have no lm_head."
+            f"{where}: tie_word_embeddings is {str(tied).lower()}, but {str(inner).lower()} in "
+            "text_config. Remove the one that is wrong: if the head is tied, the model's files "
+            "have no lm_head."
         )
     if isinstance(tied, bool):
         for part in (config.config, getattr(config.config, "text_config", None)):
@@ -107,13 +107,13 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
 def _unknown_architecture(model_type: str, where: str) -> BadInputError:
     library = transformers_version()
     more = (
-        f"; nor does transformers {library}; a newer version may"
+        f", nor does transformers {library} (a newer version may)"
         if library is not None
-        else ". Install transformers, which supports more"
+        else " without transformers, which supports more"
     )
     return BadInputError(
-        f"{where}: outpace does not support the architecture {excerpt(model_type)}. "
-        f"Known: {', '.join(READERS)}{more}. Any other model can be traced, through a Python "
+        f"{where}: outpace does not support the architecture {excerpt(model_type)}{more}. "
+        f"Supported: {', '.join(READERS)}. Any other model can be traced, through a Python "
         "function that builds it: --model file.py:build."
     )
 

@@ -1,4 +1,4 @@
-"""Readers of a config's values as an outline, one for each architecture."""
+"""Readers that return an outline's values from a config, one for each architecture."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from outpace.interop.config_check import ReadValues
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Stack
 
-# Larger numbers are typing errors.
+# Upper limits; larger numbers are typing errors.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
 # Keys that models read although their config classes lack them, and values that classes derive.
@@ -28,7 +28,7 @@ class ConfigValues:
         self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value that the config's class has, since transformers reads no others."""
+        """Return a value if the config's class defines it, since transformers reads no others."""
         config = self.config.config if isinstance(self.config, ReadValues) else self.config
         known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
         found = getattr(self.config, name, None) if name in known else None
@@ -71,7 +71,7 @@ Reader = Callable[[ConfigValues], dict[str, Any]]
 
 
 def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
-    """Count equal layers; their kinds are in order of first occurrence."""
+    """Merge equal layers into stacks with their number, in order of first occurrence."""
     counts: dict[Stack, int] = {}
     for layer in layers:
         counts[layer] = counts.get(layer, 0) + layer.layers
@@ -86,7 +86,7 @@ def _windows(values: ConfigValues, layers: int) -> list[int | None]:
         return [window] * layers
     strange = sorted(set(kinds) - set(_KINDS))
     if strange:
-        values.refuse("layer_types", strange[0], f"known are {' and '.join(_KINDS)}")
+        values.refuse("layer_types", strange[0], f"supported: {', '.join(_KINDS)}")
     if len(kinds) != layers:
         values.refuse("layer_types", f"{len(kinds)} kinds", f"there are {layers} layers")
     return [window if kind == "sliding_attention" else None for kind in kinds]
@@ -105,7 +105,7 @@ def _attention(values: ConfigValues, hidden: int, **more: Any) -> AttentionShape
 
 
 def _rows(values: ConfigValues, positions: int | None = None) -> dict[str, Any]:
-    """Return the sizes outside of layers: of the embedding, and of a head over the vocabulary."""
+    """Return the sizes of the embedding and the head, and the number of positions."""
     vocab = values.positive_int("vocab_size")
     return {
         "vocab": vocab,
@@ -122,7 +122,10 @@ def _llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return layers with RMS norms, rotary positions and gated MLPs, which `mlp` creates."""
+    """Return an outline's values for layers with RMS norms, rotary positions and gated MLPs.
+
+    `mlp` returns the MLP of a layer, by its index; by default, all are dense.
+    """
     hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -262,7 +265,7 @@ def _gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return layers with layer norms and an MLP of two matmuls.
+    """Return an outline's values for layers with layer norms and an MLP of two matmuls.
 
     `outside`: the number of parameters outside of layers, without the final norm.
     """

@@ -2,7 +2,7 @@
 
 `peft.PeftModel.from_pretrained(base, folder)` is equivalent to the trained model. GPT-2 stores the
 matrices of q, k and v as one, so their adapters become one adapter whose rank is the sum of theirs:
-the A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json
+the A's are stacked, the B's form a block diagonal, and alpha grows with the rank. outpace.json
 contains values for which PEFT's config has no keys.
 
 Legend: r rank; A (r, in), B (out, r).
@@ -161,7 +161,7 @@ def _config(
         "rank_pattern": ranks,
         "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
         "target_modules": endings(pairs, known),
-        # For modules that store matrices as in × out, which in a family are all or none.
+        # Whether modules store matrices as in × out, which is the same for all modules of a family.
         "fan_in_fan_out": used is not None and bool(used.transposed),
         "bias": "none",
         "init_lora_weights": True,
@@ -175,7 +175,7 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest suffixes by which PEFT finds only the `chosen` modules among `known`."""
+    """Return the shortest suffixes that select only the `chosen` modules among `known`."""
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -210,8 +210,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint_config(folder: Path) -> str:
-    """Return the settings of an adapter's matrices and their scale as JSON with sorted keys. The
-    base's name, a path that may differ between hosts, is left out. Raises BadInputError if the
+    """Return the settings that determine an adapter's matrices and scale, as sorted JSON.
+
+    The base's name, a path that may differ between hosts, is left out. Raises BadInputError if the
     adapter is not plain LoRA.
     """
     config = read_adapter_config(folder)
@@ -305,8 +306,8 @@ def merge_into(
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 
-    `form` is W's format, by default that used in training, which gives an equivalent result:
-    weights in 4 bits are dequantized first. Raises BadInputError for an adapter of another model.
+    `form`: format of W; by default, the one used in training: for nf4, weights are quantized and
+    dequantized first. Raises BadInputError for an adapter of another model.
     """
     note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):

@@ -91,7 +91,7 @@ _TORCH_SCHEDULES = {
 
 
 def _torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
-    """Read how a pipeline divides the batch of a rank; without it, the micro-batch is unknown."""
+    """Read how a pipeline splits a rank's batch; if the log does not tell, micro_batch is None."""
     pp = re.search(r"parallelism: .*?\bpp=(\d+)", text)
     found = re.search(
         r"Using pipeline schedule (\w+) with (\d+) microbatches and (\d+) stages", text
@@ -172,7 +172,8 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     times = find_numbers(rf"elapsed time per iteration \(ms\):\s*{NUMBER}", lines)
     if not times:
         return None
-    # DeepSpeed's settings have names of Megatron's, and its world size is that of data parallelism.
+    # DeepSpeed's settings share names with Megatron's, and its world size counts only data
+    # parallelism.
     own = [line for line in lines if not _DEEPSPEED_SETTING.search(line)]
     said = dict(find_settings(own))
     found: dict[str, Any] = whole_settings(said, _MEGATRON)
@@ -201,9 +202,9 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Leave out steps whose batch or length differs from the last step's, since Megatron may change
-    them during a run (rampup_batch_size, step_batch_size_schedule, curriculum); return a note on
-    them.
+    """Drop steps with another batch or length than the last step's; return a note on them.
+
+    Megatron may change both during a run (rampup_batch_size, step_batch_size_schedule, curriculum).
     """
     sizes = re.compile(r"global batch size:\s*(\d+)(?:.*actual seqlen:\s*(\d+))?")
     steps = {place: match for place, line in enumerate(lines) if (match := sizes.search(line))}
@@ -253,8 +254,8 @@ def _megatron_options(said: Mapping[str, str], found: Mapping[str, int]) -> dict
         if said.get("recompute_method") == "block":
             notes.append(
                 f"the first {said.get('recompute_num_layers')} blocks of each stage were "
-                "recomputed; the plan recomputes all. Use --layout checkpoint_every=K for every "
-                "K-th."
+                "recomputed; the plan recomputes all. Use --layout checkpoint_every=K to recompute "
+                "every K-th block."
             )
     elif granularity == "selective":
         notes.append(
@@ -287,7 +288,7 @@ _DEEPSPEED: Mapping[str, str] = {
     "world_size": "world_size",
 }
 _DEEPSPEED_SETTING = re.compile(r"\[config\.py:\d+:print\]")
-# Ranks beside data parallelism: of Ulysses, AutoTP and pipelines.
+# Signs of ranks in addition to data parallelism: Ulysses, AutoTP and pipelines.
 _DEEPSPEED_MODEL_RANKS = re.compile(
     r'"(?:sequence_parallel_size|autotp_size|tp_size)": *(?![01]\b)\d|Partitioning pipeline stages'
 )
@@ -349,8 +350,10 @@ def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[st
 
 
 def _deepspeed_clock_s(lines: Sequence[str], said: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return bounds of the step time by the lines' timestamps. Before version 0.8, DeepSpeed
-    counted micro-batches, and its rate is for one micro-batch, often without the optimizer.
+    """Return bounds of the step time from the timestamps of lines.
+
+    Before version 0.8, DeepSpeed counted micro-batches, and its rate is for one micro-batch, often
+    without the optimizer.
     """
     if (clock := clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
         return clock
@@ -433,8 +436,8 @@ def _nanotron_batch(
 ) -> int | None:
     """Return the number of sequences per step; None if the log does not give it exactly.
 
-    Since March 2025, step lines count tokens under the same name. Their rate and time tell the two
-    apart.
+    Since March 2025, step lines count tokens under the same name. Rate and time show which of the
+    two is meant.
     """
     exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
     if exact:
@@ -470,7 +473,7 @@ def _middle(number: Range) -> float:
 
 
 def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[Range]:
-    """Read numbers in nanotron's form: 1.05M."""
+    """Read numbers as nanotron abbreviates them: 1.05M."""
     compiled = re.compile(pattern)
     matches = [match for line in lines if (match := compiled.search(line))]
     found = [(parse_number(match[1]), match[2]) for match in matches]

@@ -27,15 +27,16 @@ class Range:
         return Range(self.low * other.low, self.high * other.high)
 
     def only_whole_number(self, multiple_of: int = 1) -> int | None:
-        """Return the only positive multiple of a number in the range, if there is exactly one."""
+        """Return the multiple of `multiple_of` in the range; None unless there is exactly one."""
         first = max(1, math.ceil(self.low / multiple_of))
         last = math.floor(self.high / multiple_of)
         return first * multiple_of if first == last else None
 
 
 def abbreviation_range(number: float, suffix: str) -> Range:
-    """Return the range of a number such as 1.05M, of which nanotron writes three digits. A number
-    from 1,000 without a suffix is not rounded.
+    """Return the range of a number that nanotron abbreviated to three digits, such as 1.05M.
+
+    A number of 1,000 or more without a suffix is not rounded.
     """
     value = number * POWERS[suffix]
     if not suffix and number >= 10.0**_DIGITS:

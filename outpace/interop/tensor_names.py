@@ -1,7 +1,6 @@
 """Names of outpace's tensors in Hugging Face files, by family.
 
-The tables of tensor_names.json map outpace's modules to those in files; `*` stands for the layer's
-number.
+tensor_names.json maps outpace's modules to the modules in files; `*` stands for the layer's number.
 """
 
 import json
@@ -17,7 +16,7 @@ from outpace.records.model_families import FAMILY_TRAITS
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of one family.
+    """Tensor names of one family.
 
     `prefix` precedes all names except those that start with `heads`; files of a bare encoder omit
     it. `transposed`: weights stored as in × out (GPT-2's Conv1D). `ignored`: patterns of names that
@@ -47,13 +46,13 @@ class Naming:
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """Return the current form of a stored name, which may be in an old form."""
+        """Return the current form of a stored name, which may be an old one."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def is_ignored(self, current_name: str) -> bool:
-        """Return whether a tensor of a file is not one of the model's weights."""
+        """Return whether a tensor in a file is not one of the model's weights."""
         return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 

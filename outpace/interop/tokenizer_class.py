@@ -28,19 +28,19 @@ _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
 # Maximum size of a tokenizer's files (vocab.json, tokenizer.model); larger files are weights.
 _FILE_BYTES = 64 << 20
-# Texts that reveal differences between families in patterns, normalizers, blanks before words and
+# Texts that reveal differences between families in patterns, normalizers, spaces before words and
 # usual special tokens.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
     "<s> </s> <unk> <pad> <mask> <bos> <eos> <|endoftext|>",
 )  # fmt: skip
-# Far more than it takes to read twelve short texts, including the import of transformers.
+# Limits far above what reading a few short texts takes, including the import of transformers.
 _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
-    """Describe how transformers reads the tokenizer in `path` differently from outpace."""
+    """Describe how transformers reads the tokenizer in `path` differently, or return None."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
@@ -59,7 +59,7 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
 
 
 def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
-    """Describe how transformers will read the exported tokenizer of a model differently."""
+    """Describe how transformers will read an exported tokenizer differently, or return None."""
     if model_type not in _BY_FAMILY:
         return None
     work = partial(_export_differ, tokenizer, model_type, _probes_of(tokenizer))
@@ -87,7 +87,7 @@ def has_class_by_family(family: str | None) -> bool:
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and split texts like transformers' class for Qwen 2, regardless of the files."""
+    """Normalize and split texts as transformers' Qwen 2 class does, whatever the files say."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():
@@ -158,9 +158,10 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the first text for which ids, or the special tokens around them, differ. Raises
-    BadInputError if transformers cannot read the tokenizer, or fails on a text while no text has
-    different ids.
+    """Return the first text whose ids differ, with or without special tokens.
+
+    Raises BadInputError if transformers cannot read the tokenizer, or cannot encode a text and no
+    other text has different ids.
     """
     from transformers import AutoTokenizer
 

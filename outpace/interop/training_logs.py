@@ -76,9 +76,10 @@ _STEP = re.compile(
 
 
 def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Return the lines of each start that has steps, the most useful first, with a note. A
-    restarted job often appends to the same file, possibly with another layout. The last start with
-    steps after the warm-up comes first, followed by the others, sorted by their number of steps.
+    """Return the lines of each start that has steps, the most useful first, with a note.
+
+    A restarted job often appends to the same file, possibly with another layout. The last start
+    with steps after the warm-up comes first, then the others by their number of steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):

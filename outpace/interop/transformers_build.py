@@ -61,7 +61,7 @@ def can_build(model_type: object) -> bool:
 
 
 def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
-    """Build the language model that a folder's config.json describes, on meta.
+    """Build the language model that a folder's config.json describes, on the meta device.
 
     For a model that also accepts images or audio, only the text part is built. Raises BadInputError
     if the config contradicts itself, or transformers cannot build a model from it.
@@ -97,7 +97,7 @@ def _reads(kind: Any) -> Iterator[set[str]]:
 
 
 def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltModel:
-    """Build the model of a config, or its text part, with its head, on meta.
+    """Build a config's model, or its text part, on the meta device, with a head if there is one.
 
     Raises BadInputError if transformers cannot.
     """
@@ -117,7 +117,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
         ) from None
     notes = [
         f"{where}: outpace has no reader for {config.model_type}. transformers "
-        f"{transformers_version()} built the model without storage{kind}, and one forward of it "
+        f"{transformers_version()} built the model without storage{kind}, and one forward pass "
         "was traced."
     ]
     if text is not config:
@@ -287,7 +287,7 @@ def _names_of_defaults(
         place = f"{where}: text_config" if given is not values else where
         yield (
             f"{place} leaves out dimensions, for which transformers' defaults are used: "
-            f"{', '.join(taken)}. If the model has others, write them there."
+            f"{', '.join(taken)}. If the model's differ, write them there."
         )
 
 

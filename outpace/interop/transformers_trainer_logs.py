@@ -22,7 +22,7 @@ _EVAL = re.compile(r"eval\w*_runtime$")
 _RATE = re.compile(r"""(['"])train_steps_per_second\1: ('?)""")
 # A row of the table that log_metrics prints.
 _ROW = re.compile(r"^[\s*]*((?:train|eval)_\w+|epoch)\s+=\s+(\d[\d:.,]*)\s*$")
-# A step time from a rate that is rounded by more than this is not one.
+# Largest relative rounding error of a rate that still gives a step time.
 _MOST_ROUNDED = 0.02
 _RESUMED = (
     "Trainer divides the time since its start by the number of all steps, so a step of a resumed "
@@ -82,8 +82,9 @@ def _value(name: str, line: str) -> float | None:
 
 
 def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
-    """Put the results of a file such as all_results.json, or of a table, on one line. A table is
-    ignored if there is a line with the same results.
+    """Put results from a file such as all_results.json, or from a table, on one line.
+
+    A table is ignored if a line has the same results.
     """
     if any(_RATE.search(line) for line in lines):
         text = "\n".join(lines).strip()
@@ -112,7 +113,7 @@ def _table_value(text: str) -> float:
 
 
 def _ends(lines: Sequence[str]) -> list[int]:
-    """Return the lines with results, each run's once: notebooks and scripts repeat them."""
+    """Return the indices of lines with results, once per run: notebooks and scripts repeat them."""
     found: dict[tuple[float | None, ...], int] = {}
     names = ("train_runtime", "train_steps_per_second", "train_samples_per_second", "train_loss")
     for place, line in enumerate(lines):
@@ -122,7 +123,7 @@ def _ends(lines: Sequence[str]) -> list[int]:
 
 
 def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
-    """Read what Trainer, or unsloth, says of a run before its first step."""
+    """Read the batch and other settings that Trainer or unsloth prints before the first step."""
     found = {
         name: last_number(rf"{words}\s*=\s*([\d,]+)", lines)
         for name, words in (
@@ -144,7 +145,7 @@ def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
 def _counted_steps(
     lines: Sequence[str], told: Mapping[str, Any], runtime_s: float, rate: Range
 ) -> int | None:
-    """Return the only number of steps that the console names and the rounded rate allows."""
+    """Return the number of steps in the console that fits the rounded rate; None unless unique."""
     named = {told.get("total_steps")}
     counters = re.compile(r"\b(\d{1,9})/(\d{1,9})\b(?=['\" ]|$)|\bglobal_step=(\d{1,9})\b")
     for line in lines:
@@ -193,8 +194,9 @@ def _subtract_evaluations(
 def _batch(
     samples_per_s: float | None, steps_per_s: float, steps: float, *, printed: bool
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the samples per step, if the two rates determine it, and a note. `steps`: number in an
-    epoch; `printed`: rates are rounded as version 5 prints them.
+    """Return the samples per step, if the two rates determine it, and a note.
+
+    `steps`: number of steps in an epoch. `printed`: rates are rounded as version 5 prints them.
     """
     if samples_per_s is None:
         return None, ()

@@ -17,7 +17,7 @@ from outpace.data.tokenizer import Tokenizer
 from outpace.interop.weights import read_token_rows
 from outpace.records.errors import first_names
 
-_PIECE = 1 << 20  # tokens that are compared at a time
+_CHUNK = 1 << 20  # tokens that are read at a time
 
 
 def untrained_token_hints(
@@ -39,12 +39,12 @@ def untrained_token_hints(
 
 
 def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
-    """Return which of the requested tokens occur in the samples, which are read in pieces."""
+    """Return which of the requested tokens occur in the samples, which are read in chunks."""
     is_used = np.zeros(max(asked, default=0) + 1, bool)
     for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
-        for begin in range(0, len(values), _PIECE):
-            piece = values[begin : begin + _PIECE]
-            is_used[piece[(piece >= 0) & (piece < len(is_used))]] = True
+        for begin in range(0, len(values), _CHUNK):
+            chunk = values[begin : begin + _CHUNK]
+            is_used[chunk[(chunk >= 0) & (chunk < len(is_used))]] = True
     return {number for number in asked if is_used[number]}
 
 

@@ -1,4 +1,4 @@
-"""Execution of the user's Python file to get the function that `file.py:function` names."""
+"""Execution of the user's Python file, to get the function that `file.py:function` names."""
 
 import ast
 import hashlib
@@ -20,9 +20,8 @@ from outpace.records.errors import BadInputError, suggest
 def load_function(reference: str) -> Callable[[], Any]:
     """Run the file that 'file.py:function' names and return the function.
 
-    Raises BadInputError if the file or the function is missing, or the file fails.
-
-    Call it only for a name that the user has given: from then on, `require_named` accepts the file.
+    Call this only for a reference that the user has given: from then on, `require_named` accepts
+    the file. Raises BadInputError if the file or the function is missing, or the file fails.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
@@ -62,7 +61,7 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that is named in a file but was never named by a user of this machine.
+    """Refuse code that a file names, unless the user has named it on this machine before.
 
     Runs are shared, so anyone may have written the file `where`.
     """
@@ -70,19 +69,19 @@ def require_named(reference: str, where: Path) -> None:
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
         return
     raise BadInputError(
-        f"{where} wants to run code from {file.resolve()}, which you have not named on this "
-        f"machine yet. If it is yours, or you have read it, name it: with --model {reference}, or "
-        f"once with another command, such as outpace plan --model {reference}"
+        f"{where} would run code from {file.resolve()}, which you have not used on this machine "
+        f"yet. If you trust it, name it yourself: with --model {reference}, or once with another "
+        f"command, such as outpace plan --model {reference}"
     )
 
 
-def _list() -> Path:
+def _named_code_file() -> Path:
     return user_cache(os.environ) / "named-code.txt"
 
 
 def _known_files() -> set[str]:
     try:
-        return set(_list().read_text(encoding="utf-8").splitlines())
+        return set(_named_code_file().read_text(encoding="utf-8").splitlines())
     except (OSError, BadInputError):  # missing, or no home directory
         return set()
 
@@ -91,8 +90,8 @@ def _remember(path: Path) -> None:
     if str(path) in _known_files() or not str(path).isprintable():
         return
     with suppress(OSError, BadInputError):  # no home directory, or a read-only one
-        _list().parent.mkdir(parents=True, exist_ok=True)
-        with _list().open("a", encoding="utf-8") as file:
+        _named_code_file().parent.mkdir(parents=True, exist_ok=True)
+        with _named_code_file().open("a", encoding="utf-8") as file:
             file.write(f"{path}\n")
 
 

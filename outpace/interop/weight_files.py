@@ -1,4 +1,4 @@
-"""Files with the weights of a Hugging Face model: which there are, and the tensors in them."""
+"""Weight files of a Hugging Face model, and the tensors in them."""
 
 import json
 import pickle
@@ -53,7 +53,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Return files in and below a directory that may be weights, but that `read_weights` ignores.
+    """Return files in a directory and its subfolders that may hold weights but are not read.
 
     For a trainer's checkpoint, only files with the model itself are returned. Data files may be
     .bin, too; they are recognised by name.
@@ -91,8 +91,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _require_one_model(single: Path, index: Path) -> None:
-    """Refuse a complete model next to a sharded one, since programs differ in which they read. An
-    index without its parts is ignored.
+    """Refuse a complete model next to a sharded one, since programs differ in which they read.
+
+    An index without its shards is ignored.
     """
     parts: list[Path] = []
     with suppress(BadInputError):
@@ -110,9 +111,9 @@ def fingerprint(directory: Path) -> str:
 
 
 def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
-    """Return a fingerprint of files with weights: names, sizes, and parts of their contents.
+    """Return a fingerprint of files with weights: names, sizes, and samples of their contents.
 
-    The parts are the first bytes, which list the tensors, the last bytes, and some bytes in the
+    The samples are the first bytes, which list the tensors, the last bytes, and some bytes in the
     middle, which change if the weights are trained further.
     """
     digest = xxhash.xxh3_128()
@@ -155,7 +156,7 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
         return [_entry(path, file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         said = shorten(str(error))
-        raise BadInputError(f"{path} is corrupt or cut short: {said}. Fetch it again.") from None
+        raise BadInputError(f"{path} is corrupt or truncated: {said}. Fetch it again.") from None
 
 
 def _entry(path: Path, file: Any, name: str) -> StoredTensor:
@@ -195,8 +196,8 @@ def _unsafe(path: Path, said: str) -> str:
     if code is None:
         return f"{path} cannot be read: it holds no weights that torch can read. Fetch it again."
     return (
-        f"{path} names code, {code[1]}, which would run when the file is loaded. Nothing was run. "
-        "Use a copy of the model with model.safetensors, from a source that you trust."
+        f"{path} refers to code, {code[1]}, which would run when the file is loaded. Nothing "
+        "was run. Use a copy of the model with model.safetensors, from a source that you trust."
     )
 
 

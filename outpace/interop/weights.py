@@ -42,7 +42,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read the directory's weights under outpace's names, fp32, on the CPU, for `load_state_dict`.
+    """Read a directory's weights for `load_state_dict`: outpace's names, in fp32 on the CPU.
 
     Reads safetensors, single or sharded, or else .bin files (nothing in them is executed). At most
     one stored tensor is in memory in addition to the result. Raises BadInputError for files that
@@ -196,7 +196,7 @@ def _check(
 
 
 def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
-    """Return the prefix behind which the files have all missing tensors, if there is one."""
+    """Return the prefix that all missing tensors have in the files; None if there is none."""
     if not missing:
         return None
     first, there = missing[0], set(unexpected)
@@ -252,8 +252,9 @@ def require_numbers(tensor: Tensor, name: str) -> None:
 
 
 def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
-    """Return these tokens' rows of the embedding, and of an untied head, in fp32. Ids beyond the
-    last row are left out. Raises BadInputError if the files cannot be read.
+    """Return these tokens' rows of the embedding, and of an untied head, in fp32.
+
+    Ids beyond the last row are left out. Raises BadInputError if the files cannot be read.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     found = []

@@ -67,5 +67,5 @@ def test_those_of_what_transformers_imports_to_build_a_model_do_not(tmp_path: Pa
         [sys.executable, "-m", "outpace", *words, "--count", "1"],
         env={**os.environ, "PYTHONWARNINGS": ""}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "one forward of it was traced" in " ".join(ended.stdout.split())
+    assert "one forward pass was traced" in " ".join(ended.stdout.split())
     assert ended.stderr == ""

@@ -114,7 +114,7 @@ def test_weights_that_are_code_are_named_and_not_run(
     said = refused(capsys, "train", f"--model={tmp_path}", f"--tokenizer={run / 'model'}",
                    f"--data={corpus}", f"--out={tmp_path / 'out'}", "--device=cpu")  # fmt: skip
     assert (
-        "names code, print, which would run when the file is loaded" in said
+        "refers to code, print, which would run when the file is loaded" in said
         and "Nothing was run" in said
     )
     assert "weights_only" not in said

@@ -174,7 +174,7 @@ LLAMA = {"model_type": "llama"}
         ),
         (
             {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
-            "the architecture 'ministral' (as which transformers reads a mistral with layer_types)",
+            "the architecture 'ministral' (transformers' reading of a mistral with layer_types)",
         ),
         (
             {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},

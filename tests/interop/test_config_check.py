@@ -235,15 +235,18 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling = {'factor': 8.0} has no rope_type"),
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}}, "has no rope_type"),
         ({"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "two types"),
-        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "has factor, which its type"),
+        (
+            {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+            "has factor, which transformers does not read for its type",
+        ),
         (
             {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
-            "has mrope_section, which its type",
+            "has mrope_section, which transformers does not read for its type",
         ),
         ({"rope_scaling": {**_LLAMA3, "attention_factor": 1.2}}, "has attention_factor"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            "differs by kind of layer",
+            "differs by type of layer",
         ),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 10000.0 and"),
         (
@@ -303,7 +306,7 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
     assert parameters(read_outline_and_spec(write(tmp_path, values))[0]) == tied
     inner = {**_SIZE, "head_dim": 8, "tie_word_embeddings": True}
     both = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": inner}
-    with pytest.raises(BadInputError, match="tie_word_embeddings is false, and in text_config tr"):
+    with pytest.raises(BadInputError, match="tie_word_embeddings is false, but true in text_co"):
         read_outline_and_spec(write(tmp_path, both))
 
 
@@ -338,17 +341,17 @@ def test_files_that_are_no_config(content: bytes, said: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("params.json", "params.json belongs to the maker's format"),
+        ("params.json", "params.json belongs to the publisher's format"),
         ("model-Q4_K_M.gguf", "GGUF files, which are for inference"),
-        ("model_index.json", "a pipeline of diffusers"),
+        ("model_index.json", "a diffusers pipeline"),
         ("model.onnx", "ONNX files, which are for inference"),
-        ("saved_model.pb", "a SavedModel of TensorFlow"),
+        ("saved_model.pb", "a TensorFlow SavedModel"),
         ("model-00001-of-00002.safetensors", "weights, but not their config.json: fetch that"),
         ("pytorch_model.bin", "weights, but not their config.json: fetch that"),
         ("epoch=1.ckpt", "another trainer's checkpoint: export it"),
-        ("consolidated.00.pth", "the maker's own format or a checkpoint"),
-        ("snapshots/abc/config.json", "a folder of the Hub's cache: give {folder}/snapshots/abc"),
-        ("checkpoint-500/config.json", "has a config.json: give {folder}/checkpoint-500"),
+        ("consolidated.00.pth", "in the publisher's format, or a checkpoint"),
+        ("snapshots/abc/config.json", "a folder of the Hub's cache: use {folder}/snapshots/abc"),
+        ("checkpoint-500/config.json", "has a config.json: use {folder}/checkpoint-500"),
     ],
 )
 def test_other_forms_of_a_model(name: str, said: str, tmp_path: Path) -> None:

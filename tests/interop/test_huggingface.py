@@ -410,7 +410,7 @@ def test_a_config_for_fewer_layers_is_noticed(stored: Path) -> None:
 def test_a_truncated_file(stored: Path) -> None:
     path = stored / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "model.safetensors is corrupt or cut short" in refusal(stored)
+    assert "model.safetensors is corrupt or truncated" in refusal(stored)
 
 
 def test_no_weights(stored: Path) -> None:

@@ -280,13 +280,13 @@ def test_the_text_of_a_model_that_also_sees(tmp_path: Path) -> None:
 def test_no_architecture_is_proposed_by_its_spelling(model_type: str, tmp_path: Path) -> None:
     """To write another model_type trains another model."""
     said = refusal(write(tmp_path, model_type=model_type, hidden_size=32, vocab_size=61))
-    assert f"does not support the architecture {model_type!r}. Known: gpt2" in said
+    assert f"does not support the architecture {model_type!r}" in said
     assert "Did you mean" not in said and "write" not in said and "If its layers" not in said
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     said = refusal(write(tmp_path, model_type="mixtrl", hidden_size=32, vocab_size=61))
-    assert "outpace does not support the architecture 'mixtrl'. Known: gpt2, llama" in said
+    assert "outpace does not support the architecture 'mixtrl'" in said
     assert "file.py:build" in said
     assert "has no model_type, so the architecture is unknown" in refusal(write(tmp_path))
     with pytest.raises(BadInputError, match="architecture 'falcon'"):

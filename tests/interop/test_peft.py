@@ -253,7 +253,7 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
             None,  # whole names, which peft takes in any layer
         ),
         ({"layers_to_transform": [0], "layers_pattern": "h("}, "", "not a valid pattern of names"),
-        ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"must be a text or a list"),
+        ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"must be a string or a list"),
         ({"layers_to_transform": 0.5}, "", r"layers_to_transform is 0\.5; it must be the number"),
         ({"exclude_modules": "*"}, "", r"exclude_modules has '\*', which is not a valid pattern"),
     ],

@@ -37,7 +37,7 @@ def test_without_a_home_the_ways_out_are_named(homeless, tmp_path):
     (tmp_path / "own.py").write_text("def build(): return 3\n")
     reference = f"{tmp_path / 'own.py'}:build"
     assert load_function(reference)() == 3
-    with pytest.raises(BadInputError, match="wants to run code"):
+    with pytest.raises(BadInputError, match="would run code"):
         require_named(reference, tmp_path)
 
 

@@ -39,16 +39,17 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
     model = _to_record(returned, name)
     if not isinstance(model.module, nn.Module):
         raise BadInputError(
-            f"{name}() gave a {type(model.module).__name__} as the module; it must be an nn.Module"
+            f"{name}() returned a {type(model.module).__name__} as the module; it must be an "
+            "nn.Module"
         )
     _check_trainable(model, name)
     _check_loss(model.loss, name)
-    _check_cuts(model, name)
+    _check_split_options(model, name)
     for part in ("dataset", "eval_dataset"):
         value = getattr(model, part)
         if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
             raise BadInputError(
-                f"{name}() gave a {type(value).__name__} as the {part}; it must be a "
+                f"{name}() returned a {type(value).__name__} as the {part}; it must be a "
                 "torch Dataset with a length (__len__ and __getitem__)"
             )
     give_shapes(model, name)
@@ -58,16 +59,16 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
 def _check_trainable(model: CustomModel, name: str) -> None:
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise BadInputError(
-            f"{name}() gave a {type(model.module).__name__} without a parameter that requires "
+            f"{name}() returned a {type(model.module).__name__} without a parameter that requires "
             "gradients, so there is nothing to train"
         )
     if isinstance(model.loss, nn.Module):
         inside = {id(parameter) for parameter in model.module.parameters()}
         if any(id(parameter) not in inside for parameter in model.loss.parameters()):
             raise BadInputError(
-                f"{name}() gave a {type(model.loss).__name__} as the loss, with parameters that "
-                "the module does not have, but only the module's parameters are trained. Make the "
-                "loss an attribute of the module (self.loss = …), and use it in the module's "
+                f"{name}() returned a {type(model.loss).__name__} as the loss, with parameters "
+                "that the module does not have, but only the module's parameters are trained. Make "
+                "the loss an attribute of the module (self.loss = …), and use it in the module's "
                 "forward or in the loss function."
             )
 
@@ -75,34 +76,36 @@ def _check_trainable(model: CustomModel, name: str) -> None:
 def _check_loss(loss: Any, name: str) -> None:
     if loss is not None and not callable(loss):
         raise BadInputError(
-            f"{name}() gave a {type(loss).__name__} as the loss; it must be a function "
+            f"{name}() returned a {type(loss).__name__} as the loss; it must be a function "
             "loss(module, batch) that returns the mean loss, or (sum of losses, count)"
         )
     if isinstance(loss, nn.modules.loss._Loss):
         raise BadInputError(
-            f"{name}() gave {type(loss).__name__} as the loss, which takes outputs and "
+            f"{name}() returned {type(loss).__name__} as the loss, which takes outputs and "
             "targets; give a function loss(module, batch) that calls it"
         )
 
 
-def _check_cuts(model: CustomModel, name: str) -> None:
+def _check_split_options(model: CustomModel, name: str) -> None:
     """Refuse `blocks`, `layouts` or `sync_batchnorm` of types that parallelize does not accept."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
     flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]
     if isinstance(blocks, str) or not all(isinstance(one, str) for one in flat):
         raise BadInputError(
-            f"{name}() gave {blocks!r} as blocks; they must be a list of names of the module's "
-            "parts, or a list of such lists, one for each stage of a pipeline"
+            f"{name}() returned {blocks!r} as blocks; they must be a list of names of "
+            "submodules, or a list of such lists, one for each stage of a pipeline"
         )
     if layouts is not None and not isinstance(layouts, Mapping):
         raise BadInputError(
-            f"{name}() gave a {type(layouts).__name__} as layouts; they must be a mapping of "
+            f"{name}() returned a {type(layouts).__name__} as layouts; they must be a mapping of "
             'patterns of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": '
             '"rowwise"}'
         )
     if not isinstance(sync, bool):
-        raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it must be True or False")
+        raise BadInputError(
+            f"{name}() returned {sync!r} as sync_batchnorm; it must be True or False"
+        )
 
 
 def _to_record(returned: Any, name: str) -> CustomModel:

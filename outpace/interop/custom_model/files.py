@@ -34,7 +34,7 @@ def write_custom_model(
 
     The results of submodules' `get_extra_state` are in extra_state.pt. Shared tensors are written
     once. `reference` is 'file.py:function' or another name; the path of a file is made absolute.
-    Raises BadInputError if the file system refuses.
+    Raises BadInputError if the directory cannot be written.
     """
     file, _, function = reference.rpartition(":")
     if file.endswith(".py"):
@@ -93,7 +93,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
     """Return a function that builds the module written by `write_custom_model`, with its weights.
 
-    Raises BadInputError, including for code that the user has not named.
+    Raises BadInputError if a file cannot be read, or the user has not named the code before.
     """
     path = directory / CUSTOM_MODEL_FILE
     try:

@@ -31,8 +31,8 @@ def give_shapes(custom: CustomModel, name: str) -> None:
         why = _run(custom) or "a batch of its dataset does not reach all of them"
     if has_lazy_parameters(custom.module):
         raise BadInputError(
-            f"{name}() gave a {type(custom.module).__name__} with lazy parameters, which have no "
-            f"shape yet, and {why}. Run a batch through the module in {name}()."
+            f"{name}() returned a {type(custom.module).__name__} with lazy parameters, which have "
+            f"no shape yet, and {why}. Run a batch through the module in {name}()."
         )
 
 

@@ -17,7 +17,7 @@ from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
-# dtypes that autocast does not cast, so that an operator with others fails without it, too
+# dtypes that autocast does not cast: an operator that mixes them fails without autocast, too
 _NOT_CAST = re.compile(
     r"\b(u?int\d*|long|short|byte|char|bool|float64|double|complex\w*)\b", re.IGNORECASE
 )
@@ -61,8 +61,8 @@ class CustomObjective(nn.Module):
         """Return the sum of losses (fp32 or fp64, with gradient) and its count, both scalars.
 
         The count is the number of losses (int64), or the sum of weights if the loss returns that.
-
-        Raises BadInputError if the loss or the module returns none of the above.
+        Raises BadInputError if the loss or the module returns none of the forms in
+        `CustomObjective`.
         """
         loss_sum, count = self._score_in_precision(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
@@ -70,7 +70,7 @@ class CustomObjective(nn.Module):
         return loss_sum, count
 
     def _score_in_precision(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Score a batch. Raises BadInputError if autocast gives an operator several dtypes."""
+        """Score a batch. Raises BadInputError if an operator mixes dtypes because of autocast."""
         try:
             return self._score(batch)
         except RuntimeError as error:
@@ -114,7 +114,7 @@ class CustomObjective(nn.Module):
         return (loss_sum, count) if extra is None else (loss_sum + extra * count, count)
 
     def _require_targets_seen(self, batch: Any) -> None:
-        """Refuse (logits, scalar) from a forward without targets, whose scalar is not the loss."""
+        """Refuse (logits, scalar) from a forward without targets: the scalar is not the loss."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return  # forward used the whole batch
         names = [name for name in ("targets", "labels") if name in batch]
@@ -211,7 +211,7 @@ class CustomObjective(nn.Module):
 def _mean_over(batch: Any) -> Tensor | int:
     """Return the number of items over which a user's loss is averaged: targets, or else samples.
 
-    torch's losses skip targets of −100, so these do not count.
+    torch's losses skip targets of −100, so these targets do not count.
     """
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
@@ -223,7 +223,8 @@ def _mean_over(batch: Any) -> Tensor | int:
 def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
     """Return the number of labels that a model predicts.
 
-    If they repeat the batch's tokens, the model shifts them, so the first is not predicted.
+    If the labels repeat the batch's tokens, the model shifts them, so it does not predict the
+    first.
     """
     there = labels != IGNORED
     for name in ("input_ids", "tokens"):
@@ -286,7 +287,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        # Never a view (reshape returns one), of which FSDP warns.
+        # Not a view (reshape returns one), since FSDP warns of views.
         is_plain = value.dim() == 0 and not value._is_view()
         return to_fp32(value if is_plain else value.sum())
     if value is None and what == "the loss":
@@ -322,11 +323,11 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Return the length of the first tensor of a batch that is not a scalar, or else 1."""
+    """Return the number of samples: the length of the first tensor that is not a scalar, or 1."""
     tensors = list(_tensors(batch))
     if tensors:
         return next((tensor.size(0) for tensor in tensors if tensor.dim()), 1)
-    raise BadInputError(f"a batch of the data set has no tensor in it: {type(batch).__name__}")
+    raise BadInputError(f"a batch of the data set contains no tensor: {type(batch).__name__}")
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -55,7 +55,7 @@ def export_plan(
     write = FORMATS.get(name)
     if write is None:
         raise BadInputError(
-            f"there is no format {name!r}.{suggest(name, FORMATS)} The formats are "
+            f"unknown format {name!r}.{suggest(name, FORMATS)} The formats are "
             f"{', '.join(FORMATS)}."
         )
     return write(ExportRequest(plan, model, global_batch, seq_len, reference))

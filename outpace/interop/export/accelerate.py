@@ -14,7 +14,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: FSDP2, Megatron-LM for pp, or DeepSpeed for offloading."""
+    """Write the YAML, with FSDP2 or DDP; with Megatron-LM for pp, or DeepSpeed for offloading."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
@@ -103,8 +103,9 @@ def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
     if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
         notes.append(
             Note(
-                f"precision {name}: weights are in {name} there, with fp32 copies in the "
-                "optimizer, whereas outpace's are in fp32."
+                f"precision {name}: {'DeepSpeed' if kind == 'DEEPSPEED' else 'Megatron-LM'} keeps "
+                f"weights in {name} and fp32 copies in the optimizer, where outpace's weights are "
+                "in fp32."
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
@@ -199,7 +200,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         notes.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         notes.append(unsupported.schedule(request, tool, "1F1B with one stage per rank"))
-    # Megatron requires the remaining stages to be equal.
+    # Megatron requires all stages except the last to be equal.
     each = -(-request.layers // plan.pp)
     last = request.layers - each * (plan.pp - 1)
     values: dict[str, Any] = {

@@ -118,7 +118,7 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
 
 
 def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
-    """Return the ZeRO stage, the offloading, and the groups of replicated shards."""
+    """Return the section zero_optimization: stage, offloading, and groups of replicated shards."""
     plan = request.plan
     stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_default_options(stage)}
@@ -172,8 +172,8 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
         notes.append(
             Note(
                 f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the "
-                'optimizer, where outpace\'s weights are in fp32 ("torch_autocast" does the same '
-                "there)."
+                "optimizer, where outpace's weights are in fp32 (DeepSpeed's are, too, with "
+                '"torch_autocast").'
             )
         )
     if name == "fp8":
@@ -241,8 +241,8 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.cp > 1:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         notes.append(
-            f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence by an all-to-all "
-            "(Ulysses) instead of a ring."
+            f"cp {plan.cp}: DeepSpeed splits attention by heads, with an all-to-all (Ulysses) "
+            "instead of a ring."
         )
         notes.append(ScriptEdit(f"cp {plan.cp}: the script has to split sequences."))
     if plan.ep > 1:
@@ -257,7 +257,7 @@ def _pipeline(request: ExportRequest) -> list[str]:
         return []
     sentences: list[str] = [
         ScriptEdit(
-            f"pp {plan.pp}: the script has to split the model, "
+            f"pp {plan.pp}: the script has to split the model with "
             f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has no "
             "setting for it."
         )

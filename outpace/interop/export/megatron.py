@@ -27,7 +27,7 @@ _YOURS = {
     "SAVE": "the folder for checkpoints",
     "SAVE_INTERVAL": "the number of steps between checkpoints",
 }
-# An argument with its values, which are one line of the script.
+# An argument with its values: one line of the script.
 Argument = tuple[str, ...]
 
 
@@ -89,14 +89,14 @@ def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
 
 
 def _connections(request: ExportRequest) -> str:
-    """Return the line that sets the number of hardware queues to what Megatron requires."""
+    """Return the shell line that sets CUDA_DEVICE_MAX_CONNECTIONS as Megatron requires."""
     if _fsdp(request):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
 
 
 def _fsdp(request: ExportRequest) -> bool:
-    """Return whether Megatron FSDP shards gradients or parameters (undocumented with pp)."""
+    """Return whether Megatron FSDP is used: to shard gradients or parameters without a pipeline."""
     return request.stage > 1 and request.plan.pp == 1
 
 
@@ -109,8 +109,8 @@ def _virtual(request: ExportRequest, notes: list[str]) -> int:
     known = plan.schedule in ("1f1b", "interleaved", "mp")
     if several > 1 and request.passes % plan.pp > 0:
         notes.append(
-            f"schedule {plan.schedule}: interleaving needs a multiple of {plan.pp} micro-batches "
-            f"there, but there are {request.passes}. The export has 1F1B instead."
+            f"schedule {plan.schedule}: Megatron-LM interleaves only a multiple of {plan.pp} "
+            f"micro-batches, but there are {request.passes}. The export has 1F1B instead."
         )
         return 1
     if not known:
@@ -252,7 +252,7 @@ def _recompute(request: ExportRequest, notes: list[str]) -> list[Argument]:
     modules = ("layernorm",) if done.mode == "selective" else ("layernorm", "mlp")
     notes.append(
         unsupported.checkpointing(
-            request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks", None
+            request, _TOOL, f"recomputation of {' and '.join(modules)} in all blocks", None
         )
     )
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]

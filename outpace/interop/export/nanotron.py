@@ -50,8 +50,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         request,
         _TOOL,
         _expressed_fields(plan),
-        f"Write them in place of each {unsupported.SET_ME}, which is not valid for nanotron: "
-        "dataset is a mapping there (dataset_folder for a Nanoset), or null for synthetic data.",
+        f"Replace each {unsupported.SET_ME}, which nanotron does not accept: dataset is a mapping "
+        "(dataset_folder for a Nanoset), or null for synthetic data.",
     )
     return ExportedPlan(
         compose=lambda: heading(_TOOL, request.title, notes) + as_yaml(values),

@@ -24,13 +24,13 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence about settings that a plan does not contain; it does not change the plan."""
+    """A note that does not change the plan, such as on settings that a plan does not contain."""
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A note on a change to the user's script that the plan's time and memory presuppose."""
+    """A note on an edit to the user's script that the plan's time and memory assume."""
 
     __slots__ = ()
 
@@ -154,7 +154,7 @@ class ExportRequest:
 
     @property
     def accumulation(self) -> int:
-        """Number of passes of a data-parallel share per step.
+        """Number of gradient accumulation steps.
 
         Raises BadInputError if the plan does not divide the global batch.
         """
@@ -162,7 +162,7 @@ class ExportRequest:
 
     @property
     def passes(self) -> int:
-        """Number of micro-batches per step and data-parallel share, in a pipeline or not."""
+        """Number of micro-batches per step on a data-parallel rank, including a pipeline's."""
         return self.plan.pp_microbatches * self.accumulation
 
     def split_layers(self, stages: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
 def heading(tool: str, title: str, notes: Iterable[str]) -> str:
     """Return the comments at the start of a file: its plan, and settings that it leaves open."""
     notes = tuple(notes)
-    said = comments([f"A plan of outpace for {tool}.", title])
+    said = comments([f"An outpace plan for {tool}.", title])
     if not notes:
         return said + "\n"
     return said + "#\n# This file does not specify:\n" + comments(notes, "# - ") + "\n"
@@ -81,7 +81,7 @@ def _toml_value(value: Any) -> str:
 
 
 def torchrun(ranks: int, *words: str, module: bool = False) -> str:
-    """Return the command that starts `ranks` of a program. It is the same on all hosts."""
+    """Return the command that starts a program on `ranks` ranks. It is the same on all hosts."""
     nodes, each = hosts(ranks)
     many = [f"--nnodes={nodes}", f"--nproc-per-node={each}"]
     if nodes == 1:

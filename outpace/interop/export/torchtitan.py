@@ -58,7 +58,7 @@ _CONFIGS = {
 }
 _OWN_FLAVOR = "outpace"
 _TIED_QWEN3 = ("0.6B", "1.7B", "4B")
-# torchtitan's defaults for all Llamas.
+# torchtitan's defaults for Llama models.
 _LLAMA31_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -91,12 +91,12 @@ def write(request: ExportRequest) -> ExportedPlan:
         tables["quantize.linear.float8"] = {"recipe_name": "tensorwise"}
     notes += missing
     if plan.pp > 1 and model["name"] == "qwen3":
-        notes.append("pp: torchtitan 0.2 has no pipeline for its Qwen3; 0.3 has.")
+        notes.append("pp: torchtitan 0.2 does not support pipelines for Qwen3; 0.3 does.")
     notes += unsupported.closing_notes(
         request,
         _TOOL,
         expressed,
-        f"Write them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
+        f"Replace each {unsupported.SET_ME}, at which torchtitan stops: "
         "hf_assets_path is the tokenizer's folder, dataset a name that torchtitan knows (c4), "
         "with dataset_path for your own files. Everything else has torchtitan's defaults.",
     )
@@ -185,8 +185,9 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
 
 
 def _mlp(spec: ModelSpec) -> tuple[int, float]:
-    """Return multiple_of and ffn_dim_multiplier, from which torchtitan computes the MLP's width:
-    two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
+    """Return multiple_of and ffn_dim_multiplier, from which torchtitan computes the MLP's width.
+
+    The width is two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
     """
     multiple = math.gcd(spec.ffn, 1024)
     return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
@@ -292,7 +293,7 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
 
 
 def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """Return the schedule and the layers of each stage, as the plan splits them."""
+    """Return the schedule, and the layers of each stage."""
     plan = request.plan
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],

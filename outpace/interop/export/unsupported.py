@@ -1,7 +1,7 @@
-"""Sentences for the user on parts of a plan that another trainer's configuration cannot express.
+"""Notes for the user on parts of a plan that another trainer's configuration cannot express.
 
 A format names the plan's fields that it has written; every other field that differs from its
-default becomes a sentence here.
+default becomes a note here.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +30,7 @@ _AS_REPLICAS: Mapping[Strategy, str] = {
 
 
 def clip(plan: Plan) -> float:
-    """Return the gradient norm for clipping; None if the optimizer runs in the backward."""
+    """Return the gradient norm for clipping; 0 (off) if the optimizer runs in the backward."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
@@ -73,7 +73,7 @@ def all_under_way(request: ExportRequest, tool: str) -> list[str]:
         Note(
             f"accumulation {request.accumulation}: {tool} passes all {request.passes} "
             "micro-batches of a step through one pipeline, whereas the plan has "
-            f"{plan.pp_microbatches} at once. Its bubble is smaller there."
+            f"{plan.pp_microbatches} at once. So the bubble is smaller than planned."
         )
     ]
 
@@ -87,7 +87,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
 
 
 def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
-    """Explain that the configuration shards the states of ZeRO's `stage` instead of the plan's."""
+    """Explain that the configuration shards like ZeRO's `stage` instead of like the plan."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -102,8 +102,9 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Explain that the configuration recomputes other blocks, or in another mode. It uses `mode` in
-    every `every`-th block; None stands for a mode that plans do not have.
+    """Explain that the configuration recomputes other blocks, or in another mode.
+
+    It uses `mode` in every `every`-th block; None stands for a mode that plans do not have.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -147,7 +148,7 @@ def weights_in_16_bits(plan: Plan) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """Explain that the configuration has another optimizer: the fastest AdamW."""
+    """Explain that the configuration has another optimizer: fused AdamW."""
     return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
@@ -274,7 +275,7 @@ def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
     """Explain that a tool's tensor parallelism does not split sequences."""
     if plan.tp == 1 or not plan.sequence_parallel:
         return []
-    return [f"sequence_parallel: in {tool}, tp leaves sequences whole between its matrices."]
+    return [f"sequence_parallel: in {tool}, tp does not split sequences between its matmuls."]
 
 
 def splits_backward(plan: Plan) -> bool:
