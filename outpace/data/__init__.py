@@ -1,1 +1,1 @@
-"""Text -> token shards -> samples -> batches. The position in the data is a single number."""
+"""The pipeline from text to token shards, samples and batches; its position is a single number."""

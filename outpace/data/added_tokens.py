@@ -78,7 +78,7 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return special tokens without a role, from a list or a mapping of names to them."""
+    """Return the special tokens without a role, which are stored as a list or by name."""
     told = config.get("extra_special_tokens")
     older = config.get("additional_special_tokens")
     lists: list[Any] = [list(told.values()), older] if isinstance(told, dict) else [told or older]
@@ -87,7 +87,7 @@ def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _special(value: Any) -> AddedToken | None:
-    """Read a special token: its text alone, or with its properties."""
+    """Return a special token from its text, or its text and properties; None for anything else."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True, normalized=False)
     if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:

@@ -1,10 +1,10 @@
-"""Chat templates: conversations as text, and the assistant's answers in it.
+"""Chat templates, which render conversations as text, and the assistant's answers in that text.
 
 A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
-renders it). The assistant's parts are found by the template's own marks ({% generation %} blocks)
-if it has them. Otherwise, outpace renders prefixes: the conversation up to an answer, with the
-header that prompts for it, and up to the answer's end. Both must be prefixes of the whole text,
-which is checked: some templates render earlier turns differently if others follow.
+renders it). The template may mark the assistant's parts ({% generation %} blocks). Otherwise,
+outpace renders two prefixes for each answer: the conversation before it, with the header that
+prompts for it, and the conversation up to its end. Both must be prefixes of the whole text; this is
+checked, since some templates render earlier turns differently if others follow.
 """
 
 import re
@@ -51,8 +51,8 @@ _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Functions of Jinja whose output differs each time.
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
-# The date that templates write instead of today's, so a resumed run reads the same text. Llama
-# 3.1's template uses it if there is no clock.
+# Date that templates write instead of today's, so a resumed run reads the same text. Llama 3.1's
+# template uses this date if there is no clock.
 LEARNED_DATE = datetime(2024, 7, 26)
 
 
@@ -78,21 +78,22 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace the clock in a template with LEARNED_DATE. Raises BadInputError if the template's
-    text would still differ from one time to the next.
+    """Replace the clock in a template with LEARNED_DATE.
+
+    Raises BadInputError if the template's text would still differ from one time to the next.
     """
     if (drawn := _RANDOM.search(template)) is not None:
         raise BadInputError(
-            f"the tokenizer's chat template writes something random ({drawn.group().strip('( |')}),"
-            " so a resumed run would learn a different text. Set a chat_template without it in the "
+            f"the tokenizer's chat template has random output ({drawn.group().strip('( |')}), so a "
+            "resumed run would train on different text. Set a chat_template without it in the "
             "tokenizer's folder."
         )
     fixed = _CLOCK.sub(lambda call: repr(LEARNED_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(
-            "the tokenizer's chat template computes the format of the time that it writes "
-            "(strftime_now), so a resumed run would learn a different text. Write the format into "
-            "the template as a string, or set chat_template in the tokenizer's folder."
+            "the tokenizer's chat template computes the format that it passes to strftime_now, so "
+            "a resumed run would train on different text. Write the format as a string literal in "
+            "the template, or set chat_template in the tokenizer's folder."
         )
     return fixed
 
@@ -117,8 +118,8 @@ def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` are the numbers of the messages to which the spans belong, None if unknown. `whole` is
-    False if only the last answer could be found in the template's output.
+    `answers` holds the index of each span's message; None if unknown. `whole` is False if only the
+    last answer could be found in the template's output.
     """
 
     text: str
@@ -143,14 +144,14 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._template = template
         self._tool_template = tokenizer.chat_templates.get("tool_use", template)
-        # Variables with speakers' names that the template may use.
+        # Quoted names in the templates, some of which are roles that they know.
         self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
         self._names = _template_tokens(tokenizer, template + self._tool_template)
         self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
         )
-        # Without the post-processor, which may exclude blanks from the positions of tokens.
+        # Without the post-processor, which may exclude spaces from the offsets of tokens.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
         self._takes_text: dict[str, bool] = {}  # by template
@@ -160,7 +161,7 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> tuple[int, bool]:
-        """Return an answer's last special token, or end of text, and whether it ends answers."""
+        """Return the token that ends answers and True, or the end-of-text token and False."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
 
@@ -173,7 +174,7 @@ class ChatFormat:
                     return self.encode(self.render([talk[0], opened], where))
                 raise
 
-        # This detects a template that never ends or exhausts memory.
+        # In a process with limits, since a template may never end, or exhaust memory.
         with self._refusals(where):
             ids, said = call_isolated(encode_trial, _TRIAL_CPU_S, MEMORY_BYTES)
         special = {
@@ -242,7 +243,7 @@ class ChatFormat:
     def _limit_text(
         self, rendered: Any, where: str, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> str:
-        """Return a template's text. Raises BadInputError if it is far longer than its messages."""
+        """Return a template's text. Raises BadInputError if it is far longer than the messages."""
         text = checked_text(rendered, where, "the chat template's text")
         given = len(str(messages)) + len(str(tools))
         if len(text) > _LONGEST_CHARACTERS + _LONGEST_TIMES * given:
@@ -261,7 +262,7 @@ class ChatFormat:
         tools: Sequence[Tool],
         template: str,
     ) -> str:
-        """Render the text before an answer to the messages. Most templates need some message."""
+        """Render the prompt for an answer to the messages. Most templates need a message."""
         try:
             return self._text(messages, True, where, tools, template)
         except BadInputError:
@@ -280,10 +281,11 @@ class ChatFormat:
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()
     ) -> RenderedConversation:
-        """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
+        """Render a conversation, with the spans of the assistant's answers.
 
-        A template that writes the current date writes LEARNED_DATE. Questions after the last answer
-        are left out if the template writes that answer differently because of them.
+        A template that would write the current date writes LEARNED_DATE. Messages after the last
+        answer are left out if they change how the template writes that answer. Raises
+        BadInputError, naming `where`, if the template fails or the last answer cannot be found.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -299,7 +301,7 @@ class ChatFormat:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
             if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
-                # Some templates, such as Phi's, write it only after the whole conversation.
+                # Some templates, such as Phi's, write the end of text only after the conversation.
                 through = through.removesuffix(self.tokenizer.eos_token or "")
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)
@@ -327,7 +329,7 @@ class ChatFormat:
         """Render the text; also return the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # It also returns positions, although it is annotated as returning only text.
+        # `render_jinja_template` also returns positions, although its annotation says only text.
         render: Callable[..., Any] = render_jinja_template
         texts, places = render(
             conversations=[[dict(message) for message in messages]],
@@ -359,18 +361,18 @@ class ChatFormat:
             if (line := _line_of(error)) is not None:
                 place += f", line {line},"
             raise BadInputError(
-                f"{where}: the tokenizer's chat template{place} refuses it: {reason}"
+                f"{where}: the tokenizer's chat template{place} refuses the conversation: {reason}"
             ) from None
 
     def _file(self) -> str:
-        """Return the template's file as words to append to "template"."""
+        """Return " in" and the template's file, to append to "template"; "" if it is unknown."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
 
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids start in a span: those that the assistant writes.
+        """Encode the text; also return, for each id, whether its text starts in a span.
 
         `spans` defaults to the spans of all its answers.
         """
@@ -380,8 +382,9 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode like `encode`; also return whether a span starts inside a token (and is not
-        trained on).
+        """Encode like `encode`; also return whether a span starts inside a token.
+
+        Such a token is not trained on.
         """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
@@ -392,7 +395,7 @@ class ChatFormat:
 
 
 def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each position begins in one of the spans. Positions and spans are sorted."""
+    """Return whether each token's offsets begin in a span. Offsets and spans are sorted."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:

@@ -75,14 +75,14 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _header_advice(table: Table) -> str:
-    """Return advice for a table without a header, whose columns are those of its first row."""
+    """Return advice on tables without a header, whose first row is read as one; '' for others."""
     if Path(table.reference).suffix.lower() not in (".csv", ".tsv", ".txt"):
         return ""
     return ", or write a header (such as text and label) before the first line if it is a row"
 
 
 def _partition_of(table: Table, wanted: Sequence[str]) -> str:
-    """Return advice if a column is only in folder names, as Hive and Spark write it."""
+    """Return advice if a wanted column exists only in folder names (Hive partitioning)."""
     folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
     for part in folders:
         name = part.partition("=")[0]
@@ -95,7 +95,7 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse rows if the first, which determines the columns, lacks a column of a later one."""
+    """Refuse a table whose first row, which determines the columns, lacks a later row's column."""
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
@@ -122,13 +122,13 @@ def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: boo
         if others and not named:
             hints.append(
                 f"{what} read from {' and '.join(map(repr, used))}, not from "
-                f"{' and '.join(map(repr, others))}; {flag} names others"
+                f"{' and '.join(map(repr, others))}; choose others with {flag}"
             )
     return hints
 
 
 def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
-    """Warn about labels that may be the same label, and about samples without text."""
+    """Warn about labels that may not be distinct classes, and about samples without text."""
     hints = []
     alike: dict[str, set[str]] = {}
     seen = {example.label for example in parts[0]}
@@ -172,7 +172,7 @@ def _is_number(label: str) -> bool:
 
 
 def _plain_number(label: str) -> str:
-    """Return the whole number that a label stands for, otherwise the label in lower case."""
+    """Return a label's whole number in one spelling ("true" is 1); other labels are unchanged."""
     if label in ("true", "false"):
         return str(int(label == "true"))
     if not _is_number(label):
@@ -190,10 +190,11 @@ def examples_of(
     classes: Sequence[str] = (),
     known: Sequence[str] = (),
 ) -> list[list[Example]]:
-    """Return the texts and labels of the rows of each part; numbers of `classes` become names. A
-    label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or -1
-    is among the labels `known` from a stored classifier. Raises BadInputError if a text or label is
-    missing or invalid.
+    """Return the texts and labels of the rows of each part; numbers of `classes` become names.
+
+    A label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or
+    -1 is among the labels `known` from a stored classifier. Raises BadInputError if a text or label
+    is missing or invalid.
     """
     seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
     signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))
@@ -257,8 +258,8 @@ def with_stored_names(
 ) -> list[list[Example]] | None:
     """Return the examples with the labels of a stored classifier; None if the labels differ.
 
-    The first of the `parts` decides: its labels are the classifier's names, in any case, or numbers
-    of its classes, which is how transformers reads whole numbers.
+    The first of the `parts` decides. Its labels must be the classifier's names, ignoring case, or
+    class numbers (which may follow `LABEL_`).
     """
     if len(known) < 2:
         return None
@@ -279,7 +280,7 @@ def with_stored_names(
 
 
 def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels in the order of their numbers, as the data gives them.
+    """Return the labels in the order of their class numbers.
 
     Labels that are only known from the examples are sorted. Raises BadInputError if there are fewer
     than two, or nearly as many as examples.
@@ -290,7 +291,7 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
     if len(seen) < 2:
         raise BadInputError(
             f"all {len(examples)} samples have the label {excerpt(next(iter(seen)))}, so there is "
-            "nothing to distinguish. Give data with two labels or more."
+            "nothing to distinguish. Give data with at least two labels."
         )
     if len(seen) > max(2, len(examples) // 2):
         raise BadInputError(
@@ -310,7 +311,7 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     """Return the tokenizer with a post-processor for pairs and a padding token, on the right.
 
     Padding on the left, as for generation, shifts learned positions and an encoder's first token,
-    so a text's scores would depend on the texts next to it. An existing post-processor is kept.
+    so a text's scores would depend on the texts in its batch. An existing post-processor is kept.
     Otherwise, an encoder uses BERT's (Devlin et al., arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]),
     and a decoder puts the end-of-text token between the texts. Both are saved with the model, so
     transformers encodes pairs in the same way.
@@ -349,7 +350,7 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples, and the number of samples that were truncated because they were too long."""
+    """Samples, and how many of them were truncated."""
 
     samples: RaggedSamples
     cut: int
@@ -402,7 +403,7 @@ def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -
 
 def _sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
     ids, types = list(encoding.ids), list(encoding.type_ids)
-    # transformers reads the last token that is not padding.
+    # transformers classifies by the last token that is not padding.
     while len(ids) > 1 and ids[-1] == tokenizer.pad_id:
         ids.pop()
     if not ids:

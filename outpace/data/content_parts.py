@@ -29,7 +29,7 @@ def takes_parts(render: Callable[[Messages], str]) -> bool:
 
 
 def with_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages with their texts as lists of one part."""
+    """Return the messages, with each text wrapped in a list of one part."""
     return [{**message, "content": _as_parts(message["content"])} for message in messages]
 
 

@@ -26,21 +26,21 @@ from outpace.data.template_omissions import (
 )
 from outpace.records.errors import BadInputError
 
-# Beginnings of an answer that a prompt's header may already contain, such as <think>.
+# Longest beginning of an answer that a prompt's header may contain, such as <think>.
 _HEADER_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, with counts of conversations that were not used in full.
+    """Samples of conversations, and which conversations were not used in full.
 
-    `cut` were longer than a sample; `empty` have nothing to train on (in the remaining part); for
-    `partial`, only the last answer could be found. `altered` have answers that the template
-    changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
-    words that the tokenizer reads as special tokens; each of these has the place of the first one.
-    `joined` have an answer that starts inside a token of the template. `unread` counts columns that
-    are not part of conversations, and keys of messages that the template omits. `fingerprint` is a
-    hash of all ids and targets before truncation.
+    Numbers of conversations: `cut` were longer than a sample, `empty` have nothing to train on
+    within it, and for `partial` only the last answer was found. Places of conversations: `altered`
+    have answers that the template changes, `toolless` tools and `unwritten` messages that it omits,
+    `marked` text that the tokenizer reads as special tokens, `wordless` an empty answer, and
+    `joined` an answer that starts inside a token of the template. `unread`: numbers of
+    conversations with columns that are not part of them, or keys of messages that the template
+    omits. `fingerprint`: hash of all ids and targets before truncation.
     """
 
     samples: RaggedSamples
@@ -62,8 +62,9 @@ def encode_all(
 ) -> Conversations:
     """Return tokens and targets, with −100 for everything but the answers to train on.
 
-    A target is the next token: a sample of S tokens reads S and predicts S. Longer ones are cut at
-    the end. `part` names these rows in messages. Raises BadInputError if nothing is left.
+    Each target is the next token, so a full sample uses `seq_len` + 1 ids; longer conversations are
+    truncated. `part` describes the rows in messages. Raises BadInputError if no sample has a
+    target.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
@@ -90,7 +91,7 @@ def encode_all(
             empty += 1
     if not found:
         raise BadInputError(
-            f"none of {empty} conversations{part} has an answer of the assistant within {seq_len} "
+            f"none of {empty} conversations{part} has an assistant's answer within {seq_len} "
             + (
                 f"tokens; {silent} of them have no answer to train on at all. Use other data."
                 if silent
@@ -108,7 +109,7 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, which of them the assistant writes, and the counts of Conversations."""
+    """A conversation's ids, those that the assistant writes, and findings for `Conversations`."""
 
     where: str
     ids: list[int]
@@ -124,7 +125,7 @@ class _EncodedMessages:
 
 
 def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
-    """Encode each conversation, in a process with limits. Raises BadInputError with the row."""
+    """Encode each conversation in a process with limits. Raises BadInputError, naming the row."""
     listed, done = list(rows), 0
 
     def encode() -> Iterator[_EncodedMessages]:

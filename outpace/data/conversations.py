@@ -25,7 +25,7 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column or a key that a row lacks
-# Roles by the names used in data, in lower case.
+# Roles, with the names that data uses for them, in lower case.
 _ROLES: Mapping[str, Collection[str]] = {
     "user": ("human", "prompter"),
     "assistant": (
@@ -37,7 +37,7 @@ _ROLES: Mapping[str, Collection[str]] = {
     "tool": ("function", "function_response", "observation", "ipython", "tool_response"),
 }  # fmt: skip
 _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names)}
-# Keys of a message that name its speaker in common data sets, and columns of classes.
+# Keys of a message for its speaker and its text in common data sets, and columns of classes.
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
@@ -168,7 +168,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
 
 
 def _refuse_form(row: Row) -> BadInputError:
-    """Return the error for a row that is not a conversation. It says what to do."""
+    """Return the error for a row that is not a conversation, with advice."""
     values = row.values
     there = quote_names(values) or "no columns"
     if (name := next((name for name in _LISTS if name in values), None)) is not None:
@@ -291,10 +291,10 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
-    """Return what a message has under the first of two names that is not empty.
+    """Return a message's value under the first of two keys that has one.
 
-    Where data sets with different names were joined, one of them is null or empty. Raises
-    BadInputError if both have a value and these differ.
+    If data sets with different keys were joined, one of the two is null or empty. Raises
+    BadInputError if both have values that differ.
     """
     found = [one[name] for name in names if one.get(name) not in _EMPTY]
     if len(found) > 1 and found[0] != found[1]:
@@ -306,7 +306,10 @@ def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
 
 
 def _is_learned(one: Message, row: Row) -> bool:
-    """Return whether a message's keys allow training on it. Raises BadInputError for fractions."""
+    """Return whether a message's keys allow training on it.
+
+    Raises BadInputError for values other than 0 and 1.
+    """
     for name in (*WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:
@@ -347,7 +350,7 @@ def _part(part: Any, row: Row) -> str:
         return _text(part["text"], "text", row)
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadInputError(
-        f"{row.where}: part of a message is of the type {kind!r}, and only text can be trained on"
+        f"{row.where}: part of a message has type {kind!r}, but only text can be trained on"
     )
 
 

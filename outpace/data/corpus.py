@@ -121,8 +121,9 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """Return a split of an entry by hash of documents if that comes close to the fraction. With few
-    documents, it may not; then the last tokens are held out.
+    """Return a split of an entry, by hash of documents if that comes close to the fraction.
+
+    With few documents, it may not; then the last tokens are held out.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
@@ -161,7 +162,7 @@ def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Pa
 def read_documents(
     sources: tuple[str, ...], text_field: str, split: Split, eval_fraction: float
 ) -> Iterator[str]:
-    """Yield the text of a split, for training a tokenizer; long documents come in pieces.
+    """Yield the text of a split, for training a tokenizer; long documents are split.
 
     The sources take turns, so any prefix has about the same amount of each. If the hash puts no
     document in the split, all text is used.

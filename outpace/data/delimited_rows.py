@@ -12,7 +12,7 @@ from outpace.data.text_checks import lines_of
 from outpace.records.errors import BadInputError, quote_names
 
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
-# Delimiters in tables of other tools, as users know them.
+# Names of delimiters in messages.
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 
@@ -20,12 +20,12 @@ _COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 def read_delimited(
     file: Path, delimiter: str, on_left_out: Callable[[str], None] | None
 ) -> Iterator[tuple[Row, int]]:
-    """Yield rows of a table below its header.
+    """Yield the rows below a table's header, each with its size in bytes.
 
-    GLUE's tab-separated files do not use quoting: a quotation mark is part of the text. Others do,
-    such as files from pandas (see `_quotes`). Lines without quoting that have fewer columns than
-    the header, as benchmarks' files have, are passed to `on_left_out` if that is not None. Raises
-    BadInputError for other lines without the header's columns.
+    In GLUE's tab-separated files, a quotation mark is part of the text; in others, such as those
+    from pandas, it quotes a cell (see `_quotes`). In files without quoting, lines may have fewer
+    columns than the header, as in benchmarks: `on_left_out`, if not None, is called with their
+    places. Raises BadInputError for other lines without the header's columns.
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -81,12 +81,12 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
 
 
 def _quotes(file: Path) -> bool:
-    """Return whether tab-separated cells that begin with a quotation mark are quoted, as in CSV.
+    """Return whether a tab-separated file quotes cells, as CSV does.
 
-    They are if all are well-formed and either the header is quoted or some marks are doubled. They
-    also are if only quoting gives all rows the header's columns, for example because cells contain
-    tabs and line breaks. Raises BadInputError for a single column with line breaks, which could be
-    read either way.
+    It does if all cells that begin with a quotation mark are well-formed, and either the header is
+    quoted or some marks are doubled. It also does if only quoting gives all rows the header's
+    columns, for example because cells contain tabs and line breaks. Raises BadInputError for a
+    single column with line breaks, which could be read either way.
     """
     columns = opened = 0
     named = doubled = False
@@ -118,9 +118,7 @@ def _quotes(file: Path) -> bool:
 
 
 def _is_even_if_quoted(file: Path) -> bool:
-    """Return whether all rows of a table with quoted cells between tabs have the same number of
-    columns.
-    """
+    """Return whether all rows have the same number of columns if cells are quoted."""
     try:
         widths = (len(cells) for _, cells, _ in _read_csv(file, "\t"))
         first = next(widths)

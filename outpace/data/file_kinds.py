@@ -91,8 +91,10 @@ def chunk_kind(file: Path, head: bytes) -> str | None:
 
 
 def _is_litdata(head: bytes, size: int) -> bool:
-    """Return whether a file begins like a chunk of litdata, in 32-bit numbers: the number of items,
-    where each begins, and where the last ends.
+    """Return whether a file begins like a chunk of litdata.
+
+    A chunk begins with 32-bit numbers: the number of items, where each begins, and where the last
+    one ends.
     """
     words = [int.from_bytes(head[at : at + 4], "little") for at in range(0, len(head) - 3, 4)]
     if len(words) < 3 or not words[0]:

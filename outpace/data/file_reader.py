@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 from outpace.records.errors import BadInputError
 
-# Parsed JSON can take thirty times as much memory.
+# Longest line that is read: parsed JSON can take thirty times as much memory.
 LINE_BYTES = 64 << 20
-# Size, and times of the last change: `touch` can set the first time, but not the second.
+# Size, mtime and ctime; `touch` can set mtime, but not ctime.
 State = tuple[int, int, int]
 
 

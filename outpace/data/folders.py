@@ -23,12 +23,10 @@ _BLOCK_BYTES = 1 << 20
 def files_below(
     root: Path, left_out: Collection[str] = ()
 ) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return the files in a folder, including linked folders, and the output of outpace in it.
+    """Return the files below a folder, outpace's outputs in it, and broken links, each sorted.
 
-    The files include broken links, in a stable order, but neither hidden files, copies left by
-    editors and merges, nor Python's bytecode.
-
-    `left_out`: names of folders.
+    Linked folders are followed. Hidden files, copies left by editors and merges, and Python's
+    bytecode are left out. `left_out`: names of folders to skip.
     """
     found: list[str] = []
     lost: list[str] = []

@@ -12,8 +12,8 @@ from outpace.data.sources import Source, fingerprint
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo
 
-# How samples are made of files. Raise it if the same files give other samples than before: a run
-# that cannot be resumed for it is then told so.
+# Version of how samples are made from files. Raise it if the same files give other samples than
+# before: the message to a user who cannot resume an older run then says so.
 READING = 1
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_S = 2.0
@@ -42,7 +42,7 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
-    """Return the smallest and largest id of tokens with this content hash, cached earlier."""
+    """Return the smallest and largest id of a stream, cached by the hash of its content."""
     memo = cache_dir / "extents" / content
     try:
         low, high = json.loads(memo.read_text())

@@ -47,7 +47,7 @@ class Misread(Record):
 
 
 class Index(Record):
-    """All data of an entry, stored in index.json."""
+    """Contents of an entry, as stored in index.json."""
 
     format: Literal[1] = FORMAT
     dtype: Literal["<u2", "<u4"]

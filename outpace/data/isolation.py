@@ -89,10 +89,10 @@ def _receive(
         why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise IsolatedError(
             f"its process ended with {why}: it may need more than the "
-            f"{show_bytes(memory_limit_bytes)} that it is given"
+            f"{show_bytes(memory_limit_bytes)} that it may use"
         ) from None
     if isinstance(value, MemoryError):
-        raise IsolatedError(f"it asks for more than {show_bytes(memory_limit_bytes)} of memory")
+        raise IsolatedError(f"it needs more than {show_bytes(memory_limit_bytes)} of memory")
     return kind, value
 
 
@@ -127,7 +127,7 @@ def _work(
     parent: int,
     held: set[int | signal.Signals],
 ) -> NoReturn:
-    """Send each item from the forked process, then end it."""
+    """Send each item from the forked process, then exit."""
     try:
         here.close()
         faulthandler.disable()

@@ -51,14 +51,14 @@ def _format_json_error(error: Exception, column: int | None = None) -> str:
 
 
 def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
-    """Yield the objects of a file that has one in each line, or only one."""
+    """Yield the objects of a file that has one per line, or a single one."""
     alone = True
     for number, line in numbered_lines(file):
         where = f"{file}, line {number}"
         if alone:
             require_text(file, line)
         try:
-            # Without the line end, after which truncation would go unnoticed.
+            # Without the line end, since an error after it would have the wrong column.
             values = read_value(line.decode("utf-8-sig").rstrip(_SPACES))
         except UnicodeDecodeError as error:
             raise BadInputError(
@@ -88,7 +88,7 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _nested_name(file: Path) -> str:
-    """Describe nested rows of a file too large to read whole, like `nested_rows`; else '.'."""
+    """Return the end of a sentence, like `nested_rows`, for a file too large to read whole."""
     if file.stat().st_size <= LINE_BYTES:
         return "."
     with readable(file) as stream:
@@ -222,7 +222,7 @@ class _Text:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    # Start the search after the last character that is not white space.
+                    # Do not report a position in the white space at the end.
                     line, column = self._position(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"

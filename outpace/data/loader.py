@@ -158,7 +158,7 @@ class _Slots:
         total_steps: int,
     ) -> None:
         if len(dataset) == 0:
-            raise BadInputError("the data set has no samples; give one that has some")
+            raise BadInputError("the data set has no samples. Give one with samples.")
         self._dataset = dataset
         self._seed = seed
         self._global_batch = global_batch
@@ -198,12 +198,12 @@ class _SeededDataset(Dataset[Any]):
         return len(self._dataset)
 
     def locate(self, seed: int, positions: Any) -> list[tuple[int, int]]:
-        """Return each of `positions` in the order of training, with the index of its sample."""
+        """Return the positions in training, each with the index of its sample."""
         indices = samples_at(seed, positions, len(self))
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples in the same way as torch's own fetcher."""
+        """Return the samples as torch's fetcher does, by `__getitems__` if the data set has it."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             found = self._dataset.__getitems__([index for _, index in keys])
@@ -234,8 +234,8 @@ def collate(found: Any) -> Batch:
         first = str(error).splitlines()[0].strip().removesuffix(".")
         said = _describe_shapes(found) or f"{type(error).__name__}: {first}"
         raise BadInputError(
-            f"the data set's samples do not make a batch: {said}. Pad them to one shape and leave "
-            "out what is None, or collate them in the data set itself: a method "
+            f"the data set's samples cannot be collated: {said}. Pad them to one shape and leave "
+            "out None values, or collate them in the data set itself: a method "
             "__getitems__(self, indices) returns the batch as a dict or a tuple."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Texts in markup languages."""
+"""Detection of texts in markup languages."""
 
 import re
 from pathlib import Path
@@ -51,5 +51,5 @@ def _markup_of(file: Path) -> str | None:
     with readable(file) as stream:
         head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
     found = next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
-    # Next to texts, a file with the suffix of JSON is part of a program.
+    # A .json file among texts belongs to a program, so there is no hint.
     return None if found == "JSON" and form_of(file) == "json" else found

@@ -8,7 +8,7 @@ import numpy as np
 
 from outpace.data.tokenizer import Tokenizer
 
-# Most texts have some characters without a token.
+# Share of unknown tokens above which to warn, since most texts have some.
 _UNKNOWN_SHARE = 0.01
 _SHOWN = 3
 
@@ -60,8 +60,8 @@ def misread_hints(
         )
     if specials:
         hints.append(
-            f"the text of {reference} has the names of special tokens in it, which are read as "
-            f"those tokens: {_most(specials)}. Write them differently if they are meant as text"
+            f"the text of {reference} contains names of special tokens, which are read as those "
+            f"tokens: {_most(specials)}. Write them differently if they are meant as text"
         )
     hints += unknown_hints(f"of {reference}", unknown, tokens)
     if lost:

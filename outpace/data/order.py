@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, step, slot), so a position is just a number.
 
-A pass over n samples is a permutation given by a Feistel network over the smallest square that
-holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+A pass over n samples is a permutation given by a Feistel network over the smallest power of four
+that holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 2002, §4): any element of the permutation is computed independently, in constant memory.
 """
 
@@ -29,14 +29,14 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
     return permute(places, n_samples, np.stack(keys, axis=1)[:, of_numbers])
 
 
-def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Map each of the `places` by a keyed permutation of [0, size).
+def permute(indices: Index, size: int, key: NDArray[np.uint64]) -> Index:
+    """Map each of the `indices` by a keyed permutation of [0, size).
 
-    `key`: one number per round, (rounds,), or per round and place, (rounds, places).
+    `key`: one number per round, (rounds,), or per round and index, (rounds, indices).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
-    values = places.astype(np.uint64)
+    values = indices.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
     # The network permutes a power of four; repeat until the value is below the size.
     while outside.any():

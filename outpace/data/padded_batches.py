@@ -107,8 +107,7 @@ class PaddedDataset(Dataset[Batch]):
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":
-        """Return a data set of all samples, or the first `most`, each once, in batches of
-        `batch`."""
+        """Return a data set of the first `most` samples, each once, in batches of `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
     @property

@@ -27,7 +27,7 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from outpace.data.parallel_encoding import main; main()"
 )
-# Encoding shorter texts in this process takes less time than starting helpers.
+# Up to this many characters, encoding here takes less time than starting helpers.
 ALONE_CHARACTERS = 12 << 20
 
 
@@ -76,7 +76,7 @@ class Encoders:
 
 
 class _Helper:
-    """A child process that tokenises texts."""
+    """A child process that tokenizes texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,9 +1,9 @@
 """A generated data set of sentence pairs in MRPC's form, to try a classifier without real data.
 
 As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005), a pair has quality 1
-if both sentences mean the same (two thirds of all pairs), else 0. Here, the second sentence of half
-of the pairs with 0 says that the opposite happened, which a model learns slowly; that of the other
-half denies the first one in other words, which it learns quickly.
+if both sentences mean the same (two thirds of all pairs), else 0. In half of the pairs with 0, the
+second sentence says that the opposite happened, which a model learns slowly. In the other half, it
+denies the first sentence in other words, which a model learns quickly.
 """
 
 from collections.abc import Iterator

@@ -15,8 +15,8 @@ _COMPARED_BYTES = 1 << 16  # from each end of files of equal size
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
     """Return the validation files whose contents equal those of a training file.
 
-    If there are very many validation files, only the first are checked. Empty files and indices
-    contain nothing to train on.
+    If there are very many validation files, only the first are checked. Empty files and indices are
+    ignored.
     """
     wanted = _compared_sizes(held_out)
     sizes = set(wanted.values())

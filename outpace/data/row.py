@@ -1,4 +1,4 @@
-"""A record with named columns, and messages about records whose form is not as expected."""
+"""A record with named columns, and messages about records of an unexpected form."""
 
 import shlex
 from collections import Counter
@@ -18,7 +18,7 @@ _CONTENTS = ("content", "value")  # of messages
 class Row:
     """One record.
 
-    `where` tells the user its place in the data; `file` is set for JSON that is not a list.
+    `where` is its location, for messages; `file` is set for JSON that is not a list.
     """
 
     values: Mapping[str, Any]
@@ -46,7 +46,7 @@ def checked_text(text: Any, where: str, field: str) -> str:
 
 
 def describe_repetition(names: Iterable[str], what: str) -> str:
-    """Append the repeated name to the words `what`."""
+    """Describe which name is repeated, in a sentence that begins with `what`."""
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
@@ -62,7 +62,7 @@ def require_distinct(names: Sequence[str], where: str) -> None:
 
 
 def nested_rows(row: Row) -> str:
-    """Return the end of a sentence about rows nested in this row, with a remedy; '' if none are.
+    """Return the end of a sentence that says how to unpack rows nested in this row, or ''.
 
     Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
     """
@@ -78,7 +78,7 @@ def nested_rows(row: Row) -> str:
 
 
 def rows_in_columns(row: Row) -> str:
-    """Describe rows stored by column, as lists or by row number, in the form of `nested_rows`."""
+    """Return the end of a sentence, like `nested_rows`, for rows stored by column or by number."""
     if (count := _count_whole_rows(row.values)) is not None:
         return (
             f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
@@ -100,8 +100,9 @@ def rows_in_columns(row: Row) -> str:
 
 
 def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of an object that has rows by number, or lists of cells and their
-    `columns`; None for other objects.
+    """Return the number of whole rows that an object holds; None if it does not hold rows.
+
+    The rows are its values, by number, or lists of cells next to their `columns`.
     """
     columns, data = values.get("columns"), values.get("data")
     if isinstance(columns, list) and isinstance(data, list) and data:
@@ -116,7 +117,7 @@ def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
 
 
 def suggest_unpacking(file: Path | None, name: str, what: str) -> str:
-    """Return the end of a sentence: how to read rows that are under a key of an object."""
+    """Return the end of a sentence that says how to write the objects under a key as rows."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return (

@@ -45,7 +45,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 
 def _read_samples(path: Path) -> EncodedSamples:
-    """Read a file. Raises an error if it is incomplete, by the checksums of zip files."""
+    """Read stored samples. Raises an error if the file is incomplete, by its zip checksums."""
     # Read from memory, since numpy would leave an invalid file open until garbage collection.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}

@@ -25,7 +25,7 @@ from outpace.data.workers import forks_workers, start_method, starting_workers
 _CHOSEN = 4  # additional samples, besides the first and the last
 _DIGEST = 0x646967  # makes these seeds differ from those of training
 _BLOCKS = 64  # number of blocks of an array whose means are compared
-_MEASURED_BYTES = 2  # narrower integers may be pixels or audio, which decoders round
+_MEASURED_BYTES = 2  # integers up to this size may be pixels or audio, which decoders round
 _OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences: of decoders; of rounded means
 _DEPTH = 8
 

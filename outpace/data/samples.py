@@ -25,11 +25,12 @@ Batch = dict[str, torch.Tensor]
 
 
 class TokenDataset(Dataset[Batch]):
-    """Sample i of a stream is its tokens [i·S, i·S + S], of which the last is only a target.
+    """Data set of token samples: sample i of a stream is its tokens [i·S, i·S + S].
 
-    `locate` returns the samples at positions of training; `__getitems__` collates them into a
-    batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if requested. Raises
-    BadInputError if a source has less than one sample; `part` names the data in messages.
+    The last of these tokens is only a target. `locate` returns the samples at positions of
+    training; `__getitems__` collates them into a batch: `tokens` and `targets` (B, S) int64, and
+    `documents` (B, S) int32 if requested. Raises BadInputError if a source has less than one
+    sample; `part` names the data in messages.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def left_over_tokens(self) -> int:
-        """Number of targets that are in no sample, after the last whole sample of each source."""
+        """Number of targets left after the last whole sample of each source."""
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
@@ -89,8 +90,8 @@ class TokenDataset(Dataset[Batch]):
         """Return a data set of all samples, or the first `most`, each once, in batches of `batch`.
 
         The last batch is filled up with samples without targets, so a mean over all targets does
-        not depend on the batch size. A weighted mixture has the same number of samples in its
-        proportions, so samples of a small source may come several times.
+        not depend on the batch size. A weighted mixture has as many samples in total, in its
+        proportions, so samples of a small source may repeat.
         """
         found = copy.copy(self)
         found._most, found._once_in = min(most, len(self)), batch

@@ -37,10 +37,11 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 INDEX = "index.json"
 SHARD_TOKENS = 256 << 20
-# Enough text to make passing it to another process worthwhile, but little enough to keep memory
-# constant.
+# Enough text to make passing it to another process worthwhile, but little enough to keep memory use
+# low.
 _BATCH_CHARACTERS = 2 << 20
-# Shorter texts are never cut into pieces.
+# Characters of a document that are hashed to choose its split; shorter texts are never cut into
+# pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
 _SIGNS_KEPT = 1000  # number of lost characters to list in the index
@@ -90,17 +91,17 @@ def ensure_entry(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BadInputError(
-                f"the disk of the token cache {entry.parent} is full; free some space or name "
-                "another place with --cache-dir"
+                f"the disk of the token cache {entry.parent} is full. Free some space, or choose "
+                "another folder with --cache-dir."
             ) from None
         raise BadInputError(
-            f"the token cache {entry.parent} cannot be used: {error}. Name another place with "
-            "--cache-dir"
+            f"the token cache {entry.parent} cannot be used: {error}. Choose another folder with "
+            "--cache-dir."
         ) from None
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a complete entry, or a description of the damage."""
+    """Return the index of a complete entry, or a description of the damage, or neither."""
     if not entry.is_dir():
         return None, None
     try:

@@ -32,7 +32,7 @@ _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
-# Number of files whose contents are looked at; a folder may hold very many.
+# Number of files whose contents are inspected; a folder may hold very many.
 COMPARED_FILES = 1000
 # Parts of the standard library that are not prose: tests, and generated tables.
 _LEFT_OUT = frozenset(
@@ -47,7 +47,7 @@ _TABLES = ("_sysconfigdata", "entities")
 class Source:
     """A data source. `files` is empty for datasets.
 
-    `left_out`: files of a folder or pattern whose form differs from most of it, or that belong to
+    `left_out`: files of a folder or pattern that have another format than most, or belong to
     another split. `outputs`: runs and cache folders within the data, which are not read. `lost`:
     broken links, in a folder or of a pattern.
     """
@@ -74,7 +74,7 @@ class Source:
             hints.append(
                 f"of {self.reference}, {len(self.files):,} files are read; "
                 f"{_first_names([file.name for file in self.left_out])} left out, because they "
-                "have another form or belong to another split. Name files with --data or "
+                "have another format or belong to another split. Name files with --data or "
                 "--eval-data to read them"
             )
         if self.outputs:
@@ -163,7 +163,7 @@ def _refuse_lost(lost: Sequence[Path]) -> None:
 
 
 def _drop_repeated(files: Iterable[Path]) -> list[Path]:
-    """Return a pattern's files in order, each by its shortest path if links form a circle."""
+    """Return a pattern's files in order, each by its shortest path if links form a loop."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
@@ -206,7 +206,8 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
     kind = _chosen_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
     splits = _splits_by_name(chosen)
-    # Source code has folders called test, so for texts all files must belong to splits.
+    # Source code has folders called test, so texts are only split by name if all files name a
+    # split.
     if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
         chosen = [file for file, split in splits.items() if split != "held out"] or chosen
     if kind == "tokens":
@@ -320,8 +321,8 @@ def check_unchanged(source: Source) -> None:
     for file, state in zip(source.files, source.states, strict=True):
         if state_of(file) != state:
             raise BadInputError(
-                f"{file} changed while it was being read, so nothing was kept of it. Run this "
-                "again when it is complete."
+                f"{file} changed while it was being read, so it was not cached. Run this again "
+                "when it is complete."
             )
 
 

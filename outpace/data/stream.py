@@ -51,8 +51,8 @@ class MappedTokens:
     """A file of token ids that is mapped into memory when used; pickling keeps only its path.
 
     Reading raises BadInputError if the file was overwritten or truncated in the meantime, since
-    training would read other tokens, or the kernel would kill the process. Appending to the file,
-    or replacing it by another with its name, does no harm, since the mapped file stays.
+    training would read other tokens, or the kernel would kill the process. Appending to the file is
+    safe, and so is replacing it by renaming, since the old file stays mapped.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -73,8 +73,10 @@ class MappedTokens:
         return len(self.ids)
 
     def part(self, offset: int, count: int) -> Array:
-        """Return ids from the file's pages, and drop earlier pages. Otherwise, the whole file would
-        become resident during training and count in the memory peak.
+        """Return ids from the file's mapped pages, and drop earlier pages.
+
+        Otherwise, the whole file would become resident during training and count in the memory
+        peak.
         """
         self._require_unchanged()
         found = self.ids[offset : offset + count]
@@ -356,7 +358,7 @@ def _require_little_endian(path: Path, words: Array) -> None:
 
 
 def _require_no_gaps(path: Path, pairs: Array) -> None:
-    """Refuse 32-bit ids after a two-byte header, in which every second 16-bit word is 0."""
+    """Refuse 32-bit ids after a two-byte header, recognised by zeros in every other 16-bit word."""
     first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
@@ -383,7 +385,7 @@ def _require_no_floats(path: Path, halves: Array) -> None:
 def _require_two_bytes(path: Path, pairs: Array) -> None:
     """Refuse text, and one-byte ids, which would be read in pairs.
 
-    Their bytes are distributed alike in even and odd places, or have only values up to 127. The
+    Their bytes are distributed alike in even and odd positions, or have only values up to 127. The
     lower bytes of two-byte ids, most of which are above 255, have all values.
     """
     if len(pairs) < _LEAST_PAIRS or pairs[:, 1].astype(bool).mean() <= 0.5:
@@ -392,28 +394,30 @@ def _require_two_bytes(path: Path, pairs: Array) -> None:
     alike = len(pairs) >= _COMPARED_PAIRS and np.abs(even - odd).sum() / 2 < _SAME_BYTES
     if pairs.max() < 128 or (alike and _entropy_bits(even) < _RANDOM_BITS):
         raise BadInputError(
-            f"{path} is text, or holds one-byte ids, by the values of its bytes, not 16-, 32- or "
+            f"{path} is text, or holds one-byte ids, judging by its bytes, not 16-, 32- or "
             "64-bit ids. Name a text .txt; write ids as uint16 with numpy, as in "
             "ids.astype('uint16').tofile(FILE)."
         )
 
 
 def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
-    """Refuse 16-bit ids with the most significant byte first. Upper bytes have fewer values than
-    lower ones, and are smaller, since frequent tokens have small ids.
+    """Refuse 16-bit ids with the most significant byte first.
+
+    Upper bytes have fewer values than lower ones, and are smaller, since frequent tokens have small
+    ids.
     """
     even, odd = _byte_shares(pairs)
     first, second = pairs.mean(axis=0)
     if _entropy_bits(odd) > _entropy_bits(even) + _FEWER_BITS and first < _SMALLER * second:
         raise BadInputError(
-            f"{path} holds 16-bit ids with the most significant byte first, by the values of "
-            "its bytes. Write them with the least significant one first, as numpy's "
+            f"{path} holds 16-bit ids with the most significant byte first, judging by its "
+            "bytes. Write them with the least significant one first, as numpy's "
             "ids.astype('<u2').tofile(FILE)."
         )
 
 
 def _byte_shares(pairs: Array) -> list[Array]:
-    """Return the share of each value among even bytes, and among odd bytes."""
+    """Return the frequency of each value among even bytes, and among odd bytes."""
     return [np.bincount(column, minlength=256) / len(pairs) for column in pairs.T]
 
 

@@ -30,7 +30,7 @@ def unwritten_parts(
 ) -> list[str]:
     """Describe what the template leaves out of a `prompt`: messages, tools, tool calls.
 
-    `render` writes the prompt of other messages or tools.
+    `render` is called with changed messages or tools, and returns their prompt.
     """
     roles = unwritten_roles(messages, prompt, lambda others: render(others, tools))
     found = [f"messages of {role!r}" for role in roles]
@@ -48,9 +48,10 @@ def unwritten_parts(
 
 
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
-    """Return the roles of messages whose words the template leaves out of the `whole` text.
+    """Return the roles of messages whose text the template omits from the `whole` conversation.
 
-    The assistant's words are checked where they become targets. `render` renders other messages.
+    The assistant's text is checked elsewhere, where it becomes a target. `render` is called with
+    changed messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}

@@ -46,7 +46,7 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
 
 
 def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """Yield one document, a long one in pieces, so it is never in memory as a whole."""
+    """Yield a file as one document, a long one in pieces, so it is never in memory as a whole."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
@@ -86,8 +86,8 @@ def _border(text: str, begin: int, end: int) -> int:
 
     The best position is after a single line break between two characters of text, the second a
     letter or digit: tokenizers join white space across lines, and some join a line break with
-    punctuation, but none joins a line break with a letter or digit. In text without lines, it is
-    before the space between two words.
+    punctuation, but none joins a line break with a letter or digit. In text without lines, the
+    position is before the space between two words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:

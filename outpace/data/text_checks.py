@@ -1,4 +1,4 @@
-"""Lines of text files, and checks that the files hold whole UTF-8 text."""
+"""Lines of text files, and checks that the files are intact UTF-8."""
 
 import codecs
 import shlex
@@ -75,7 +75,7 @@ def describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
     """Describe a text that has NUL characters, and what to do about it."""
     return (
         f"{where} has {block.count(0):,} NUL characters, the first at offset "
-        f"{offset + block.find(0):,}: a copy or a download of it was probably cut off, or it is "
+        f"{offset + block.find(0):,}: it was probably truncated by a copy or a download, or it is "
         "not text. Fetch it again, or leave it out."
     )
 

@@ -42,9 +42,9 @@ _NEEDED = ("mask_token", "cls_token", "sep_token")
 class Tokenizer:
     """A `tokenizers.Tokenizer`, with the ids that data and models need.
 
-    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text cut
-    after a line break, before a letter or digit, or before the blank between two words, has the ids
-    of its parts. `chat_template` is the template for conversations that came with it, or the
+    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
+    that is cut between a line break and a letter or digit, or before the space between two words,
+    has the ids of its parts. `chat_template` is the tokenizer's template for conversations, or the
     default of several; `chat_templates` has all of them by name, and `template_file` is their file.
     `config` holds the values of tokenizer_config.json; `save` writes them again.
     """
@@ -138,7 +138,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Characters with a token if others are lost (character BPE without [UNK]); else None."""
+        """Return the characters with a token if others are lost (BPE without [UNK]); else None."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -164,8 +164,10 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Return tokens that a chat template can write by name: those with a role, and a model's
-        own, such as image_token, from tokenizer_config.json.
+        """Return the tokens that a chat template can write by name.
+
+        These are tokens with a role, and a model's own, such as image_token, from
+        tokenizer_config.json.
         """
         own = self._config.get("extra_special_tokens")
         found = {}
@@ -183,17 +185,18 @@ class Tokenizer:
         )  # fmt: skip
 
     def with_length(self, positions: int) -> "Tokenizer":
-        """Return the tokenizer with a model's number of positions as maximum length, unless it has
-        one. transformers truncates texts only to that length, and a model fails beyond its
-        positions.
+        """Return the tokenizer with a maximum length of `positions`, unless it has one.
+
+        transformers truncates texts only to that length, and a model fails beyond its positions.
         """
         if "model_max_length" in self._config:
             return self
         return self.replace(self.inner, {"model_max_length": positions})
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without added tokens. A special token's name becomes that
-        token.
+        """Return the ids of a text, without added tokens.
+
+        A special token's name becomes that token.
         """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
@@ -254,7 +257,7 @@ def _templates(told: Any) -> dict[str, str]:
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadInputError(
-                f"its chat_template is {excerpt(told)}; it must be a text, or a list of "
+                f"its chat_template is {excerpt(told)}; it must be a string, or a list of "
                 "templates with name and template"
             )
         found[name] = text

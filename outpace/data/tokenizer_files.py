@@ -27,7 +27,7 @@ from outpace.records.errors import BadInputError, OutpaceError, excerpt, json_er
 
 _ADDITIONAL = "additional_special_tokens"
 _MORE_TEMPLATES = "additional_chat_templates"  # where transformers saves named templates
-# Classes of transformers that override parts of tokenizer.json by tokenizer_config.json.
+# Classes of transformers that override parts of tokenizer.json with tokenizer_config.json.
 _BERT_CLASSES = frozenset(
     {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer",
      "ConvBertTokenizer", "SqueezeBertTokenizer", "LxmertTokenizer", "FunnelTokenizer",
@@ -45,10 +45,11 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def load_tokenizer(reference: str) -> Tokenizer:
-    """Read a tokenizer from a Hugging Face directory, tokenizer.json, GPT-2's encoder.json with
-    vocab.bpe (or vocab.json with merges.txt), or BERT's vocab.txt.
+    """Read a tokenizer from a Hugging Face directory, or from a file of GPT-2 or BERT.
 
-    Raises BadInputError if there is none, or it cannot be read.
+    The files may be tokenizer.json, GPT-2's encoder.json with vocab.bpe (or vocab.json with
+    merges.txt), or BERT's vocab.txt. Raises BadInputError if there are none, or they cannot be
+    read.
     """
     path = Path(reference)
     if path.is_dir():
@@ -57,7 +58,8 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            # Some fail only now, because a token is missing or a rule never terminates.
+            # Some tokenizers fail only when they encode: a token is missing, or a rule never
+            # terminates.
             call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
@@ -77,8 +79,10 @@ def load_tokenizer(reference: str) -> Tokenizer:
 
 
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse a post-processor that adds ids other than those of its tokens. Such ids remain after a
-    vocabulary was replaced, and texts would begin with a wrong token or an unknown id.
+    """Refuse a post-processor that adds ids other than those of its tokens.
+
+    Such ids remain after a vocabulary was replaced, and texts would begin with a wrong token or an
+    unknown id.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
@@ -129,7 +133,7 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _require_files(path: Path) -> None:
-    """Refuse files that were not fetched, and SentencePiece files without a tokenizer.json."""
+    """Refuse Git LFS pointers, and SentencePiece files without a tokenizer.json."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         require_fetched(path)
@@ -177,8 +181,8 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
     """Split texts as tokenizer_config.json specifies if its class overrides tokenizer.json.
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
-    characters from there (or their defaults), and GPT-2's and RoBERTa's the space before a text.
-    Raises BadInputError if special tokens would be split.
+    characters from tokenizer_config.json (or their defaults), and GPT-2's and RoBERTa's the space
+    before a text. Raises BadInputError if special tokens would be split.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if config.get("split_special_tokens") is True:
@@ -224,7 +228,7 @@ def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) ->
 
 
 def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
-    """Read a Hugging Face directory's tokenizer configuration and its chat template's file."""
+    """Return a directory's tokenizer configuration, and the file of its chat template, if any."""
     config: dict[str, Any] = {}
     template_file = None
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -26,8 +26,8 @@ def train_tokenizer(
     """Train a byte-level BPE (Radford et al. 2019, §2.2) on the first 32 M characters.
 
     `masked` adds the special tokens of masked language models, `set_pattern` replaces GPT-2's
-    pre-tokenization before training. Deterministic. Raises BadInputError if there is no text, or
-    the vocabulary cannot hold all bytes.
+    pre-tokenization before training. The result is deterministic. Raises BadInputError if there is
+    no text, or the vocabulary cannot hold all bytes.
     """
     specials = [END_OF_TEXT, *(MASKED_SPECIALS if masked else ())]
     least = 256 + len(specials)

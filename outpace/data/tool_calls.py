@@ -56,7 +56,7 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
 def _convert(call: Any, as_text: bool, where: str) -> Any:
     """Convert a call, with or without `function`. A string that is not a JSON object is kept.
 
-    No arguments (none, null or empty) are an empty object.
+    Missing, null or empty arguments become an empty object.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):

@@ -121,7 +121,7 @@ def _pattern_of(told: dict[str, Any] | None) -> Any:
 
 
 def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> str:
-    """Return the pattern with its classes written as lists of characters."""
+    """Return the pattern with its classes written as explicit characters."""
     inside = False
     parts = []
     for part in _CLASSES.findall(pattern):

@@ -120,7 +120,7 @@ def worker_troubles(
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
     `exit_codes`: the workers' exit codes, None if running. `elsewhere`: the code does not wait for
-    a batch, but torch may report the end of a worker at any point, by a signal.
+    batches, but torch's signal handler may report the end of a worker at any point.
     """
     try:
         yield
@@ -140,8 +140,8 @@ def worker_troubles(
         if reason is None:
             raise
         raise BadInputError(
-            f"--workers {workers}: {reason} Use fewer workers, or --workers 0, which loads in the "
-            "process that trains."
+            f"--workers {workers}: {reason} Use fewer workers, or --workers 0, which loads data in "
+            "the training process."
         ) from None
 
 
@@ -152,7 +152,7 @@ def _explain_failure(
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
         return (
-            f"no batch came within the time limit of {limit} (--comm-timeout-s)."
+            f"no batch arrived within the time limit of {limit} (--comm-timeout-s)."
             f"{_suggest_main_guard()}"
         )
     if said.startswith("DataLoader worker"):
@@ -168,7 +168,7 @@ def _explain_failure(
             return "a batch could not be handed over (see above)."
         if "is killed by signal" in said or -signal.SIGKILL in ends:
             return _SENTENCES["killed"]
-        return f"one of them ended by itself.{_suggest_main_guard()}"
+        return f"one of them exited unexpectedly.{_suggest_main_guard()}"
     lacking = _scarce_resource(error)
     if lacking is None:
         return None

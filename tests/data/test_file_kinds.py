@@ -57,7 +57,7 @@ def tf_record(example):
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
         ("x.tar", b"a.txt".ljust(257, b"\0") + b"ustar" + b"word " * 999, "is a tar archive, not"),
-        ("x.bin", b"A text. " * 250, "x.bin is text, or holds one-byte ids, by the"),
+        ("x.bin", b"A text. " * 250, "x.bin is text, or holds one-byte ids, judging"),
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),

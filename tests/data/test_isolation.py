@@ -39,7 +39,7 @@ def test_it_raises_what_the_work_raises():
     ("work", "said"),
     [
         (loop, "not finished after 1 s of CPU time"),
-        (lambda: "a" * (8 * GIB), "asks for more than 1.00 GiB of memory"),
+        (lambda: "a" * (8 * GIB), "needs more than 1.00 GiB of memory"),
         (os.abort, "ended with SIGABRT"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended with SIGKILL"),
     ],

@@ -159,7 +159,7 @@ def test_a_data_set_that_gives_many_samples_at_once_is_batched_as_any_other():
 def test_samples_that_do_not_make_a_batch_are_refused_with_a_way_that_works(workers):
     changed = {"global_batch": 4, "micro_batch": 4, "total_steps": 1, "workers": workers}
     own = Own(lambda index: {"x": torch.full((index + 1, 2), float(index))})
-    words = r"do not make a batch: one has shape \(\d+, 2\), another \(\d+, 2\)"
+    words = r"cannot be collated: one has shape \(\d+, 2\), another \(\d+, 2\)"
     with pytest.raises(BadInputError, match=words) as caught:
         steps_of(own, **changed)
     assert "Traceback" not in str(caught.value) and "__getitems__" in str(caught.value)
@@ -257,7 +257,7 @@ class Unsent:
         ("socket", r"--workers 2: .*TMPDIR=/tmp.*--workers 0"),
         ("other", r"--workers 2: a batch could not be handed over \(see above\).*--workers 0"),
         ("killed", r"--workers 2: one of them was killed.*Use fewer workers, or --workers 0"),
-        ("slow", r"--workers 2: no batch came within the time limit.*1.* seconds"),
+        ("slow", r"--workers 2: no batch arrived within the time limit.*1.* seconds"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
