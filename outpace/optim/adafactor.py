@@ -22,7 +22,7 @@ MEANS = ("variance", "row_var", "col_var")  # means of squares, by their names i
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor with torch's settings and states; sums over rows and columns span all ranks.
+    """Adafactor with torch's settings and states; sums over sharded dimensions span all ranks.
 
     `compiled`: plain (not sharded) parameters are updated by kernels of torch.compile. `together`:
     small parameters of one shape are stacked and updated as one, which is faster on a GPU. Compiled
@@ -37,7 +37,7 @@ class Adafactor(torch.optim.Adafactor):
         self._together = together
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's initial state: zero means of squares over columns and over rows."""
+        """Return a parameter's initial state, with zeros for the running means of squares."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if parameter.ndim < 2:
             return {**state, "variance": torch.zeros_like(parameter)}
@@ -113,7 +113,7 @@ class Adafactor(torch.optim.Adafactor):
 def _numbers(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
-    """Return the arguments of `step_tensor`: the values of this step, and the constants."""
+    """Return the arguments `numbers` and `constants` of `step_tensor`."""
     least = group["eps"][0] or torch.finfo(parameter.dtype).eps
     numbers = (
         step ** group["beta2_decay"],
@@ -198,7 +198,7 @@ def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
 
 
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros like the parameter but with size 1 in `dim`, sharded alike in the others."""
+    """Return zeros shaped and sharded like the parameter, except for size 1 in `dim`."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
     if not is_spread(parameter):

@@ -55,7 +55,7 @@ def make_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without its query to torch.compile at each step, which loads the compiler."""
+    """torch's AdamW, but its step does not ask torch.compile anything, which loads the compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -139,9 +139,9 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Return whether one operator updates all parameters: on a GPU, if they are of one kind.
+    """Return whether multi-tensor operators can update all parameters, which must be on a GPU.
 
-    Plain, sharded and complex tensors cannot share an operator.
+    Plain and sharded tensors cannot share an operator, and complex ones have none.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     on_gpu = all(p.device.type == "cuda" and not p.is_complex() for p in parameters)

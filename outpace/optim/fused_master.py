@@ -49,7 +49,7 @@ class _Table:
 
 
 class FusedMasterAdamW:
-    """AdamW step of master weights and of the weights rounded from them, on CUDA with Triton."""
+    """A Triton kernel that steps master weights by AdamW and rounds the weights from them."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, ...], _Table] = {}
@@ -217,7 +217,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 @cache
 def _kernel() -> Any:
-    """Return the kernel, loading Triton."""
+    """Load Triton and return the kernel."""
     from outpace.optim.fused_master_kernel import step_kernel
 
     return step_kernel

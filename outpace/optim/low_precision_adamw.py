@@ -124,7 +124,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 self._update(batch, own, numbers[count], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and drop references to the old state."""
+        """Load a state dict, and drop references to the old state."""
         super().load_state_dict(state_dict)
         self._parts.clear()
         self._stepped.clear()
@@ -238,7 +238,7 @@ class _Part:
     """This rank's part of a parameter.
 
     `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn from a
-    generator. `address`: that of the weight, None if it has no memory. `held`: the stored moments.
+    generator. `address`: the weight's, None if it has no memory. `held`: the stored moments.
     """
 
     parameter: nn.Parameter

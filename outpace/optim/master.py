@@ -114,7 +114,7 @@ class MasterWeights(KeepsDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and drop the addresses of the old state."""
+        """Load a state dict, and drop the addresses of the old state."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()

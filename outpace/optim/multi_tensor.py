@@ -18,8 +18,8 @@ def group_parameters(
     """Return the positions of parameters to update together, given their `sizes`.
 
     Parameters with equal `kinds` share a group; a large parameter, or one whose kind is None, is
-    updated alone. A group is small, or at most half as large as the largest parameter, so that its
-    update needs less memory than that of this parameter.
+    updated alone. A group is small, or at most half as large as the largest parameter, so that
+    updating the group needs less memory than updating this parameter.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []

@@ -10,7 +10,7 @@ class KeepsDtypes(torch.optim.Optimizer):
     """An optimizer whose loaded states keep their dtypes (torch casts them to the parameters')."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and keep the states' dtypes."""
+        """Load a state dict without casting states to the parameters' dtypes."""
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         held = [p for group in self.param_groups for p in group["params"]]

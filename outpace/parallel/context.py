@@ -1,14 +1,14 @@
 """Context parallelism: long sequences split over ranks, with ring attention.
 
 Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889: each rank keeps its
-queries, and keys and values travel around the ring while attention to the previous ones is
-computed. Under a causal mask, a rank with the first tokens would have little work and a rank with
-the last tokens much, so a sequence is split into 2N chunks, and rank i has chunks i and 2N−1−i (the
-"zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in every turn.
+queries, and keys and values travel around the ring. Each transfer overlaps with the attention to
+the keys received before. Under a causal mask, a rank with the first tokens would have little work
+and a rank with the last tokens much, so a sequence is split into 2N chunks, and rank i has chunks i
+and 2N−1−i (the "zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in
+every turn.
 
-Parameters are replicas, and the loss is a sum over each rank's targets: as far as gradients are
-concerned, the ranks of a sequence are like the ranks of a batch, so gradients are reduced as in
-`ddp`.
+Parameters are replicated, and the loss is a sum over each rank's targets. Gradients are reduced as
+in `ddp`, because for them it does not matter whether ranks have other samples or other tokens.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """

@@ -97,7 +97,7 @@ class Replicas(Layout):
     def add_up_in_fp32(self) -> None:
         """Accumulate all micro-batches except the last in fp32.
 
-        DDP's buckets have the parameters' dtype.
+        The last one is added in DDP's buckets, which have the parameters' dtype.
         """
         self._adds_in_fp32 = True
 

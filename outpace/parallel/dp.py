@@ -187,7 +187,7 @@ class DataParallel(Layout):
         return mine
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run the first three collectives of `gradients`."""
+        """Evaluate a batch, with the first three of the five collectives."""
         return self._forward(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
@@ -200,12 +200,12 @@ class DataParallel(Layout):
         return norm
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Send rank 0's result to all ranks, since only rank 0 has gradients."""
+        """Send rank 0's result to all ranks, because only rank 0 has gradients."""
         dist.broadcast(found_inf, 0)
 
 
 class Outputs(nn.Module):
-    """The hidden states of an objective: the part that threads compute."""
+    """A module that computes an objective's hidden states, for `nn.DataParallel`'s threads."""
 
     def __init__(self, objective: LanguageModelObjective) -> None:
         super().__init__()

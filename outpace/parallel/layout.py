@@ -184,7 +184,7 @@ class Layout:
             self.buffers.make_equal()
 
     def resume_from(self, start_step: int) -> None:
-        """Prepare for the first step of this process, after `start_step` steps."""
+        """Prepare to resume a run after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
         """Learn what ranks send each other from a first batch, before a check that restores state.

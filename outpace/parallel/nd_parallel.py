@@ -191,8 +191,8 @@ def _share(
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
 
-    As far as gradients are concerned, the ranks of a sequence are like the ranks of a batch.
-    Replicas of shards are averaged.
+    For gradients, it does not matter whether ranks have other samples or other tokens. Replicas of
+    shards are averaged.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])

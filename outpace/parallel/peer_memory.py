@@ -83,7 +83,7 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """Create a notice with its own token, never freed, since others may read it until the end."""
+    """Create a notice with a new token, never freed, because others may read it until the end."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -100,7 +100,7 @@ class _Peer:
 
 
 def _reader() -> _Copy | None:
-    """Return a function that copies from the memory of a process; None if there is no such call."""
+    """Return a function that copies from a process's memory; None if the system has none."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -124,7 +124,7 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Let the launcher's other processes read this one's memory if Yama allows only parents to."""
+    """Let the launcher's other processes read this one's memory, which Yama may forbid."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 

@@ -80,7 +80,7 @@ def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = Non
 def takes_flash(
     device: str, capability: tuple[int, int], dtype: torch.dtype, width: int, dropout: float
 ) -> bool:
-    """Return whether FlashAttention computes the turns: in 16 bits, on a GPU from Ampere on.
+    """Return whether FlashAttention computes the turns: in 16 bits, on GPUs since Ampere.
 
     It is not used with dropout, whose state would have to be kept for each turn.
     """

@@ -139,7 +139,7 @@ class ShardStorages:
         self.note()
 
     def note(self) -> None:
-        """Record the current storages as the expected ones."""
+        """Record the current storages, for `require_unchanged` to compare."""
         self._known = [storage_id(shard) for shard in self._shards.values()]
 
     def require_unchanged(self) -> None:

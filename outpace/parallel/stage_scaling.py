@@ -18,7 +18,7 @@ _STEPS = 20  # steps to measure; not all, because a measurement waits for the de
 
 
 class StageScaling:
-    """Measures, in the first steps, by which factor this rank's gradients were scaled since `note`.
+    """The factor by which this rank's gradients were scaled since `note`, in the first steps.
 
     `factor` is NaN if it is unknown.
     """

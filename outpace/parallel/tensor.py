@@ -154,7 +154,7 @@ class Rowwise(RowwiseParallel):
 
 
 class RankLocalDropout(ParallelStyle):
-    """Dropout on a shard of an activation: each rank draws its own mask."""
+    """A style for dropout on a shard of an activation, with which each rank draws its own mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())

@@ -151,8 +151,8 @@ class UnitOrder:
     def _scatter_in_turn(self, number: int) -> None:
         """Scatter the gradients of a unit after its backward, even if its input needs no gradient.
 
-        Otherwise, `fully_shard` would wait for the end of the backward, unlike on ranks whose input
-        needs a gradient.
+        Otherwise, `fully_shard` would scatter them at the end of the backward, unlike on ranks
+        whose input needs a gradient.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -245,7 +245,8 @@ def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
 def _require_history(loss_sum: Tensor) -> None:
     """Raise BadInputError for a loss whose backward reaches no parameter.
 
-    The backward of other ranks would wait for this one's. A Function in Python may reach anything.
+    The backward of other ranks would wait for this rank's. A Function in Python counts as reaching
+    parameters.
     """
     nodes = list(islice(graph_nodes(loss_sum), _MOST_OF_A_CONSTANT + 1))
     reaches = any(
@@ -312,7 +313,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with tokens of units, so that its backward includes those of the units."""
+    """A loss joined with tokens of units, so that its backward runs the units' backwards."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:

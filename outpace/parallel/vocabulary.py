@@ -94,7 +94,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run two collectives: for the largest logits, and for exponentials and target logits."""
+        """Return the sum, from two all-reduces: of largest logits; of exponentials and targets."""
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)

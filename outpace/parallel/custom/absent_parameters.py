@@ -191,7 +191,7 @@ def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
 def _needs_no_gradient(frame: FrameType | None, here: bool) -> bool:
     """Return whether a gradient is read by code that treats each gradient separately.
 
-    Optimizers skip parameters without a gradient, so each rank's steps those of its own stages.
+    Optimizers skip parameters without a gradient, so each rank's steps only its own stages'.
     `here`: the parameter is trained on this rank, so an optimizer would miss it.
     """
     for _ in range(_MOST_FRAMES):

@@ -19,7 +19,7 @@ def nan_of(device: torch.device, leaf: Any) -> Any:
 
 
 def nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """Return NaN in the form of a block's first argument."""
+    """Return NaN in the shape of a block's first tensor argument."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
     dtype = given.dtype if _is_inexact(given.dtype) else torch.get_default_dtype()
     return given.new_full(given.shape, math.nan, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Values that a user's blocks store on themselves, such as an auxiliary loss in `self.aux`.
+"""Values that a user's blocks store in attributes, such as an auxiliary loss in `self.aux`.
 
 The model's forward or the loss may read them on another pipeline stage. An inspection with the
 first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of

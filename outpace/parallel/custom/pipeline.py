@@ -496,8 +496,8 @@ def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict
 
     torch's own groups may overlap if a parameter is used in several places, depending on the order
     of a set. Then a gradient is computed twice, or from a graph that has been freed. The weight
-    backward of a parameter that is used again further on also runs what is between its uses. Raises
-    BadInputError if this torch cannot do that.
+    backward of a parameter with several uses also runs the nodes between them. Raises BadInputError
+    if this torch version cannot do that.
     """
     merged: list[dict[str, Any]] = []
     for group in _group_as_torch(inputs, params, reverse_edges):

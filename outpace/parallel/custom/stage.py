@@ -1,10 +1,10 @@
 """A stage of a custom model: the user's forward, entered at one block and left after another.
 
 Every rank of the pipeline has read the batch, so masks, positions and other arguments of blocks are
-available on every stage. All that the forward has to do is to call each block once, in order. The
-block before the stage's first one returns the received values, and the forward is exited after the
-stage's last block. Values that blocks store on themselves are sent along (`block_values`) if other
-stages read them.
+available on every stage. The forward only has to call each block once, in order. The block before
+the stage's first one returns the received values, and the forward is exited after the stage's last
+block. Values that blocks store in attributes are sent along (`block_values`) if other stages read
+them.
 
 Parameters that a stage does not have are NaN and take no memory, and blocks of earlier stages
 return NaN, so the inspection with the first batch reveals a stage that uses anything it does not

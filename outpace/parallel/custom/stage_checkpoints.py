@@ -21,7 +21,7 @@ class _NotReentrant:
         self._reentrant, self._always = reentrant, always
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Checkpoint as CheckpointFunction does: nothing trains unless an input needs gradients."""
+        """Checkpoint without reentry if gradients are needed, else as CheckpointFunction."""
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if not (self._always or any(needed)):
             return self._reentrant.apply(function, preserve_rng_state, *args)

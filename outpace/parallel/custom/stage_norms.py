@@ -87,7 +87,7 @@ class StageNorms:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the norm of tensors; that of all stages if these are all gradients of this rank.
+        """Return the norm of tensors, or of all stages if they are all of this rank's gradients.
 
         A single tensor (not in a list) and other modules' gradients get torch's norm. Otherwise
         this is collective, and raises BadInputError on all ranks if one passes only some of its
@@ -129,7 +129,7 @@ def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
 
 
 def _concerns(given: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
-    """Return whether gradients belong to a pipeline, or may be those of a rank without any."""
+    """Return whether gradients belong to a pipeline; [] may stand for a rank without gradients."""
     ids = {id(tensor) for tensor in given}
     held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]
     return any(ids & some if ids else not some for some in held)

@@ -61,7 +61,7 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, given the bytes per element of the narrowest parameter.
 
-    They are nearly those of fp32 also under autocast, where the same samples go through the same
+    Under autocast they are close to those of fp32, because the same samples go through the same
     kernels, and sums over samples and ranks are in fp32. This does not hold for split matmuls (tp)
     and for weights that are gathered in 16 bits.
     """
@@ -304,7 +304,7 @@ class LayoutComparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """Return the scale of each tensor's difference; nonzero even for zero gradients."""
+    """Return each tensor's largest value, but at least `floor` times the largest of all tensors."""
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -325,7 +325,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """Return the largest difference divided by the scale; None if one of the two is missing.
+    """Return the largest difference divided by the scale; None if the two cannot be compared.
 
     A gradient that is missing in the single process counts as zeros.
     """

@@ -54,8 +54,8 @@ def find_counted_buffers(
     Batch normalisations are left out, and so are values that no checkpoint contains and each
     forward sets again, such as caches. Returns None if no forward with parts of the batch succeeds.
 
-    The result also contains those of the `attributes` (None: all) with numbers or tensors, as named
-    in `kept_attributes`. A list or dict must keep its length and keys, so a log of losses does not
+    Names of `attributes` (None: all) whose numbers or tensors depend on samples follow, as in
+    `kept_attributes`. A list or dict must keep its length and keys, so a log of losses does not
     count. `backward`: also run the backward, whose hooks may count.
     """
     model = model_of(plain)
@@ -114,7 +114,7 @@ def _prints_after(
 
 
 def _only_numbers_change(value: Any, later: Any) -> bool:
-    """Return whether only numbers of a value, or a buffer's fingerprint, change by a forward."""
+    """Return whether a forward changes a value's numbers or a buffer's fingerprint, and no more."""
     alike = type(value) is int or _form_of(value) == _form_of(later)
     return bool(value != later and alike)
 
@@ -131,9 +131,9 @@ def _has_numbers(value: Any) -> bool:
 
 
 def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
-    """Return the largest difference between the first values of ranks' buffers. Collective.
+    """Return the largest difference between ranks' buffers, by their first values. Collective.
 
-    It is relative to the largest value of each.
+    It is relative to a buffer's largest value.
     """
     values = gather_objects(
         {n: b.flatten()[:_MOST_SENT].cpu() for n, b in mine.items() if b is not None}

@@ -223,9 +223,9 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
 def compare_accumulated(
     plain: nn.Module, plan: Plan, passes: Sequence[Batch], hooks: StepHooks
 ) -> str | None:
-    """Return a message if a single process's micro-batches differ in loss from their batch.
+    """Return a warning if accumulating micro-batches changes the loss of a single process, or None.
 
-    This includes a loss that returns a pair whose second value is not a count.
+    Also warn about a loss that returns a pair whose second value is not a count.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))

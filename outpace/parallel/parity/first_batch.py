@@ -479,7 +479,7 @@ class FirstBatch:
         return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
-        """Return the factor by which gradients are scaled, apart from the collective's average."""
+        """Return the factor by which gradients are scaled, besides the averaging over ranks."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)

@@ -148,9 +148,9 @@ def find_kept_state(
 def _choose_samples(
     piece: Batch, other: Batch | None, halved: bool
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield samples and other samples to run before them; few if the module supports that.
+    """Yield samples with other samples to run before them, for the caller to try in this order.
 
-    `halved`: yield the halves first.
+    The first are few, with which a module may fail. `halved`: yield the halves before those.
     """
     samples = samples_in(piece)
     if halved:
@@ -221,7 +221,10 @@ class _Comparison:
         self._made_first: dict[str, Any] = {}  # state that the other samples' forward changed
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Search for state. `whole` has samples that would differ between ranks."""
+        """Search for state that a forward of `other` leaves for the loss of `batch`.
+
+        `whole` has samples that would differ between ranks; `more`: another micro-batch, if any.
+        """
         with without_dropout(self._plain) if self._drops else nullcontext():
             begin = self._begin.attributes()
         fresh, kept = self._loss_after(None, batch)

@@ -67,7 +67,7 @@ class ModuleState:
 
     @contextmanager
     def preserve(self, device: torch.device) -> Iterator[Callable[[], None]]:
-        """Restore the state, all generators, and which parameters train on exit.
+        """Restore the state, all generators, and which parameters require gradients, on exit.
 
         Call the yielded function to keep the new state instead. Existing gradients are set aside
         inside the context. Parameter values are not restored.
@@ -173,7 +173,7 @@ def _version(buffer: Tensor) -> tuple[int, int]:
 
 
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
-    """Return the kind of a buffer in an objective's module `name`; None if it is saved."""
+    """Describe a buffer of an objective's module `name` that is not saved; None if it is saved."""
     if buffer in part._non_persistent_buffers_set:
         return "a buffer with persistent=False"
     of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")

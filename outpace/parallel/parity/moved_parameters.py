@@ -124,7 +124,7 @@ class MovedParameters(TorchDispatchMode):
 
     @contextmanager
     def put_back_unless(self, kept: Callable[[], bool]) -> Iterator[None]:
-        """Restore all values on exit, unless the changes are kept."""
+        """Restore all values on exit, unless `kept()` returns True."""
         try:
             yield
         finally:

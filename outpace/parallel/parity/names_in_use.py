@@ -29,7 +29,7 @@ _HOOKS = (
 class NamesInUse:
     """Names in the functions that a module's forward, its hooks and its loss can call.
 
-    A function counts as called if its name occurs in a called function, whichever object has it.
+    A function counts as called if its name occurs in a called function, on any object.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Samples of other ranks in a rank's first batch, and the effect of a few samples on each other.
+"""Checks of whether losses depend on which samples are computed together, or earlier.
 
-With samples of other ranks, the plain pass combines samples differently from the plan. Then one
-comparison with the layout shows that nothing depends on which samples are computed together, or
-earlier.
+If a rank's first batch contains samples of other ranks, the plain pass combines samples differently
+from the plan. Then one comparison with the layout shows that there is no such dependence.
 """
 
 import math

@@ -126,7 +126,7 @@ class PlainPass:
         return model_of(self._copy)
 
     def follow_loop(self) -> None:
-        """Give the copy what the user's loop has set on the module since the copy was made."""
+        """Apply the settings that the user's loop has changed since the copy was made."""
         if self._settings is not None:
             self._settings.apply()
 
@@ -544,7 +544,7 @@ def _run_backward(
 
 
 def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-    """Give a forward its own copy of the batch, which it may change."""
+    """Return copies of the batches for a forward, which may change them."""
     return tuple(map(copy_batch, batches))
 
 

@@ -27,7 +27,7 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times. Returns None, as there are no totals.
+        """Run a few samples of the first pass several times. Returns None, because this is no step.
 
         Raises BadInputError for a loss that itself runs a backward.
         """
