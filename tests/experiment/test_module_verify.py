@@ -387,8 +387,8 @@ def test_shared_statistics_of_whole_steps_equal_one_process(strategy):
 def test_shared_statistics_of_micro_batches_are_why_a_split_batch_differs():
     verdict = verdict_of(Normalised(), ACCUMULATED, sync_batchnorm=True)
     assert not verdict.passed and CUT_ALIKE in verdict.cause
-    assert "use one micro-batch per step, since" in verdict.cause
-    assert "statistics of norm are of each micro-batch" in verdict.cause
+    assert "use one micro-batch per step, because" in verdict.cause
+    assert "statistics of norm cover one micro-batch" in verdict.cause
     assert f"; the worst, {verdict.worst_tensor}, is off by " in verdict.reason
 
 

@@ -65,7 +65,7 @@ DEFAULT_SAMPLE = {
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",
-    "change param", "register that", "choose among", "return the",
+    "change param", "register th", "choose among", "return the",
     "return 0 times", "pass the", "pass its",
 )  # fmt: skip
 

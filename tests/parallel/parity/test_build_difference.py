@@ -102,12 +102,12 @@ def heads(names):
     [
         (
             lambda rank: heads(("b", "a") if rank else ("a", "b")),
-            "parameter or buffer 9 is heads.b.weight of shape (4, 4) (torch.float32) there, and "
-            "heads.a.weight of shape (4, 4) (torch.float32) on rank 0",
+            "parameter or buffer 9 is heads.b.weight of shape (4, 4) (torch.float32) on rank 1, "
+            "but heads.a.weight of shape (4, 4) (torch.float32) on rank 0",
         ),
         (
             lambda rank: heads(("a",) if rank else ("a", "b")),
-            "parameter or buffer 11 is nothing more there, and heads.b.weight",
+            "parameter or buffer 11 is nothing more on rank 1, but heads.b.weight",
         ),
     ],
 )

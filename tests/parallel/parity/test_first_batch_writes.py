@@ -233,7 +233,7 @@ def test_buffers_that_each_micro_batch_changes_are_reported(tmp_path, strategy, 
     """Though a micro-batch's halves, which take other codes, move and read them as the whole."""
     first, _ = run_first_step(tmp_path, strategy, Codes, samples=4)
     assert "refused" not in first
-    assert any("moves codes, a buffer on which" in one for one in first["warnings"]) == told
+    assert any("updates codes, a buffer on which" in one for one in first["warnings"]) == told
 
 
 class HiddenTeacher(Quiet):
@@ -281,7 +281,7 @@ class NoisyAverages(NoisyStack):
 
 def test_buffers_that_the_loss_reads_are_reported_for_forwards_that_draw_random_numbers(tmp_path):
     first, _ = run_first_step(tmp_path, "zero3", make=NoisyAverages)
-    assert any("moves level, a buffer on which" in one for one in first["warnings"])
+    assert any("updates level, a buffer on which" in one for one in first["warnings"])
 
 
 class Level(nn.Module):
