@@ -465,9 +465,6 @@ class ShardedLayout(SpreadLayout):
         for part in _fsdp_modules(self.objective):
             part.reshard()
 
-    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        raise_to(self.model, master_weights(optimizer))
-
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Gather the weights one by one; ranks that do not request the model keep nothing."""
         weights: dict[str, Any] = {}

@@ -33,7 +33,7 @@ from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.rank_objects import gather_objects
-from outpace.parallel.tensors import parameter_like
+from outpace.parallel.tensors import graph_nodes, parameter_like
 from outpace.records.errors import BadInputError
 
 
@@ -491,17 +491,10 @@ def _find_lent_parameter(totals: Tensor) -> str | None:
     The loss then depends on the parameter in another way than through what its block returns and
     stores.
     """
-    waiting, done = [totals.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in done:
-            continue
-        done.add(node)
-        lent: str | None = getattr(getattr(node, "variable", None), "lent_as", None)
-        if lent is not None:
-            return lent
-        waiting.extend(following for following, _ in node.next_functions)
-    return None
+    lent = (
+        getattr(getattr(node, "variable", None), "lent_as", None) for node in graph_nodes(totals)
+    )
+    return next((name for name in lent if name is not None), None)
 
 
 _Held = tuple[str, str, Tensor]  # module name within a block, attribute name, value
