@@ -216,10 +216,15 @@ def explain_cut(apart: float, how: str, norm_cure: str = "", cause: CutCause = "
 
     `norm_cure` and `cause` are as for `explain_cause`.
     """
-    if not cause and abs(apart - _HALF) < _NEARLY:
+    if not cause and is_halved(apart):
         cause = "sum"
     changes = f"the loss of the first batch changes by {100 * apart:.3g} % when {how}"
     return f"{changes}: {explain_cause(cause, norm_cure)}"
+
+
+def is_halved(apart: float) -> bool:
+    """Return whether a loss changes as a sum over samples does for half of them."""
+    return abs(apart - _HALF) < _NEARLY
 
 
 def explain_cause(cause: CutCause, norm_cure: str = "") -> str:

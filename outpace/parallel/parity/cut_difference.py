@@ -30,10 +30,12 @@ from outpace.parallel.parity.cut_cause import (
     explain_cut,
     find_cut_cause,
     fixed_statistics,
+    is_halved,
 )
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.parity.other_samples import mix_samples_of_ranks
 from outpace.parallel.parity.piece_losses import (
     DrawsError,
     mean_loss,
@@ -42,6 +44,7 @@ from outpace.parallel.parity.piece_losses import (
 )
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.read_buffers import Names, find_read_buffers
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.plan import Plan
 
 _SMALL = 4  # samples; halves of fewer may be a special case
@@ -83,7 +86,8 @@ class CutDifference:
 
     `read`: the buffers on which the loss depends, so not BatchNorm's running statistics in
     training. `counts`: numbers of targets of a batch and its halves that do not add up.
-    `cause`: why the loss differs, if known.
+    `cause`: why the loss differs, if known. `swapped`: the loss is that of the same samples with
+    some swapped between ranks.
     """
 
     loss: float = 0.0
@@ -91,52 +95,56 @@ class CutDifference:
     read: Names = ()
     counts: CountDifference | None = None
     cause: CutCause = ""
+    swapped: bool = False
 
 
-def compare_cut(
-    plain: nn.Module,
-    plan: Plan,
-    first: FirstPiece | None,
-    passes: Sequence[Batch],
-    hooks: StepHooks,
-    synchronised: bool,
-    tolerance: float,
-) -> CutDifference:
+@dataclass(frozen=True)
+class CutRequest:
+    """A request to compare the loss of a plain module's batch with the loss of its parts.
+
+    `passes` are this rank's, which the `plan` splits. `first` is this rank's first micro-batch, or
+    None if the rank has run none or should run no more: ranks with the same samples examine
+    different micro-batches. `synchronised`: forwards communicate, so that all ranks must run the same number.
+    """
+
+    plain: nn.Module
+    plan: Plan
+    first: FirstPiece | None
+    passes: Sequence[Batch]
+    hooks: StepHooks
+    synchronised: bool
+    tolerance: float
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches of this rank in a step."""
+        return len(self.passes) * self.plan.pp_microbatches
+
+
+def compare_cut(asked: CutRequest) -> CutDifference:
     """Compare the loss of a batch with the loss of its two halves, if the batch is split.
 
-    The effects on buffers are also compared if the losses agree.
-
-    `first` is this rank's first micro-batch, or None if the rank has run none or should run no
-    more: ranks with the same samples examine different micro-batches. Errors raised by halves
-    (BatchNorm with one sample) are ignored.
+    The effects on buffers are also compared if the losses agree. Errors raised by halves (BatchNorm
+    with one sample) are ignored.
     """
-    if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
+    if not asked.passes or (asked.plan.data_parallel == 1 and asked.micro_batches == 1):
         return CutDifference()
-    first = None if first is None else _complete(plain, hooks, first)
+    first = None if asked.first is None else _complete(asked.plain, asked.hooks, asked.first)
     if first is None:
         return CutDifference()
-    asked = passes, hooks, synchronised, tolerance
-    shared = any(isinstance(part, SynchronisedBatchNorm) for part in plain.modules())
+    shared = any(isinstance(part, SynchronisedBatchNorm) for part in asked.plain.modules())
     compare = _compare_beside_norms if shared else _compare
-    return compare(plain, plan, first, *asked)
+    return compare(replace(asked, first=first), first)
 
 
-def _compare_beside_norms(
-    plain: nn.Module,
-    plan: Plan,
-    first: FirstPiece,
-    passes: Sequence[Batch],
-    hooks: StepHooks,
-    synchronised: bool,
-    tolerance: float,
-) -> CutDifference:
+def _compare_beside_norms(asked: CutRequest, first: FirstPiece) -> CutDifference:
     """Compare a batch with its halves where ranks share the statistics of batch normalisations.
 
     Shared statistics are the same however ranks split the batch, so they are fixed to find what
     else mixes samples. They do depend on the split into micro-batches.
     """
-    by_norms = 0.0
-    if len(passes) * plan.pp_microbatches > 1:
+    plain, hooks, by_norms = asked.plain, asked.hooks, 0.0
+    if asked.micro_batches > 1:
         mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
         by_norms = _run_first([lambda: _compare_halves(mean_of, first)], plain)
     norms = batchnorm_state(model_of(plain))
@@ -147,26 +155,22 @@ def _compare_beside_norms(
     with fixed_statistics(plain):
         with suppress(Exception), keep_values(model_of(plain).named_parameters()), watch:
             total_of(plain, hooks, first.drops, [take_first(first.piece, 2)], alike=True)
-        found = _compare(plain, plan, beside, passes, hooks, watch.communicates, tolerance)
-    if found.loss <= tolerance < by_norms:
+        found = _compare(replace(asked, synchronised=watch.communicates), beside)
+    if found.loss <= asked.tolerance < by_norms:
         return replace(found, loss=by_norms, cause="batchnorm")
     return found
 
 
-def _compare(
-    plain: nn.Module,
-    plan: Plan,
-    first: FirstPiece,
-    passes: Sequence[Batch],
-    hooks: StepHooks,
-    synchronised: bool,
-    tolerance: float,
-) -> CutDifference:
+def _compare(asked: CutRequest, first: FirstPiece) -> CutDifference:
     """Compare the first micro-batch with its halves, or other parts, as `compare_cut` does."""
+    plain, plan, hooks, tolerance = asked.plain, asked.plan, asked.hooks, asked.tolerance
+    passes, synchronised = asked.passes, asked.synchronised
     counts = _compare_counts(first, tolerance)
     if counts is not None:
         return CutDifference(counts=counts)
     mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
+    if synchronised and asked.micro_batches == 1:
+        return _compare_swapped(asked, first, mean_of)
     ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
@@ -179,7 +183,7 @@ def _compare(
         apart = _run_first((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
     if apart <= tolerance and first.affected and not synchronised:
         apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
-    asked = plain, hooks, first.drops, first.buffers, first.piece
+    asked_buffers = plain, hooks, first.drops, first.buffers, first.piece
     if apart > tolerance:
         if synchronised:
             return CutDifference(apart)
@@ -187,11 +191,42 @@ def _compare(
         if samples_in(some) == 1 and len(first.two) > 1:
             some = concatenate(*(piece for piece, _ in first.two)) or some
         cause = find_cut_cause(plain, hooks, first.drops, some, tolerance)
-        return CutDifference(apart, read=() if cause else find_read_buffers(*asked), cause=cause)
-    read = find_read_buffers(*asked, later=not synchronised)
+        read = () if cause else find_read_buffers(*asked_buffers)
+        return CutDifference(apart, read=read, cause=cause)
+    read = find_read_buffers(*asked_buffers, later=not synchronised)
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
+
+
+def _compare_swapped(asked: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> CutDifference:
+    """Compare the ranks' samples with samples swapped between ranks. Collective.
+
+    Halves of a rank's samples show nothing if forwards gather something of all ranks' samples:
+    nobody computes halves, and other samples of the same ranks have the same mean loss. But the
+    loss of half of the samples is half as large if it is a sum.
+    """
+    totals = torch.zeros(2, 2, dtype=torch.float64)
+    mixed = mix_samples_of_ranks([first.piece], next(asked.plain.parameters()).device)
+    if mixed is None:
+        return CutDifference()
+
+    def compare() -> float | None:
+        for row, piece in zip(totals, (first.piece, mixed[0]), strict=True):
+            sums = total_of(asked.plain, asked.hooks, first.drops, [piece], alike=False)
+            row.copy_(torch.tensor(sums))
+        return 0.0
+
+    fails = math.isnan(_run_first((compare, lambda: math.nan), asked.plain))
+    told = gather_objects((fails, totals))
+    if any(failed for failed, _ in told):
+        return CutDifference()
+    (loss, count), (mixed_loss, mixed_count) = torch.stack([one for _, one in told]).sum(0).tolist()
+    apart = difference(loss / count, mixed_loss / mixed_count) if count and mixed_count else 0.0
+    if apart > asked.tolerance:
+        return CutDifference(apart, swapped=True)
+    apart = _run_first([lambda: _compare_halves(mean_of, first)], asked.plain)
+    return CutDifference(apart, cause="sum") if is_halved(apart) else CutDifference()
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
@@ -233,7 +268,7 @@ def compare_accumulated(
     if counts is not None:
         return explain_counts(counts)
     first = FirstPiece(passes[0], mean=None, halves=None, drops=True, buffers={})
-    found = compare_cut(plain, plan, first, passes, hooks, False, tolerance)
+    found = compare_cut(CutRequest(plain, plan, first, passes, hooks, False, tolerance))
     if found.loss <= tolerance:
         return None
     how = (

@@ -50,7 +50,9 @@ from outpace.parallel.parity.cut_cause import (
 from outpace.parallel.parity.cut_difference import explain_counts
 from outpace.parallel.parity.first_batch_messages import (
     BY_THEMSELVES,
+    SWAPPED,
     WAYS_OUT,
+    explain_draws,
     explain_gradient_cut,
     explain_hidden,
     explain_moved_back,
@@ -85,7 +87,7 @@ from outpace.parallel.parity.state_messages import (
     explain_state_apart,
     explain_state_of_wrong,
 )
-from outpace.parallel.plain import without_dropout
+from outpace.parallel.plain import random_state, without_dropout
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
 from outpace.records.errors import BadInputError
@@ -263,7 +265,9 @@ class FirstBatch:
             if read and not cause:
                 self._say(explain_moved_buffers(read))
             else:
-                self._say(self._about_cut(apart, "the batch is split in two", count, cause))
+                swapped = any(report.cut.swapped for report in found.reports)
+                how = SWAPPED if swapped else "the batch is split in two"
+                self._say(self._about_cut(apart, how, count, cause))
         elif mixed.loss:
             self._say(self._about_cut(mixed.loss, BY_THEMSELVES, count, mixed.cause))
         elif mixed.gradient:
@@ -277,12 +281,25 @@ class FirstBatch:
                     self._about_cut(loss_apart, "its samples are combined differently", count)
                 )
         self._tell_counted_buffers(found)
-        if found.written and count > 1:
-            self._say(explain_repeated_writes(sorted(found.written), count))
+        self._tell_repetitions(found, count)
         states = found.states
         if states:
             told = states, self._plan.data_parallel, self._by_command, self.resumed
             self._say(explain_kept_state(*told))
+
+    def _tell_repetitions(self, found: PlainSums, count: int) -> None:
+        """Report what each micro-batch draws or writes by itself. Collective."""
+        if any(report.state.draws for report in found.reports):
+            self._tell_draws(found.sums.device, count)
+        if found.written and count > 1:
+            self._say(explain_repeated_writes(sorted(found.written), count))
+
+    def _tell_draws(self, device: torch.device, count: int) -> None:
+        """Report random numbers that differ from one process's with the whole batch. Collective."""
+        states = [state.cpu().numpy().tobytes() for state in random_state(device)[2:]]
+        alike = all(one == states for one in gather_objects(states))
+        if self._plan.data_parallel > 1 or count > 1:
+            self._say(explain_draws(alike and self._plan.data_parallel > 1))
 
     def _tell_counted_buffers(self, found: PlainSums) -> None:
         """Report values that cover only a rank's samples and that no loss reads. Collective."""

@@ -6,6 +6,7 @@ from outpace.parallel.parity.mixed_samples import MixedDifference
 from outpace.records.errors import first_names
 
 BY_THEMSELVES = "its samples are computed one by one"
+SWAPPED = "ranks swap some of their samples"
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
@@ -59,6 +60,26 @@ def explain_repeated_writes(names: Sequence[str], count: int) -> str:
         f"write (an EMA teacher, a decay) change {count} times as often. Change parameters between "
         "steps, or use one micro-batch per step (a larger micro-batch, no pipeline). If writing "
         "twice is the same as writing once (clipped weights), nothing needs to be done."
+    )
+
+
+def explain_draws(alike: bool) -> str:
+    """Return a message about a forward that draws random numbers.
+
+    `alike`: the generators of all data-parallel ranks are in one state.
+    """
+    numbers = (
+        "the same numbers for different samples, since the ranks' generators are in one state "
+        "(seed them with plan.data_rank(rank) added)"
+        if alike
+        else "numbers of its own"
+    )
+    return (
+        "the forward or the loss draws random numbers (a mask, noise, a time step, dropout of your "
+        f"own), not counting torch's dropout. Each rank and micro-batch draws {numbers}, so one "
+        "process with the whole batch trains with other numbers. To train with the same ones, "
+        "draw them in the data set, or from a generator seeded by each sample; otherwise, this is "
+        "as with dropout."
     )
 
 

@@ -36,7 +36,12 @@ from outpace.parallel.parity.module_state import (
     unsaved_kind,
 )
 from outpace.parallel.parity.moved_parameters import MovedParameters
-from outpace.parallel.plain import random_state, set_random_state, without_dropout
+from outpace.parallel.plain import (
+    random_state,
+    same_random_state,
+    set_random_state,
+    without_dropout,
+)
 from outpace.parallel.tensors import all_parameters
 
 _FEW = 2  # samples
@@ -66,6 +71,7 @@ class KeptState:
     saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
     or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
     state, but the loss does not. `unused`: what changes from forward to forward without any effect.
+    `draws`: a forward draws random numbers from a common generator, not counting torch's dropout.
     """
 
     found: bool = False
@@ -80,6 +86,7 @@ class KeptState:
     backwards: tuple[str, ...] = ()
     of_gradient: bool = False
     unused: tuple[str, ...] = ()
+    draws: bool = False
 
     @property
     def is_any(self) -> bool:
@@ -134,7 +141,7 @@ def find_kept_state(
             return replace(
                 state, writes=found.saw_writes, halves=halves,
                 reshaped=tuple(sorted(found.reshaped)), backwards=tuple(sorted(found.backwards)),
-                unused=tuple(sorted(found.unused.difference(state.names))),
+                unused=tuple(sorted(found.unused.difference(state.names))), draws=found.draws,
             )  # fmt: skip
         except Exception as error:  # such as normalisation over too few samples
             failure = error
@@ -210,6 +217,7 @@ class _Comparison:
         self._is_exact = not by_gradient  # backward kernels round differently each time
         self._measures = True  # whether to measure the gradients of the next forwards
         self.unused: set[str] = set()  # state that changes, but that no loss depends on
+        self.draws = False  # whether a forward drew random numbers
         self.saw_writes = False  # whether forwards wrote to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
@@ -294,7 +302,9 @@ class _Comparison:
                     self._made_first = {n: v for n, v in now.items() if v != begin.get(n)}
                 set_random_state(drawn, self._device)
                 self._begin.restore_draws()
-            return self._mean(batch), self._begin.attributes()
+            mean = self._mean(batch)
+            self.draws |= not same_random_state(drawn, random_state(self._device))
+            return mean, self._begin.attributes()
 
     def _keeps_weights(self, batch: Batch) -> bool:
         """Return whether a loss depends on the weights that the first forward has used.

@@ -43,31 +43,40 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes, the first two with a sample of another rank. Collective.
+    """Return this rank's passes with samples of other ranks (`mix_samples_of_ranks`). Collective.
 
-    The first sample of each of these two passes is replaced by that of the next rank's other pass.
-    The first pass is returned in two halves. Returns None if a pass has fewer than four samples or
-    an odd number of them, or if samples of several ranks cannot form a batch.
+    The first pass is returned in two halves.
+    """
+    mixed = mix_samples_of_ranks(passes[:2], device)
+    return None if mixed is None else [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
+
+
+def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
+    """Return one or two passes of this rank, each with a sample of another rank. Collective.
+
+    Each begins with the first sample of the next rank's other pass (of two) instead of its own.
+    Returns None on all ranks if a pass has fewer than four samples or an odd number of them, or if
+    samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
-        if all(_is_enough(samples_in(batch)) for batch in passes[:2]):
-            packed = [pack(take_first(batch, 1)) for batch in passes[:2]]
+        if all(_is_enough(samples_in(batch)) for batch in passes):
+            packed = [pack(take_first(batch, 1)) for batch in passes]
             sent = [one for one in packed if one is not None]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sizes = gather_objects([len(one) for one in sent])
-    if any(len(some) != len(passes[:2]) for some in sizes):
+    if any(len(some) != len(passes) for some in sizes):
         return None
     received = _send_around(sent, sizes[(rank + 1) % ranks], device)
+    mixed: list[Batch | None] = [None]
     with suppress(Exception):  # its class may differ on this rank
         others = [unpack(one, device) for one in reversed(received)]
         mixed = [
             concatenate(other, leave_out_first(batch, 1))
             for other, batch in zip(others, passes, strict=False)
         ]
-        if all(one is not None for one in mixed):
-            return [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
-    return None
+    fails = not mixed or any(one is None for one in mixed)
+    return None if any(gather_objects(fails)) else mixed
 
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:

@@ -32,7 +32,7 @@ from outpace.parallel.loop_settings import LoopSettings
 from outpace.parallel.parity.build_difference import compare_builds, may_differ_by_process
 from outpace.parallel.parity.comparison import ComparisonLimits
 from outpace.parallel.parity.counted_buffers import batchnorm_state, find_counted_buffers
-from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut
+from outpace.parallel.parity.cut_difference import CutRequest, FirstPiece, compare_cut
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 from outpace.parallel.parity.mixed_samples import MixedSamples
@@ -203,7 +203,7 @@ class PlainPass:
     ) -> PlainReport:
         """Return this rank's report, except `spread`; runs a few more forwards. Collective."""
         asked_cut = passes, hooks, self.synchronised, allowed.cut
-        apart = compare_cut(plain, self._plan, first, *asked_cut)
+        apart = compare_cut(CutRequest(plain, self._plan, first, *asked_cut))
         found.backwards.update(state.backwards)
         state = replace(state, backwards=tuple(sorted(found.backwards)))
         moved_back: Sequence[str] = ()

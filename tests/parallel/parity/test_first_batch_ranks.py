@@ -16,6 +16,7 @@ from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.nn.dtensor import local
 from tests.parallel.parity.first_batch_cases import (
+    SAMPLES,
     Quiet,
     Wide,
     contrast,
@@ -44,11 +45,56 @@ def test_collectives_in_user_code_are_reported_or_refused(tmp_path, strategy):
     layouts = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     options = {"layouts": layouts} if strategy == "tp" else {}
     first, second = run_first_step(tmp_path, strategy, Wide, gathered, **options)
-    if strategy == "ddp":
+    if strategy == "ddp":  # two micro-batches, each with the samples of all ranks
         assert "refused" not in first and "split in two" in first["warnings"][0]
     else:
         assert first["refused"] == second["refused"]
         assert "calls a collective of torch.distributed (allgather)" in first["refused"]
+
+
+def test_a_loss_that_gathers_all_samples_equals_one_process(tmp_path):
+    """With one micro-batch, nothing is split: halves of a rank's samples show nothing."""
+    whole = {"micro_batch": SAMPLES // 2}
+    first, _ = run_first_step(tmp_path, "ddp", Wide, gathered, change=whole)
+    assert first["warnings"] == [] and "refused" not in first
+    alone = Wide()
+    made, wanted = alone(global_batch()[0]).flatten(1), global_batch()[1].flatten(1)
+    expected = nn.functional.cross_entropy(made @ wanted.T, torch.arange(SAMPLES)).item()
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["own", "sum"])
+def test_a_loss_that_gathers_is_compared_with_swapped_samples(tmp_path, kind):
+    """Negatives of this rank alone, or a sum, are told although the loss communicates."""
+
+    def loss(module, batch):
+        count = torch.ones(())
+        dist.all_reduce(count)
+        if kind == "own":
+            return contrast(module, batch)
+        return squares(module, batch) * len(batch[0])
+
+    first, _ = run_first_step(tmp_path, "ddp", Wide, loss, change={"micro_batch": SAMPLES // 2})
+    said = "ranks swap some of their samples" if kind == "own" else "seems to be a sum over"
+    assert said in first["warnings"][0]
+
+
+class Noisy(Quiet):
+    """Adds noise to its inputs."""
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_random_numbers_of_a_forward_are_told_once(tmp_path):
+    """Not those of dropout."""
+    first, second = run_first_step(tmp_path, "ddp", Noisy)
+    [said] = first["warnings"]
+    assert "draws random numbers" in said and "the same numbers for different samples" in said
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = run_first_step(tmp_path, "1f1b", Noisy)[0]["warnings"]
+    assert "draws random numbers" in said and "numbers of its own" in said
+    assert run_first_step(tmp_path, "ddp", Dropping)[0]["warnings"] == []
 
 
 class GroupOfOne(Quiet):
@@ -234,6 +280,11 @@ class EncoderOutside(Quiet):
     ],
 )
 def test_random_numbers_outside_of_blocks_are_the_same_on_all_stages(tmp_path, make, strategy):
-    """The layout's pass equals one process, which draws it once, and is the first step's."""
-    for said in run_first_step(tmp_path, strategy, make):
-        assert said["warnings"] == [] and "refused" not in said and said["passes"] == 1
+    """The layout's pass equals one process, which draws it once, and is the first step's.
+
+    Numbers other than dropout's are told.
+    """
+    draws = [make is LateNoise, False]
+    for said, told in zip(run_first_step(tmp_path, strategy, make), draws, strict=True):
+        assert ["draws random numbers" in one for one in said["warnings"]] == [True] * told
+        assert "refused" not in said and said["passes"] == 1
