@@ -6,7 +6,7 @@ for parameters, and a wrong factor in the gradients shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -23,10 +23,11 @@ from outpace.nn.mixed_precision import make_mixed
 from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
-from outpace.parallel.batches import concatenate, cut
+from outpace.parallel.batches import concatenate, cut, take_first
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.layout import StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
+from outpace.parallel.optimizer_split import Build, explain_optimizer
 from outpace.parallel.parallelize import lay_out, synchronise_statistics
 from outpace.parallel.parity.comparison import SINGLE, explain, mismatch, relative, scales
 from outpace.parallel.parity.counted_buffers import find_counted_buffers
@@ -41,6 +42,7 @@ from outpace.parallel.parity.moved_parameters import (
     is_lost_value,
     keep_values,
 )
+from outpace.parallel.parity.piece_losses import total_of
 from outpace.parallel.parity.read_buffers import find_moved_buffers
 from outpace.parallel.plain import (
     NarrowResults,
@@ -51,6 +53,8 @@ from outpace.parallel.plain import (
     without_dropout,
 )
 from outpace.parallel.rank_objects import gather_objects
+from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.shard_access import combine_with_whole, read_whole_values
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
@@ -110,6 +114,7 @@ class ReferenceFacts:
     # state that each rank keeps separately
     state_of_ranks: KeptState = field(default_factory=KeptState)
     written: tuple[str, ...] = ()  # parameters that the forward writes to
+    communicates: bool = False  # whether forwards call collectives
     cut_cause: CutCause = ""  # why the loss depends on how a batch is split, if it does
     has_batchnorm: bool = False
     shared_norms: tuple[str, ...] = ()  # BatchNorms with statistics over all ranks
@@ -141,8 +146,8 @@ def reference(
 
     Each share corresponds to a data-parallel rank. Buffers are those after the first share, as on
     rank 0. With `pipeline`, running averages of BatchNorms cover all micro-batches of a step, as in
-    a pipeline. If BatchNorms have statistics over all ranks, the k-th micro-batches of all shares
-    run together.
+    a pipeline. If BatchNorms have statistics over all ranks, or forwards call collectives, the
+    k-th micro-batches of all shares run together.
     """
     objective = trial.begin()
     module = trial.custom.module
@@ -156,6 +161,7 @@ def reference(
         find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
         for alone in (True, False)
     ]
+    facts.communicates = _communicates(objective, trial.batch(1))
     facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
     facts.has_batchnorm = bool(batch_norms(module))
     if trial.custom.sync_batchnorm and facts.has_batchnorm:
@@ -174,7 +180,8 @@ def reference(
             narrow = stack.enter_context(NarrowResults()) if step == 1 else None
             watch = stack.enter_context(MovedParameters(named.items())) if step == 1 else None
             drawn = random_state(CPU)
-            run = _pass_together if facts.shared_norms else _pass_in_shares
+            together = facts.shared_norms or facts.communicates
+            run = _pass_together if together else _pass_in_shares
             totals = run(objective, trial.batch(step), shares, pieces)
             commit(module)
             facts.draws |= not same_random_state(drawn, random_state(CPU))
@@ -194,6 +201,29 @@ def reference(
     counted = {*facts.counted} - course.state.keys()
     course.unsaved = {n: b.clone() for n, b in module.named_buffers() if n in counted}
     return course
+
+
+def _communicates(objective: CustomObjective, batch: Any) -> bool:
+    """Return whether a forward of a few samples calls collectives."""
+    watch = MovedParameters(())
+    with suppress(Exception), keep_values(objective.named_parameters()), watch:
+        total_of(objective, StepHooks(), True, [take_first(batch, 2)], alike=True)
+    return watch.communicates
+
+
+def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
+    """Raise BadInputError for an optimizer that trains differently under a plan. Collective."""
+    held = [p for _, p in layout.named_parameters() if p.requires_grad]
+    has_shards = any(is_spread(one) for one in held)
+    if has_shards:  # as in a user's loop
+        read_whole_values(CommonPlace())
+        combine_with_whole(True)
+    reason = explain_optimizer(build, [{"params": held}], plan, CPU)
+    if has_shards:
+        combine_with_whole(False)
+    reasons = [one for one in gather_objects(reason) if one is not None]
+    if reasons:
+        raise BadInputError(reasons[0])
 
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
@@ -309,6 +339,8 @@ class PlannedRun:
         alone = Ranks() if plan.world_size == 1 else ranks
         synchronise_statistics(trial.custom, plan)
         self.layout = lay_out(objective, trial.custom, plan, alone, CPU, scratch)
+        if trial.custom.optimizer is not None:
+            require_optimizer(trial.custom.optimizer, self.layout, plan)
         self._optimizer = make_optimizer(
             self.layout.named_parameters(),
             "sgd",

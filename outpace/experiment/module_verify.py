@@ -80,6 +80,7 @@ def verify(
     blocks: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layouts: Mapping[str, str] | None = None,
     sync_batchnorm: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     time_limit_s: float = DEFAULT_LIMIT_S,
 ) -> Certificate:
     """Prove that strategies train your module as a single process does, or show where they differ.
@@ -93,12 +94,19 @@ def verify(
     seconds per plan. `module` itself is not changed. It is trained in its current mode, as by
     `outpace.parallelize`. Compared are the loss, the gradients and their norm in each step, and the
     weights and buffers after three steps of SGD with momentum, with and without a resume, in
-    float64 if the module supports it. The certificate lists all differences. Raises BadInputError
-    if the module or batch cannot be verified.
+    float64 if the module supports it. `optimizer`, such as a class of torch.optim, is also tried:
+    a strategy is refused if it trains small parameters differently as a rank has them. The
+    certificate lists all differences. Raises BadInputError if the module or batch cannot be
+    verified.
     """
     custom = build_custom_model(
         lambda: CustomModel(
-            module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm
+            module,
+            loss,
+            blocks=blocks,
+            layouts=layouts,
+            sync_batchnorm=sync_batchnorm,
+            optimizer=optimizer,
         )
     )
     return verify_custom(custom, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)

@@ -21,6 +21,7 @@ from outpace.parallel.shard_access import (
     combine_with_whole,
     read_whole_values,
     refuse_copies,
+    wait_before_communication,
 )
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.stage_draws import PlainDraws
@@ -206,6 +207,9 @@ class Layout:
     def in_call(self) -> AbstractContextManager[None]:
         """Return the context of a step or an evaluation, in which `guard` refuses nothing."""
         return nullcontext()
+
+    def watch_communication(self, watches: bool) -> None:
+        """Let a loop's operations that communicate, before the next call, wait for all ranks."""
 
     def discard_comparison(self) -> None:
         """Reset what a call of `gradients` counted as a step, if it was only a comparison."""
@@ -428,6 +432,7 @@ class ShardedLayout(SpreadLayout):
         self._meta_model = meta_copy
         self._storages: ShardStorages | None = None
         self._place: CommonPlace | None = None
+        self._watches_communication = False
 
     def guard(self) -> None:
         """Let loops read whole values of shards, and refuse writes to shards without effect."""
@@ -445,14 +450,19 @@ class ShardedLayout(SpreadLayout):
             self._place.announce()
             self._storages.require_unchanged()
             combine_with_whole(False)
+            wait_before_communication(None)
         try:
             with super().in_call():
                 yield
         finally:
             if self._storages is not None:
                 combine_with_whole(True)
+                wait_before_communication(self._place if self._watches_communication else None)
         if self._storages is not None:
             self._storages.note()
+
+    def watch_communication(self, watches: bool) -> None:
+        self._watches_communication = watches
 
     def _enter_forward(self) -> None:
         if _fsdp_modules(self.objective):

@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.nn.evaluation_mode import evaluation_mode
@@ -18,15 +21,17 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
-from outpace.parallel.batches import samples_in
+from outpace.parallel.batches import copy_batch, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
+from outpace.parallel.optimizer_split import explain_optimizer
 from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.parallel.parity.state_check import StateCheck
-from outpace.parallel.refusals import refuse_together
+from outpace.parallel.rank_agreement import RankAgreement
+from outpace.parallel.refusals import refuse_between_steps, refuse_together
 from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
@@ -63,6 +68,9 @@ class ParallelModule:
     ) -> None:
         self.layout = layout
         self._first_batch = first_batch
+        checks = first_batch is not None and ranks.world_size > 1
+        self._agreement = RankAgreement(layout, plan, ranks) if checks else None
+        self._shared: dict[int, ReferenceType[Any]] = {}  # tensors that `share` has returned
         self._scratch = scratch
         self.plan = plan
         self._ranks = ranks
@@ -77,6 +85,8 @@ class ParallelModule:
     def share(self, batch: Batch) -> Batch:
         """Return this rank's samples of a global batch that all ranks have read.
 
+        A part that it has returned is returned as it is.
+
         If each rank reads only its share instead (DistributedSampler), use rank
         `plan.data_rank(rank)` of `plan.data_parallel` replicas, because all ranks of a pipeline or
         tp group need the same samples.
@@ -84,9 +94,23 @@ class ParallelModule:
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
         with refuse_together(self._ranks.world_size):
-            return self._cut(batch, shares, "a global batch", f"{shares} data-parallel ranks")[
-                number
-            ]
+            given = _tensors_in(batch)
+            if any(self._is_shared(one) for one in given):
+                return batch
+            if self._agreement is not None:
+                self._agreement.note_given(batch)
+            among = f"{shares} data-parallel ranks"
+            part = self._cut(batch, shares, "a global batch", among)[number]
+            for one in _tensors_in(part) if shares > 1 else ():
+                if all(one is not other for other in given):  # a table goes to all ranks
+                    key = id(one)
+                    self._shared[key] = ref(one, partial(self._shared.pop, key))
+            return part
+
+    def _is_shared(self, value: Any) -> bool:
+        """Return whether a tensor or array is in a part that `share` has returned."""
+        known = self._shared.get(id(value))
+        return known is not None and known() is value
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
@@ -99,6 +123,8 @@ class ParallelModule:
         with self._call(in_step=True):
             self._require_frozen()
             self._warn_of_dropped()
+            if self._agreement is not None:
+                self._agreement.begin_call(batch)
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             if self._scaling is not None:
@@ -116,6 +142,8 @@ class ParallelModule:
                 self._scaling.note(self.layout.local_gradients())
             loss: Tensor = totals[0] / totals[1]
             self._pending = loss
+            if self._agreement is not None:
+                self._agreement.end_call()
             return loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -136,35 +164,26 @@ class ParallelModule:
 
         `groups` are torch's parameter groups, of parameters from `named_parameters()`. None: a
         single group of all that required gradients in `parallelize`, even if they are frozen now.
+
+        Raises BadInputError for an optimizer that trains differently with the parameters or shards
+        that a rank has, as a few steps with small parameters show.
         """
         if groups is None:
             held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
             groups = [{"params": held}]
         listed = [{**group, "params": list(group["params"])} for group in groups]
-        optimizer = place_optimizer(
-            self.layout, self.plan, self._scratch, listed, partial(self._build, build, **options)
-        )
+        build = partial(build, **options) if options else build
+        wrong = explain_optimizer(build, listed, self.plan, self._device)
+        if wrong is not None:  # in a pipeline, perhaps on this rank alone
+            raise refuse_between_steps(wrong) if self.plan.pp > 1 else BadInputError(wrong)
+        optimizer = place_optimizer(self.layout, self.plan, self._scratch, listed, build)
         optimizer.register_step_pre_hook(self._measure_scaling)
+        if self._agreement is not None:
+            optimizer.register_step_pre_hook(self._agreement.before_step)
+            optimizer.register_step_post_hook(self._agreement.after_step)
         optimizer.register_step_post_hook(self._note_use)
         self._optimizers += 1
         return optimizer
-
-    def _build(
-        self, build: Callable[..., torch.optim.Optimizer], groups: Any, **options: Any
-    ) -> torch.optim.Optimizer:
-        """Build an optimizer.
-
-        Raises BadInputError on all ranks for LBFGS if each rank has only some of the parameters.
-        """
-        built = build(groups, **options)
-        shared = self.plan.strategy == "zero1" or self.plan.pp > 1
-        if shared and isinstance(built, torch.optim.LBFGS):
-            raise BadInputError(
-                f"LBFGS computes with all parameters together, but under strategy "
-                f"{self.plan.strategy} each rank's optimizer has only some of them. Use ddp, zero2 "
-                "or zero3, or another optimizer."
-            )
-        return built
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
@@ -429,6 +448,12 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
 def launched_world_size() -> int:
     """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+
+
+def _tensors_in(batch: Batch) -> list[Any]:
+    """Return the tensors and arrays of a batch."""
+    leaves = tree_leaves(copy_batch(batch, tensors=False))
+    return [one for one in leaves if isinstance(one, Tensor | np.ndarray)]
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:

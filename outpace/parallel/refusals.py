@@ -6,11 +6,13 @@ rendezvous store. With NCCL the collective waits, so a thread checks the store a
 """
 
 import atexit
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from outpace.records.errors import BadInputError, OutpaceError
 _REFUSAL = "outpace/refusal"
 _WAIT_S, _HEAR_S, _LOOK_AGAIN_S, _READ_AGAIN_S = 10.0, 1.0, 0.02, 0.002
 _READ_LIMIT_S = 600.0  # a rank that reads waits this long for others, which may evaluate or save
+_LOOK_FOR_ENDS_S = 0.5
 
 
 @contextmanager
@@ -80,6 +83,9 @@ class CommonPlace:
 
     def __init__(self) -> None:
         self._call, self._reads = -1, 0
+        store = _store()
+        if store is not None:
+            _announce_process(store)
         self.announce()
 
     def announce(self) -> None:
@@ -89,19 +95,28 @@ class CommonPlace:
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks read the same value.
 
-        Raises BadInputError if a rank has begun another call or does not read in time. `what` is a
-        clause for the message.
+        Raises BadInputError if a rank has begun another call, has ended, or does not read in time.
+        `what` is a clause for the message.
         """
         store = _store()
         if store is None:
             return
         self._set(self._reads + 1)
         until_s = time.monotonic() + _READ_LIMIT_S
+        look_s = time.monotonic() + _LOOK_FOR_ENDS_S
         mine = self._call, self._reads
         keys = [_place_key(rank) for rank in range(dist.get_world_size())]
         while True:
-            places = [tuple(map(int, one.split())) for one in store.multi_get(keys)]
-            late = time.monotonic() > until_s
+            try:
+                places = [tuple(map(int, one.split())) for one in store.multi_get(keys)]
+                now_s = time.monotonic()
+                behind = [rank for rank, place in enumerate(places) if place < mine]
+                if now_s > look_s and behind:
+                    look_s = now_s + _LOOK_FOR_ENDS_S
+                    _require_running(store, behind, what)
+            except RuntimeError as error:  # the rank that hosts the store has ended
+                raise _explain_end(0, what) from error
+            late = now_s > until_s
             ahead = [r for r, place in enumerate(places) if place > mine or (late and place < mine)]
             if ahead:
                 raise refuse_between_steps(
@@ -124,6 +139,58 @@ class CommonPlace:
 
 def _place_key(rank: int) -> str:
     return f"outpace/place-{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"outpace/process-{rank}"
+
+
+@lru_cache(maxsize=1)
+def _announce_process(store: Store) -> None:
+    """Tell the other ranks which process this rank is, and when it ends."""
+    key = _process_key(dist.get_rank())
+    store.set(key, f"{_host()} {os.getpid()}")
+    atexit.register(_announce_end, store, key)
+
+
+def _announce_end(store: Store, key: str) -> None:
+    with suppress(RuntimeError):  # the store's rank may have ended
+        store.set(key, "ended")
+
+
+def _require_running(store: Store, ranks: Sequence[int], what: str) -> None:
+    """Raise BadInputError if one of these ranks' processes has ended, as far as is known."""
+    host = _host()
+    for rank in ranks:
+        key = _process_key(rank)
+        where, _, process = (store.get(key).decode() if store.check([key]) else "").partition(" ")
+        if where == "ended" or (host and where == host and not _is_running(process)):
+            raise _explain_end(rank, what)
+
+
+def _explain_end(rank: int, what: str) -> BadInputError:
+    return refuse_between_steps(
+        f"rank {dist.get_rank()} {what}, of which each rank has a part, but rank {rank} has ended. "
+        f"If it failed, its own error says why. Otherwise, do this on all ranks before one ends."
+    )
+
+
+@lru_cache(maxsize=1)
+def _host() -> str:
+    """Return a name of this system and its process IDs; empty if there is none."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def _is_running(process: str) -> bool:
+    """Return whether a process of this host exists, and not only its exit code."""
+    try:
+        stat = Path("/proc", process, "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 class _Refusal:

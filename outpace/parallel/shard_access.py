@@ -40,6 +40,34 @@ def combine_with_whole(allowed: bool) -> None:
     _dispatcher()._allow_implicit_replication = allowed
 
 
+def wait_before_communication(place: CommonPlace | None) -> None:
+    """Make operations on DTensors wait for all ranks before they communicate, or no longer.
+
+    One rank alone would otherwise wait for a collective, or take part in another rank's next one.
+    """
+    from torch.distributed.tensor import _dispatch, _redistribute
+
+    plain: Any = _redistribute.redistribute_local_tensor
+    plain = getattr(plain, "_outpace_plain", plain)
+    used: Any = plain if place is None else _add_wait(place, plain)
+    users: list[Any] = [_dispatch, _redistribute]  # operators; DTensor.redistribute, full_tensor
+    for user in users:
+        user.redistribute_local_tensor = used
+
+
+def _add_wait(place: CommonPlace, plain: Any) -> Any:
+    """Return torch's function that redistributes a tensor, with a wait for all ranks before it."""
+
+    def redistribute(tensor: Tensor, now: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = zip(now.placements, wanted.placements, strict=True)
+        if any(one != other and not one.is_replicate() for one, other in pairs):
+            place.wait_for_all("computes with whole values, such as a norm of gradients")
+        return plain(tensor, now, wanted, *args, **kwargs)
+
+    vars(redistribute)["_outpace_plain"] = plain
+    return redistribute
+
+
 def _dispatcher() -> Any:
     from torch.distributed.tensor import DTensor
 

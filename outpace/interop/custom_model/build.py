@@ -87,8 +87,14 @@ def _check_loss(loss: Any, name: str) -> None:
 
 
 def _check_split_options(model: CustomModel, name: str) -> None:
-    """Refuse `blocks`, `layouts` or `sync_batchnorm` of types that parallelize does not accept."""
+    """Refuse options for strategies of types that parallelize does not accept."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
+    if model.optimizer is not None and not callable(model.optimizer):
+        raise BadInputError(
+            f"{name}() gave a {type(model.optimizer).__name__} as the optimizer; it must be a "
+            "class such as torch.optim.AdamW, or a function that makes an optimizer from parameter "
+            "groups (functools.partial(Prodigy, lr=1.0))"
+        )
     parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
     flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]
     if isinstance(blocks, str) or not all(isinstance(one, str) for one in flat):

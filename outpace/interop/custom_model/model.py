@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from outpace.nn.transformer import Transformer
@@ -14,7 +15,8 @@ from outpace.nn.transformer import Transformer
 class CustomModel:
     """A user's module, optionally with its loss, its data, and how strategies split it.
 
-    `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`.
+    `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`. `optimizer` makes an
+    optimizer from parameter groups, as torch.optim's classes do; `outpace verify` tries it.
     """
 
     module: nn.Module
@@ -24,6 +26,7 @@ class CustomModel:
     blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
     layouts: Mapping[str, str] | None = None
     sync_batchnorm: bool = False
+    optimizer: Callable[..., Optimizer] | None = None
 
 
 def stated_vocab(module: nn.Module) -> int | None:

@@ -294,15 +294,22 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
-    """Return the user's model, built after seeding so that every rank draws the same weights."""
+    """Return the user's model, built after seeding so that every rank draws the same weights.
+
+    Raises BadInputError if it comes with an optimizer, which would not be used.
+    """
     if isinstance(live, nn.Module):
         return build_custom_model(lambda: live)
     seed_generators(seed)
-    if live is not None:
-        return build_custom_model(live)
-    if opened is not None and opened.build is not None:
-        return build_custom_model(opened.build)
-    return None
+    build = live if live is not None or opened is None else opened.build
+    custom = None if build is None else build_custom_model(build)
+    if custom is not None and custom.optimizer is not None:
+        raise BadInputError(
+            "the function that builds the model returns an optimizer, but outpace train makes its "
+            "own (--optimizer). Leave it out, or use it in your own loop: outpace.parallelize(…)"
+            ".make_optimizer. outpace verify tries it."
+        )
+    return custom
 
 
 def _module(custom_model: CustomModel | None) -> nn.Module:

@@ -104,7 +104,8 @@ class CutRequest:
 
     `passes` are this rank's, which the `plan` splits. `first` is this rank's first micro-batch, or
     None if the rank has run none or should run no more: ranks with the same samples examine
-    different micro-batches. `synchronised`: forwards communicate, so that all ranks must run the same number.
+    different micro-batches. `synchronised`: forwards communicate, so that all ranks must run the
+    same number.
     """
 
     plain: nn.Module

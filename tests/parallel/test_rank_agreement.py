@@ -1,0 +1,152 @@
+"""What ranks of a loop must have alike is compared: samples, gradients, weights, and steps."""
+
+import os
+import re
+import warnings
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from outpace.launch.forked_job import run_forked
+from tests.parallel.user_loops import ParallelRun, Stack, batches
+
+pytestmark = pytest.mark.gloo
+
+
+def ignore(*_):
+    """Change nothing."""
+
+
+def train(run, gradients=ignore, weights=ignore, steps=lambda number: True, settings=ignore):
+    optimizer = run.make_optimizer()
+    for number, batch in enumerate(batches()):
+        run.backward(batch)
+        gradients(run)
+        settings(run, optimizer)
+        if steps(number):
+            optimizer.step()
+        optimizer.zero_grad()
+        weights(run)
+
+
+def parameters(run):
+    return [p for _, p in run.named_parameters()]
+
+
+def clip_norm(run):
+    nn.utils.clip_grad_norm_(parameters(run), 0.01)
+
+
+def clip_values(run):
+    nn.utils.clip_grad_value_(parameters(run), 1e-4)
+
+
+def decay(run):
+    for p in parameters(run):
+        p.data.mul_(0.9)
+
+
+def scale_by_rank(run):
+    for p in parameters(run):
+        if p.grad is not None:
+            p.grad.mul_(1 + dist.get_rank())
+
+
+def rate_by_rank(run, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * dist.get_rank()
+
+
+def on_rank_0(change):
+    return lambda run: change(run) if dist.get_rank() == 0 else None
+
+
+GRADIENTS = r"the gradient of blocks\.0\..* differs between ranks .* when the optimizer steps"
+WEIGHTS = r"the value of blocks\.0\..* differs between ranks"
+WRITES = "the {} of .* changed more often on some ranks than on others"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "pattern"),
+    [
+        ("ddp", {"gradients": on_rank_0(clip_norm)}, GRADIENTS),
+        ("ddp", {"gradients": scale_by_rank}, GRADIENTS),
+        ("ddp", {"weights": on_rank_0(decay)}, WEIGHTS),
+        ("ddp", {"steps": lambda number: dist.get_rank() == 0}, "rank 0 has called .* 1 times"),
+        ("zero1", {"gradients": on_rank_0(clip_norm)}, GRADIENTS),
+        ("zero1", {"gradients": on_rank_0(decay)}, WEIGHTS),
+        ("zero3", {"gradients": on_rank_0(clip_values)}, WRITES.format("gradient")),
+        ("zero3", {"weights": on_rank_0(decay)}, WRITES.format("value")),
+        ("zero1", {"settings": rate_by_rank}, "optimizer's lr differs between ranks"),
+        ("zero3", {"settings": rate_by_rank}, "optimizer's lr differs between ranks"),
+        ("zero3", {"gradients": on_rank_0(clip_norm)}, "rank 0 alone computes with whole values"),
+    ],
+)
+def test_changes_on_some_ranks_are_refused_on_all(tmp_path, strategy, loop, pattern):
+    def act(rank):
+        train(ParallelRun(Stack, strategy, by="model"), **loop)
+
+    for end in run_forked(2, act, 240.0, tmp_path / "job"):
+        assert end.refused and re.search(pattern, end.said), end
+
+
+def test_the_same_changes_on_all_ranks_are_accepted(tmp_path):
+    def act(rank):
+        for strategy in ("ddp", "zero1", "zero3"):
+            train(ParallelRun(Stack, strategy, by="model"), clip_norm, decay)
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
+
+
+def test_a_part_that_is_shared_again_stays_the_same(tmp_path):
+    """In another structure too; ranks that read their own samples, or other ones, are told."""
+
+    def act(rank):
+        run = ParallelRun(Stack, "ddp", by="model")
+        whole = batches()[0]
+        part = run.model.share(whole)
+        assert run.model.share(part) is part and len(part[0]) == len(whole[0]) // 2
+        again = run.model.share({"x": part[0], "y": part[1]})
+        assert again["x"] is part[0]
+        other = [one + rank.ranks.rank for one in whole]
+        table = whole[0][:1]  # which parts share
+        said = []
+        for batch in ((*whole, table), (whole[0] + rank.ranks.rank, whole[1]), other):
+            with warnings.catch_warnings(record=True, action="always") as told:
+                run.model.forward_backward(run.model.share(batch)[:2])
+            said.append([str(one.message) for one in told if "gave to share" in str(one.message)])
+        assert said == [[], [], said[2]] and len(said[2]) == (rank.ranks.rank == 0)
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
+
+
+def test_ranks_of_one_share_need_the_same_samples(tmp_path):
+    def act(rank):
+        run = ParallelRun(Stack, "1f1b", by="model", check="on")
+        run.model.forward_backward([one + rank.ranks.rank for one in batches()[0]])
+
+    for end in run_forked(2, act, 240.0, tmp_path / "job"):
+        assert end.refused and "ranks 0 and 1 have been given different samples" in end.said, end
+
+
+def fail(exit_code, run):
+    os._exit(exit_code)
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_rank_does_not_wait_for_one_that_has_ended(tmp_path, ended):
+    """It would wait for 600 s."""
+
+    def act(rank):
+        run = ParallelRun(Stack, "zero3", by="model", check="off")
+        run.backward(batches()[0])
+        if rank.ranks.rank == ended:
+            fail(7, run)
+        float(run.named_parameters()[0][1].grad.norm())
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert ends[ended].exit_code == 7
+    other = ends[1 - ended]
+    assert other.refused and f"but rank {ended} has ended" in other.said, other
