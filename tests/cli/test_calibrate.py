@@ -97,7 +97,7 @@ def test_the_next_plan_starts_from_what_was_measured(
     ]  # fmt: skip
     # Runs of two networks, or of other numbers of devices, are not one machine's.
     said = refusal(capsys, *again, "--network=8xinfiniband-hdr")
-    assert "used the network that the machine is sold with" in said
+    assert "used the default network of the machine" in said
     assert "had 8. Leave out --devices-per-node" in refusal(capsys, *again, "--devices-per-node=4")
 
 
@@ -269,14 +269,14 @@ def test_flags_that_contradict_the_log(
     state = write_state(tmp_path, 200.0, train_batch_size=16)
     said = refusal(capsys, state, *CARD, "--layout=micro_batch=4")
     assert "says micro_batch=16, but you gave micro_batch=4 with --layout" in said
-    assert "16 sequences per step, but --global-batch 32" in refusal(
+    assert "16 sequences per step, but you gave --global-batch 32" in refusal(
         capsys, state, *CARD, "--global-batch=32"
     )
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"strategy": "zero3", "dp_shard": 4}))
     for words, texts in {
-        (*WORDS[:2], "--layout=dp_shard=4"): ("dp_shard=8", "--layout says dp_shard=4"),
-        (*WORDS[:2], f"--plan={plan}"): ("dp_shard=8", "--plan says dp_shard=4"),
+        (*WORDS[:2], "--layout=dp_shard=4"): ("dp_shard=8", "you gave dp_shard=4 with --layout"),
+        (*WORDS[:2], f"--plan={plan}"): ("dp_shard=8", "you gave dp_shard=4 with --plan"),
         (*WORDS, "--seq-len=2048"): ("sequences of 4096 tokens", "--seq-len 2048"),
     }.items():
         said = refusal(capsys, str(log), *words)
@@ -329,7 +329,7 @@ def test_what_trainer_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path
         log.write_text(banner.format(count) + result)
         assert told(capsys, *words)[0]["step_time_s"] == pytest.approx(2.0)
     log.write_text(banner.format("20,971,520") + result)
-    assert "nor one with frozen weights" in refusal(capsys, *words)
+    assert "adapters (lora_rank) or frozen weights" in refusal(capsys, *words)
 
 
 def test_a_precision_that_the_log_contradicts(

@@ -180,9 +180,9 @@ def test_adapters_over_eight_gpus_are_replicas_or_shards(capsys):
         (["--precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--keep=precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--emit=torchtitan"], "configurations for torchtitan do not support adapters"),
-        (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: give it once"),
-        (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8: give it once"),
-        (["--keep=base = nf4"], "--base nf4 and --keep base = nf4: give it once"),
+        (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8 both set lora_rank"),
+        (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8 both set lora_rank"),
+        (["--keep=base = nf4"], "--base nf4 and --keep base = nf4 both set base"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
@@ -193,8 +193,11 @@ def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
     ("options", "words"),
     [
         (["--model=gpt2", "--base=nf4"], "base nf4 has no effect without LoRA. Set lora_rank"),
-        (["--model=gpt2", "--keep=lora_targets=all,base=nf4"], "base nf4 belongs to LoRA"),
-        (["--model=gpt2", "--keep=lora_alpha=8"], "lora_alpha 8.0 belongs to LoRA"),
+        (
+            ["--model=gpt2", "--keep=lora_targets=all,base=nf4"],
+            "base nf4 has no effect without LoRA",
+        ),
+        (["--model=gpt2", "--keep=lora_alpha=8"], "lora_alpha 8.0 has no effect without LoRA"),
         (["--model=gpt2", "--lora-rank=4", "--lora-targets=gate"], "MLP of gpt2 has no gate"),
         (["--model=mixtral-8x7b", "--lora-rank=4"], "cannot be planned with adapters"),
         (["--model=bert-base", "--lora-rank=4"], "cannot be planned with adapters"),
@@ -587,7 +590,7 @@ def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypa
     assert found["nodes"] == 1 and found["plans"]
     assert any("planned for this machine" in note for note in found["notes"])
     assert any("were measured for a few seconds" in note for note in found["notes"])
-    assert "Choose it with --machine" in refused(
+    assert "Choose one with --machine" in refused(
         capsys, "plan", "--model=outpace-tiny", "--network=100Gbit/s"
     )
 
