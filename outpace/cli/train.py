@@ -140,8 +140,6 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
     restarts = Restarts(most, settings.out, _say)
     with import_quickly():
         forks = can_fork(settings.device)
-        if forks:
-            pass
     while True:
         begin = partial(main.command, words) if forks else None
         try:
