@@ -50,7 +50,7 @@ def require_folder_place(path: Path) -> None:
             "exist. Create that directory, or use another --out."
         )
     if path.exists() and not path.is_dir():
-        raise BadInputError(f"{format_path(path)} is not a folder. Name a folder with --out.")
+        raise BadInputError(f"{format_path(path)} is not a folder. Use another --out.")
 
 
 def _find_obstacle(path: Path) -> str | None:

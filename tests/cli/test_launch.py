@@ -83,7 +83,7 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--sbatch", "signal=TERM@60", *TRAIN], "Use --save-s instead"),
         (["slurm", "--sbatch", "array=0-3", *TRAIN], "jobs of an array would train in one folder"),
         (["slurm", "--sbatch", "no-requeue", *TRAIN], "relies on SLURM to requeue it after a"),
-        (["slurm", "--sbatch", "gpus-per-node=a100:4", *TRAIN], "--sbatch gres=gpu:a100:4, with"),
+        (["slurm", "--sbatch", "gpus-per-node=a100:4", *TRAIN], "--sbatch gres=gpu:a100:4 and"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
         (
             ["slurm", *TRAIN, "--max-restarts", "3"],

@@ -103,7 +103,7 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
     assert any(
         "a step of " in line
         and "took 100.0 % longer than one of" in line
-        and line.endswith("turn.")
+        and line.endswith("instead of runs.")
         for line in lines
     )
 
@@ -351,7 +351,7 @@ def test_a_browser_that_fails_is_named(run, capsys, tmp_path):
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     out = tmp_path / "a.png"
     said = refused(capsys, run, f"--out={out}", f"--browser={broken}")
-    assert "ended with 3: it is broken" in said and not out.exists()
+    assert "failed with exit code 3: it is broken" in said and not out.exists()
     broken.write_text("#!/bin/sh\necho '<html>'\n")
     assert "did not finish drawing" in refused(capsys, run, f"--out={out}", f"--browser={broken}")
 

@@ -107,7 +107,7 @@ def test_a_run_has_to_be_named_and_be_there(
     within = refusal(capsys, "--out", str(run / "checkpoints"))
     assert f"It is inside a run: give --resume {run}" in within and "--out" not in within
     removed = refusal(capsys, "--out", str(run / "checkpoints" / "step-1"))
-    assert "Older checkpoints are removed" in removed and "step-8 of this run" in removed
+    assert "Older checkpoints are removed" in removed and "of this run, step-8 is left" in removed
     (run / "run.json").write_text("{")
     assert "is damaged" in refusal(capsys, "--out", str(run))
     (run / "run.json").write_text('{"settings": {"modell": "gpt2"}}')
@@ -119,8 +119,8 @@ def test_what_the_run_read_is_looked_for_where_it_was(run, tmp_path, monkeypatch
     resume = ["train", "--resume", str(run)]
     assert main(resume) == 2
     error = capsys.readouterr().err
-    assert "the run read --data corpus/ from the folder in which it was started, not from" in error
-    assert "add --data with the new place" in error
+    assert f"the run read --data corpus/, which does not exist in {tmp_path}. Change to" in error
+    assert "add --data with the new path" in error
     with pytest.raises(BadInputError, match="the run read --data corpus/"):
         outpace.train(resume=True, out=run)
     (tmp_path / "new").mkdir()

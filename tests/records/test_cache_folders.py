@@ -47,7 +47,9 @@ def test_one_that_cannot_be_made_is_refused(tmp_path):
         BadInputError, match=r"cannot use the cache folder .*: Not a directory.* --cache-dir"
     ):
         cache_folder(tmp_path / "file" / "cache", {})
-    with pytest.raises(BadInputError, match=r"cannot be used \(File exists\).* --cache-dir"):
+    with pytest.raises(
+        BadInputError, match=r"cannot use the cache folder .*: File exists.* --cache-dir"
+    ):
         cache_folder(tmp_path / "file", {})
 
 

@@ -388,7 +388,7 @@ def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_w
         text = (pipeline_run / f"trace-rank{rank}.json").read_text()
         (tmp_path / f"trace-rank{rank}.json").write_text(text[: len(text) // (1 + rank)])
     told = trace.measured_timeline(tmp_path, plan, 8)
-    assert "no whole step" in told and "trace-rank1.json" in told and "rank0" not in told
+    assert "no complete step" in told and "trace-rank1.json" in told and "rank0" not in told
     os.truncate(tmp_path / "trace-rank0.json", 300 << 20)
     assert "more than 256.00 MiB are not read" in trace.measured_timeline(tmp_path, plan, 8)
     (tmp_path / "trace-rank1.json").unlink()

@@ -18,7 +18,7 @@ from outpace.reporting.render.document import (
 
 
 def certificate_answer(certificate: Certificate) -> Answer:
-    """Show which plans equal a single process, how closely, and under which conditions.
+    """Show which plans match a single process, how closely, and under which conditions.
 
     A plan's row has its largest difference, and the bytes that the busiest rank sends.
     """

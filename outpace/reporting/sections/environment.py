@@ -36,7 +36,7 @@ def machine_table(machine: Machine) -> DataTable:
             ("cores", str(machine.host_cores)),
             ("vector units", ", ".join(machine.cpu_features) or None),
             ("memory", show_bytes(machine.host_memory_bytes)),
-            ("devices", "; ".join(devices) or "none besides the processor"),
+            ("devices", "; ".join(devices) or "none except the CPU"),
             ("system", machine.system or None),
         ],
     )

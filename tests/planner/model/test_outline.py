@@ -127,5 +127,5 @@ def test_outlines_of_the_catalog() -> None:
 
 
 def test_bad_records_are_sentences() -> None:
-    with pytest.raises(BadInputError, match="x: active 3 of 2 experts"):
+    with pytest.raises(BadInputError, match="x: active is 3, but there are only 2 experts"):
         Mlp.parse({"width": 4, "experts": 2, "active": 3}, "x")
