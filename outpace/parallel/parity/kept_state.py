@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from outpace.data.seeding import seed_all_generators
 from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
 from outpace.parallel.layout import Batch, StepHooks
@@ -51,6 +52,7 @@ _LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
 _ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
 _CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor for each parameter's first values
+_SEED = 7_919  # unlikely to be the one that the run uses
 _OF_NOISE = 10  # differences up to this multiple of that between identical passes count as noise
 
 
@@ -71,7 +73,7 @@ class KeptState:
     saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
     or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
     state, but the loss does not. `unused`: what changes from forward to forward without any effect.
-    `draws`: a forward draws random numbers from a common generator, not counting torch's dropout.
+    `draws`: the loss depends on random numbers from a common generator, not counting dropout.
     """
 
     found: bool = False
@@ -217,7 +219,8 @@ class _Comparison:
         self._is_exact = not by_gradient  # backward kernels round differently each time
         self._measures = True  # whether to measure the gradients of the next forwards
         self.unused: set[str] = set()  # state that changes, but that no loss depends on
-        self.draws = False  # whether a forward drew random numbers
+        self._drew = False  # whether the last forward drew random numbers
+        self.draws = False  # whether a loss depends on random numbers that a forward draws
         self.saw_writes = False  # whether forwards wrote to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
@@ -236,10 +239,12 @@ class _Comparison:
         with without_dropout(self._plain) if self._drops else nullcontext():
             begin = self._begin.attributes()
         fresh, kept = self._loss_after(None, batch)
+        drew = self._drew
         left, self._trained_first = self._left, self._trained
         after, kept_after = self._loss_after(other, batch, begin)
         alike = _are_alike(left, self._left) and self._trained == self._trained_first
         self.first_totals = self._totals[0], self._totals[1]
+        self.draws = drew and self._loss_of_seed(_SEED, batch) != fresh
         drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
         generators = tuple(sorted(drawn))
         changed = {n for n in {*kept, *kept_after} if kept.get(n) != kept_after.get(n)}
@@ -303,8 +308,14 @@ class _Comparison:
                 set_random_state(drawn, self._device)
                 self._begin.restore_draws()
             mean = self._mean(batch)
-            self.draws |= not same_random_state(drawn, random_state(self._device))
+            self._drew = not same_random_state(drawn, random_state(self._device))
             return mean, self._begin.attributes()
+
+    def _loss_of_seed(self, seed: int, batch: Batch) -> float:
+        """Return the mean loss of a batch with the random numbers of a seed."""
+        with self._without_effects():
+            seed_all_generators(self._device, seed)
+            return self._mean(batch)
 
     def _keeps_weights(self, batch: Batch) -> bool:
         """Return whether a loss depends on the weights that the first forward has used.
