@@ -39,7 +39,7 @@ import outpace
 from outpace.experiment.module_verdict import CUT_ALIKE
 from outpace.experiment.module_verify import STRATEGIES, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
-from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parallel_module import refused_strategy
 from outpace.parallel.parity.comparison import SINGLE
 from outpace.probing.hardware.versions import commit
 from outpace.records.certificate import ParityVerdict

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from outpace.experiment.module_verify import verify
     from outpace.nn.transformer import Transformer
-    from outpace.parallel.parallelize import ParallelModule, parallelize
+    from outpace.parallel.parallel_module import ParallelModule, parallelize
     from outpace.records.certificate import Certificate
     from outpace.records.errors import (
         BadInputError,
@@ -46,7 +46,7 @@ _MODULES = {
     "report runs topology train tune",
     "outpace.experiment.module_verify": "verify",
     "outpace.nn.transformer": "Transformer",
-    "outpace.parallel.parallelize": "ParallelModule parallelize",
+    "outpace.parallel.parallel_module": "ParallelModule parallelize",
     "outpace.records.certificate": "Certificate",
     "outpace.records.errors": "BadInputError DivergedError InterruptedRunError OutpaceError",
     "outpace.records.measurement": "Evaluation Measurement RunInfo StepRecord",

@@ -28,7 +28,7 @@ from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.layout import StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.optimizer_split import Build, explain_optimizer
-from outpace.parallel.parallelize import lay_out, synchronise_statistics
+from outpace.parallel.parallel_module import lay_out, synchronise_statistics
 from outpace.parallel.parity.comparison import SINGLE, explain, mismatch, relative, scales
 from outpace.parallel.parity.counted_buffers import find_counted_buffers
 from outpace.parallel.parity.cut_cause import CutCause, find_cut_cause, fixed_statistics

@@ -41,7 +41,7 @@ from outpace.nn.extra_state import require_plain
 from outpace.parallel import why_not
 from outpace.parallel.batches import RUNS_WHOLE, explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
-from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parallel_module import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, SINGLE, ComparisonLimits
 from outpace.parallel.parity.first_batch_messages import explain_new_parameters
 from outpace.parallel.parity.loss_scale import explain_backwards

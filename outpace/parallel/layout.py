@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from outpace.nn.compiler_exclusion import leave_to_python
 from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import Build, step_alone
-from outpace.optim.master import master_weights, masters_within
+from outpace.optim.master import master_weights
+from outpace.parallel.gradient_clipping import scale_by_norm
 from outpace.parallel.refusals import CommonPlace, refuse_between_steps
 from outpace.parallel.shard_access import (
     ShardStorages,
@@ -30,7 +31,6 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
 Batch = Any
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -306,15 +306,7 @@ class Layout:
         in its next step. Returns the norm before scaling. Collective.
         """
         norm = self.total_norm()
-        if limit <= 0:
-            return norm
-        factor = (limit / (norm + CLIP_EPS)).clamp(max=1.0)
-        masters = masters_within(optimizer)
-        narrow = (p for p in self._parameters() if p.grad is not None and p.grad.itemsize == 2)
-        if masters is not None and next(narrow, None) is not None:
-            masters.factor = factor
-        else:
-            self.scale_gradients(factor)
+        scale_by_norm(norm, limit, self._parameters(), optimizer, self.scale_gradients)
         return norm
 
     def scale_gradients(self, factor: Tensor) -> None:

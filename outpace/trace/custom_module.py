@@ -23,7 +23,7 @@ from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, lower_weight
 from outpace.nn.scratch_files import Scratch
 from outpace.parallel import Layout, LayoutRequest, StepHooks
 from outpace.parallel.custom.pipeline import CustomPipeline
-from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
+from outpace.parallel.parallel_module import apply_plan_options, synchronise_statistics
 from outpace.parallel.plain import has_dropout, random_state, set_random_state
 from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError, OutpaceError

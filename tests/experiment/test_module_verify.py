@@ -16,7 +16,7 @@ from outpace.experiment.module_verdict import CUT_ALIKE
 from outpace.experiment.module_verify import STRATEGIES, verify_custom
 from outpace.interop.custom_model import CustomModel
 from outpace.nn.dtensor import local
-from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parallel_module import refused_strategy
 from outpace.records.certificate import WITHOUT_DROPOUT, Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan, PlanFile

@@ -37,9 +37,9 @@ from outpace.jobs.ranks.oom_guard import End, Guard, readings
 from outpace.jobs.ranks.process_groups import Fact, Groups, process_groups, resolve_backend
 from outpace.jobs.train import auto_micro_batch
 from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS
+from outpace.jobs.train.auto_micro_batch_on_gpu import can_try, device_steps, find_on_device
 from outpace.jobs.train.build import PreparedRun, assemble
 from outpace.jobs.train.context import Job, RunContext
-from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.jobs.train.oom_message import OomMessage
 from outpace.jobs.train.run_record import with_earlier_precision
 from outpace.jobs.train.sample_check import check_samples

@@ -13,7 +13,7 @@ from outpace.nn.extra_state import require_plain
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.parallel import Layout, LayoutRequest, apply
-from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
+from outpace.parallel.parallel_module import apply_plan_options, synchronise_statistics
 from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.parallel.parity.state_check import StateCheck
 from outpace.parallel.shared_memory import refuse_shared_memory

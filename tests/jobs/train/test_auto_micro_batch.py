@@ -11,14 +11,14 @@ import torch
 import outpace
 from outpace.catalog.models import preset
 from outpace.cli.main import main
-from outpace.jobs.train import micro_batch_device
+from outpace.jobs.train import auto_micro_batch_on_gpu
 from outpace.jobs.train.auto_micro_batch import (
     TRIAL_STEPS,
     find_micro_batch,
     predict_largest,
     sizes,
 )
-from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
+from outpace.jobs.train.auto_micro_batch_on_gpu import can_try, device_steps, find_on_device
 from outpace.planner.fit.cost import Cost
 from outpace.records.errors import BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
@@ -153,7 +153,9 @@ def on_device(monkeypatch, fits, **plan):
     monkeypatch.setattr(SyntheticSteps, "step", take)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     limits = []
-    monkeypatch.setattr(micro_batch_device, "limit_device", lambda size, _: limits.append(size))
+    monkeypatch.setattr(
+        auto_micro_batch_on_gpu, "limit_device", lambda size, _: limits.append(size)
+    )
     spec = preset("outpace-tiny")
     steps = device_steps(spec, 32, torch.device("cuda"), None, 1000, 900)
     found = find_on_device(Plan(micro_batch=12, compile=True, **plan), SETTINGS, steps, ())
