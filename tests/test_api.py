@@ -167,7 +167,7 @@ def test_the_examples_of_the_functions_are_true(
     [
         (lambda: outpace.plan("gpt2", "rtx-4090", seq_len=-1), "--seq-len: -1 is not at least 1"),
         (lambda: outpace.plan("gpt2", "rtx-4090", trainer="x"), "not one of outpace, torchtitan"),
-        (lambda: outpace.plan("gpt2", "rtx-4090", price=2.0), "number of tokens to train on"),
+        (lambda: outpace.plan("gpt2", "rtx-4090", price=2.0), "training on a number of tokens"),
         (lambda: outpace.network("gpt2", "hgx-h100", plan="no.json"), "no.json"),
         (lambda: outpace.network("gpt2", "hgx-h100", node=3), "Did you mean '--nodes'"),
         (lambda: outpace.memory("gpt2", "rtx-4090", seqlen=3), "Did you mean '--seq-len'"),

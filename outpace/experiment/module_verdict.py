@@ -257,7 +257,8 @@ def _likely_cause(
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
             schedule = SCHEDULES.get(plan.schedule)
-            said = f"{first_names(lost)} has a gradient in one process, but on no rank"
+            have = "has" if len(lost) == 1 else "have"
+            said = f"{first_names(lost)} {have} a gradient in one process, but on no rank"
             splits = schedule is not None and schedule.splits_backward
             return f"{said}. {LOST_IN_SPLIT.removesuffix('.')}" if splits else said
         if apart:

@@ -120,7 +120,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(lines, prepare, tmp_path):
     if mounted.returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
-        with pytest.raises(BadInputError, match=r"full; free some space .* --cache-dir"):
+        with pytest.raises(BadInputError, match=r"is full. Free some space, .* --cache-dir"):
             prepare(lines[0], cache_dir=small)
         assert [p.name for p in (small / "tokens").iterdir() if p.suffix != ".lock"] == []
     finally:

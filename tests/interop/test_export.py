@@ -575,7 +575,7 @@ def test_hosts_have_up_to_eight_ranks() -> None:
 
 
 def test_mistakes_get_sentences() -> None:
-    with pytest.raises(BadInputError, match=r"no format 'deepsped'.*deepspeed"):
+    with pytest.raises(BadInputError, match=r"unknown format 'deepsped'.*deepspeed"):
         export_plan("deepsped", Plan(), LLAMA, global_batch=1, seq_len=SEQ_LEN)
     with pytest.raises(BadInputError, match="not a multiple"):
         export_plan("fsdp", Plan(micro_batch=4), LLAMA, global_batch=6, seq_len=SEQ_LEN)

@@ -611,15 +611,24 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path, start_ranks):
 
 def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks, hold_port):
     """Rank 1 of the second comes with that of the first; its rank 0 finds the port in use."""
-    place, few = {"MASTER_PORT": str(hold_port())}, (*words, "--steps", 2, "--comm-timeout-s", 60)
+    place, long = {"MASTER_PORT": str(hold_port())}, (*words, "--steps", 10**6)
     first, second = (
-        start_ranks(*few, "--out", f"run-{job}", cwd=tmp_path, SLURM_JOB_ID=job, **place)
+        start_ranks(
+            *long, "--comm-timeout-s", 60, "--out", f"run-{job}", cwd=tmp_path, SLURM_JOB_ID=job,
+            **place,
+        )
         for job in ("12", "13")
-    )
-    ends = end_in_time([*first, *second])
-    trained = 0 if (tmp_path / "run-12").exists() else 1  # whose rank 0 came first
+    )  # fmt: skip
+    started = [*first, *second]
+    until_s = time.monotonic() + LIMIT_S
+    while sum(one.poll() is not None for one in started) < 2 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    trained = 0 if first[0].poll() is None else 1  # whose rank 0 came first
+    for one in started:  # the job that trains, which must outlive the other
+        one.send_signal(signal.SIGTERM)
+    ends = end_in_time(started)
     codes = [code for code, _ in ends]
-    assert codes == ([0, 0, 2, 2] if trained == 0 else [2, 2, 0, 0]), ends
+    assert codes == ([75, 75, 2, 2] if trained == 0 else [2, 2, 75, 75]), ends
     (_, refused_0), (_, refused_1) = ends[2:] if trained == 0 else ends[:2]
     assert "another program listens there" in refused_0
     assert "found another job at this MASTER_ADDR" in refused_1 and "SLURM_JOB_ID=1" in refused_1

@@ -32,7 +32,7 @@ def test_the_chunked_loss_is_run_for_what_it_takes():
         changes = [change for segment in watch.segments for change in segment.changes]
     live = peak = 0
     for change in changes:
-        live += change.sign * change.piece.nbytes
+        live += change.sign * change.storage.nbytes
         peak = max(peak, live)
     assert kept.shape == same.shape
     assert peak == pytest.approx(allocated.peak_bytes, rel=1e-3)

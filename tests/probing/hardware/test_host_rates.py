@@ -51,5 +51,5 @@ def test_processes_share_them() -> None:
     guess, measured = of_host(machine, 2), of_host(machine, 2, rates)
     assert measured.device.rate("fp32") == 5e10 != guess.device.rate("fp32")
     assert measured.device.rate("bf16") == 1.5e11
-    assert "measured in a few seconds" in measured.notes[0]
+    assert "measured for a few seconds" in measured.notes[0]
     assert "guessed from its vector width" in guess.notes[0]
