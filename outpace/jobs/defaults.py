@@ -37,7 +37,7 @@ _MANY_PASSES = 10  # how often a step may read the data without a note
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
-    """Return the device of this rank. Raises BadInputError if the machine does not have one."""
+    """Return this rank's device. Raises BadInputError if the machine does not have it."""
     choice = settings.device
     if choice == "auto":
         if torch.cuda.is_available():
@@ -113,9 +113,9 @@ def resolve_plan(
     machine: Machine,
     custom_model: bool = False,
 ) -> Plan:
-    """Return the requested layout for the current ranks. Raises BadInputError if it is impossible.
+    """Return the plan that the settings request. Raises BadInputError if it is impossible.
 
-    `custom_model`: a user's live model is trained instead of the one in the settings.
+    `custom_model`: whether a live module is trained instead of the settings' model.
     """
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
@@ -176,7 +176,7 @@ def takes_cuda_graphs(
 ) -> bool:
     """Return whether to replay passes as CUDA graphs; by default, only in compiled runs.
 
-    Graphs need additional memory, so under a memory limit they must be requested. `dropout` is the
+    Graphs need additional memory, so they are off by default under a memory limit. `dropout` is the
     model's dropout probability. Raises BadInputError if graphs are requested but not possible.
     """
     obstacle = graph_obstacle(plan, dropout)
@@ -195,7 +195,7 @@ def takes_cuda_graphs(
 def resolve_precision(
     settings: TrainSettings, device: torch.device, machine: Machine, custom_model: bool = False
 ) -> Precision:
-    """Return the requested precision, with Apex's levels resolved; by default, the device's."""
+    """Return the requested precision (Apex levels resolved), or else the device's default."""
     asked = settings.precision
     if asked is None:
         keeps = keeps_masters(settings) and not custom_model
@@ -246,7 +246,7 @@ def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
 
 
 def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
-    """Return the strategy for the given axes; data parallelism if there are none."""
+    """Return the strategy that the given axes imply; `ddp` without axes, `single` on 1 process."""
     if world_size == 1:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
@@ -267,7 +267,7 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
 def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return micro-batch and pipeline micro-batches, by default from a rank's share of samples."""
+    """Return the micro-batch and the number of pipeline micro-batches, requested or by default."""
     # With micro-batch auto, a later search starts from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
@@ -282,7 +282,7 @@ def _micro_batches(
 
 
 def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
-    """Return a data-parallel rank's samples per step, in one micro-batch."""
+    """Return the samples per step of a data-parallel rank. Raises BadInputError for a remainder."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
@@ -296,7 +296,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Suggest fewer processes on this host, as many as divide the global batch; "" if none do."""
+    """Suggest a smaller --nproc that divides the global batch; "" if there is none to suggest."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""
@@ -307,7 +307,7 @@ def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
 
 
 def note_passes(global_batch: int, samples: int) -> str | None:
-    """Describe how often a step reads the data; None if it is less than ten times."""
+    """Describe how many times each step reads the data; None if fewer than ten."""
     passes = global_batch / max(samples, 1)
     if passes < _MANY_PASSES:
         return None
@@ -318,7 +318,7 @@ def note_passes(global_batch: int, samples: int) -> str | None:
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """Return the peak learning rate: requested, or the default for random or `stored` weights."""
+    """Return the peak learning rate: --lr, or the default for LoRA, `stored` or random weights."""
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:
@@ -341,7 +341,7 @@ def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
 
 
 def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
-    """Return the number of steps from --steps, --tokens or --epochs; an epoch has `samples`."""
+    """Return the number of steps for --steps, --tokens, or --epochs of `samples` samples."""
     if settings.tokens is not None:
         if seq_len is None:
             raise BadInputError(

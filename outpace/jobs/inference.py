@@ -1,4 +1,4 @@
-"""Use of a trained model: generate text, or measure its loss on other data."""
+"""Inference with a trained model: generate text, or measure the loss on data."""
 
 import math
 import os
@@ -54,7 +54,7 @@ from outpace.training.evaluate import evaluate as measure
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings: `temperature` 0 selects the most likely token; `top_k` None, from all."""
+    """Sampling settings. `temperature` 0 is greedy decoding; `top_k` None allows all tokens."""
 
     max_new_tokens: int
     temperature: float
@@ -63,10 +63,10 @@ class Sampling:
 
 
 class Writer:
-    """A model that generates text, with its tokenizer.
+    """A text generator: a model and its tokenizer.
 
-    `on_hint` is called with notes on how both were loaded. Raises BadInputError if the folder has
-    no model, no tokenizer, or a model that cannot generate.
+    `on_hint` is called with notes for the user. Raises BadInputError if the folder has no model, no
+    tokenizer, or a model that cannot generate.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Writer:
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
 
     def questions(self, path: Path) -> list[Conversation]:
-        """Read conversations up to their last answers, in any form that outpace train accepts.
+        """Read conversations in any format that `outpace train` accepts; drop final answers.
 
         Raises BadInputError if there are none.
         """
@@ -124,9 +124,9 @@ class Writer:
     def _write(
         self, prompt: str, stop_ids: Collection[int], *, opens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt, and those generated after them.
+        """Return the prompt's tokens and the generated tokens.
 
-        With `opens`, the prompt gets the opening token that the tokenizer puts before texts.
+        With `opens`, prepend the tokens that the tokenizer puts before every text, such as BOS.
         """
         asked = self._tokenizer.encode(prompt)
         opening = self._tokenizer.missing_opening(asked) if opens else []
@@ -176,8 +176,8 @@ def generate(
 ) -> str:
     """Return the prompt and the text that the run's model generates after it.
 
-    With `chat`, the prompt is a user's message, put into the tokenizer's chat template after the
-    `system` message, and only the answer is returned. `on_hint` is called with notes on how the
+    With `chat`, render the `system` message and the prompt, as a user's message, with the
+    tokenizer's chat template, and return only the answer. `on_hint` is called with notes on how the
     model was loaded and what it read.
 
     Raises BadInputError if the run has no tokenizer, or no model that can generate.
@@ -189,7 +189,7 @@ def generate(
 
 
 def system_message(system: str | None) -> list[Message]:
-    """Return a conversation's system message, if there is one."""
+    """Return the system message in a list, or an empty list for None."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
@@ -207,10 +207,10 @@ def evaluate(
 ) -> Evaluation:
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
-    Defaults: `data` is the run's held-out data; `batches` cover all of it; `task` is the run's, or
-    chat if the data are conversations; `seq_len` is the run's, or that of outpace train if there is
-    no run. `on_hint` is called with notes on how model and data were read. Raises BadInputError if
-    one of them cannot be read.
+    By default, `data` is the run's held-out data, `batches` covers all of it, and `task` and
+    `seq_len` are the run's. Without a run, the task is chat if the data are conversations, and
+    `seq_len` is the default of `outpace train`. `on_hint` is called with notes on how model and
+    data were read. Raises BadInputError if the model or the data cannot be read.
     """
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:
@@ -272,7 +272,7 @@ def _note_kept_state(
     mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> Iterator[list[Batch]]:
-    """Report if a custom model's loss depends on state that it keeps; return the same steps."""
+    """Yield `steps`, after reporting a custom model whose loss depends on state that it keeps."""
     first = next(steps)
     state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
     said = explain_evaluated_state(state)
@@ -315,10 +315,7 @@ def _task(
 ) -> tuple[
     LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None
 ]:
-    """Return the model of a run trained for a task, and every sample of the data once.
-
-    Also return the length to which longer samples were truncated.
-    """
+    """Return a task's model, a data set with each sample once, and the truncation length."""
     # The model's own folder includes its adapters.
     update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None, "lora_rank": None}
     if data is not None:
@@ -339,7 +336,7 @@ def _task(
 
 
 def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
-    """Raise BadInputError for a classifier whose head would have random weights."""
+    """Raise BadInputError unless the folder has a trained classifier for these labels."""
     if opened.weights is None:
         raise BadInputError(f"{opened.name} has no weights, so there is nothing to evaluate")
     known = known_labels(opened.weights)
@@ -445,9 +442,9 @@ def _held_out_data(
 def _open(
     run: Path, device: str, on_hint: Callable[[str], None]
 ) -> tuple[Transformer, Tokenizer, frozenset[int]]:
-    """Return a model that generates text, its tokenizer, and the tokens that end its output.
+    """Open a run for generation; return its model, its tokenizer and its stop tokens.
 
-    These are the tokenizer's end of text, and any that the model's folder lists.
+    Stop tokens are the tokenizer's end-of-text token and those that the model's folder lists.
     """
     opened = open_model(str(run))
     if opened.spec is None:
@@ -482,7 +479,7 @@ def _open(
 
 
 def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None:
-    """Tell which of a model's generation settings are not applied."""
+    """Report the model's generation settings that are not applied."""
     ignored = ignored_generation_settings(folder)
     if ignored:
         told = ", ".join(f"{key} {excerpt(value)}" for key, value in ignored.items())

@@ -37,7 +37,7 @@ class MergedModel(Record):
 def merge_adapter(
     source: Path, out: Path, *, model: Path | None, base: Base | None, dtype: str
 ) -> MergedModel:
-    """Merge an adapter (or a run's) into its model, and write a Hugging Face directory.
+    """Merge an adapter, or that of a run, into its base model; write a Hugging Face directory.
 
     `model`: folder of the weights to merge into; by default, the base that the adapter names.
     `base`: format of these weights; by default, the one used in training. Raises BadInputError if
@@ -83,7 +83,7 @@ def _require_tokenizer_fits(opened: OpenedModel) -> None:
 
 
 def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
-    """Return a note if nothing shows that the weights are those that the adapter names."""
+    """Return a note if it is unknown whether the adapter was trained on these weights."""
     assert opened.adapter is not None and opened.weights is not None
     named = named_base(opened.adapter)
     config = read_config(opened.weights)
@@ -99,7 +99,7 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
 
 
 def _with_base(source: Path, model: Path | None) -> OpenedModel:
-    """Open the adapter over the given weights instead of those that it names."""
+    """Open the adapter over the weights in `model`, or over its named base if `model` is None."""
     inner = source / "model" if (source / "model" / ADAPTER_CONFIG).is_file() else source
     if not (inner / ADAPTER_CONFIG).is_file():
         raise BadInputError(

@@ -10,7 +10,7 @@ _TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # size of a batch for verifying strategie
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
-    """Return a batch from a user's data set, or else a batch of `seq_len` zero tokens."""
+    """Return a batch from the model's data set, or else samples of `seq_len` zero tokens."""
     import torch
 
     if model.dataset is not None:
@@ -22,7 +22,7 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
 
 
 def _samples_of(dataset: Any, first: int, count: int) -> Any:
-    """Return `count` samples of a data set as a batch, starting over at its end."""
+    """Return `count` samples of a data set as a batch, wrapping around at its end."""
     from outpace.data.loader import collate
 
     if not len(dataset):
@@ -47,10 +47,11 @@ def _require_tokens(module: Any) -> int:
 
 
 def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
-    """Return a function that maps a step (from 1) to a small global batch for a user's model.
+    """Return a function that maps a step, counted from 1, to a small global batch.
 
-    The number of samples is a multiple of `ranks` and `multiple`. Samples come from the model's
-    data set, or are random tokens with padding of various lengths at the end.
+    Its number of samples is a multiple of both `ranks` and `multiple`. Samples come from the
+    model's data set; without one, they are random tokens, with targets ignored after a random
+    length.
     """
     import torch
 

@@ -105,7 +105,7 @@ def shared_file_hints(settings: TrainSettings) -> list[str]:
 
 
 def repeated_file_hints(settings: TrainSettings) -> list[str]:
-    """Return hints if sources of --data or --eval-data share files, including copies."""
+    """Return hints about files that --data or --eval-data contains twice, even as copies."""
     hints = []
     for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
         sources = [open_source(name) for name in names]
@@ -133,7 +133,7 @@ def model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a hint if IDs in the data seem to be another tokenizer's, or overflowed 2 bytes."""
+    """Return a hint if token IDs seem to be another tokenizer's, or may have overflowed 2 bytes."""
     if tokenizer is None:
         return []
     narrow = any(stream.id_bytes < _WIDE_BYTES for stream in corpus.streams)

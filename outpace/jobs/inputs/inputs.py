@@ -44,7 +44,7 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Inputs of a run. `spec` is None for a custom model, `seq_len` for a user's data set."""
+    """Inputs of a run. `spec` is None for a custom model; `seq_len` is None for its data set."""
 
     name: str
     opened: OpenedModel | None
@@ -103,7 +103,7 @@ def gather(
 ) -> TrainingInputs:
     """Open the model and prepare the data. Raises BadInputError if they do not fit together.
 
-    `origins`: where settings come from, for messages.
+    `origins`: the origin of each setting, for messages.
     """
     opened = None if live is not None else open_model(settings.model, cache_dir)
     custom_model = _custom_model(opened, live, settings.seed)
@@ -137,7 +137,7 @@ def gather(
 
 @dataclass(frozen=True)
 class _ReadModel:
-    """An opened model, and what is needed to prepare its data."""
+    """An opened model with everything needed to prepare its data."""
 
     settings: TrainSettings
     opened: OpenedModel | None
@@ -262,7 +262,7 @@ def _require_base(
 ) -> None:
     """Raise BadInputError for a base model that does not support adapters.
 
-    `asked` names the setting that requests them.
+    `asked` names the setting that requests adapters.
     """
     if custom_model is not None or opened is None:
         raise BadInputError(
@@ -294,9 +294,9 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
-    """Return the user's model, built after seeding so that every rank draws the same weights.
+    """Return the custom model, if any, seeding first so that all ranks draw the same weights.
 
-    Raises BadInputError if it comes with an optimizer, which would not be used.
+    Raises BadInputError if the user's function returns an optimizer, which would not be used.
     """
     if isinstance(live, nn.Module):
         return build_custom_model(lambda: live)

@@ -33,8 +33,8 @@ def build_objective(
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
     """Build the model and its loss on the device, with initial weights.
 
-    `compute_dtype`: the dtype of a language model's matmuls (see `LanguageModelObjective`). If no
-    rank will hold the whole model, it is on the meta device: apply the layout, then `fill` it.
+    `compute_dtype`: the dtype of a language model's matmuls (see `LanguageModelObjective`). A model
+    that no rank will hold as a whole is built on the meta device: apply the layout, then `fill` it.
     """
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
@@ -53,9 +53,9 @@ def build_objective(
 
 
 def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return the device and dtype for drawing random weights: the GPU, if there is one.
+    """Return the device and dtype in which to draw random weights.
 
-    Weights that will be quantized to 4 bits are drawn in host memory.
+    The device is the GPU, if there is one, except for weights that will be quantized to 4 bits.
     """
     if device.type != "cuda" or plan.base == "nf4":
         return DrawingPlace()
@@ -66,7 +66,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function from a parameter's name to its whole initial value, stored or drawn."""
+    """Return a function that maps a parameter's name to its initial value, stored or drawn."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed

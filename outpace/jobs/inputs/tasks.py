@@ -126,7 +126,7 @@ class TaskModel:
     vocab: int | None
 
     def check_vocab(self, tokenizer: Tokenizer) -> None:
-        """Raise BadInputError for a tokenizer with tokens that the model lacks."""
+        """Raise BadInputError for a tokenizer with more tokens than the model's vocabulary."""
         if self.vocab is not None and tokenizer.vocab_size > self.vocab:
             raise BadInputError(
                 f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model's has "
@@ -137,9 +137,9 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Rule for padding samples, which have at most `seq_len` tokens.
+    """Rule for padding samples of at most `seq_len` tokens.
 
-    All are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
+    If `fixed`, all are padded to `padded` tokens, otherwise to a multiple of `multiple`.
     """
 
     seq_len: int
@@ -427,8 +427,8 @@ def _label_hints(
     """Return hints on how labels became classes.
 
     `known`: classes of the stored classifier. `kept`: whether training keeps them. `other`: what
-    that classifier predicts, if not one class per text. `renamed`: the data has numbers for
-    classes.
+    the stored classifier predicts, if not one class per text. `renamed`: whether labels were
+    replaced by that classifier's class names.
     """
     hints = []
     if "-1" in labels and known is None:

@@ -102,7 +102,7 @@ class _Learner:
     callbacks: Sequence[Callback]
 
     def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Load the cached tokenizer for the texts that `told` identifies, or train and cache it."""
+        """Load the tokenizer cached under the key `told`, or train it on `texts` and cache it."""
         by_family = has_class_by_family(self.family)
         told += f"|{self.family}" if by_family else ""
         key = xxhash.xxh3_128_hexdigest(told.encode())

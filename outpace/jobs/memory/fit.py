@@ -1,4 +1,4 @@
-"""Check before step 1 whether a job fits into its ranks' memory, and what would make it fit."""
+"""Check before step 1 whether a job fits into memory, and find changes that make it fit."""
 
 import time
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Limit:
 
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
-    """Return the lowest of --memory-limit, the cgroup's limit, and available memory, per rank."""
+    """Return the lowest limit of this rank: --memory-limit, the cgroup's, or available memory."""
     limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
@@ -61,7 +61,10 @@ def _of_host(ranks: Ranks, device: torch.device) -> list[Limit]:
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> None:
-    """Limit the CUDA allocator's memory, except on a CPU. Raises BadInputError on other devices."""
+    """Limit the CUDA allocator's memory; do nothing on a CPU.
+
+    Raises BadInputError on other devices.
+    """
     if limit_bytes is None or device.type == "cpu":
         return
     if device.type != "cuda":
@@ -77,7 +80,7 @@ class MemoryFit:
     """Compares the memory that plans need with the memory of this job's ranks.
 
     `account` returns a rank's traced memory; without it or `spec`, nothing is predicted.
-    `ahead_bytes`: memory of this process that was prefaulted for training.
+    `ahead_bytes`: bytes of this process that were prefaulted for training.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class MemoryFit:
 
     @property
     def predict(self) -> Predict | None:
-        """Return a predictor of a plan's memory, including what the process holds, or None."""
+        """Return a function that predicts a plan's costs on these ranks; None if impossible."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return None
         if self._predict is None:
@@ -121,7 +124,7 @@ class MemoryFit:
         return self._predict
 
     def trace_requests(self, plan: Plan) -> list[TraceRequest]:
-        """Return requests to trace the ranks that may need the most; [] if that is impossible."""
+        """Return requests to trace the ranks that may need the most memory; [] if impossible."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
@@ -165,7 +168,7 @@ class MemoryFit:
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Return whether a plan certainly does not fit: its tensors alone need too much memory."""
+        """Return whether a plan certainly does not fit: its tensors alone exceed the limit."""
         if self.device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
@@ -173,8 +176,9 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes that fit, corrected for a prediction that was too low.
+        """Return the cheapest changes to the plan that are predicted to fit.
 
+        If the prediction for the plan was too low, the limit is lowered by the difference.
         `resumes`: the run resumes from a checkpoint, so the optimizer may not change.
         """
         if self.predict is None:

@@ -16,7 +16,7 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
-# Name, outline and, if outpace can build the model, spec of a model reference.
+# Maps a model reference to its name, its outline and, if outpace can build it, its spec.
 FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 

@@ -52,7 +52,7 @@ class JobSite:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
 ) -> Predict:
-    """Return a function that predicts the costs of a plan, with slack for the fullest rank."""
+    """Return a function that predicts a plan's costs on its fullest rank, with slack."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:

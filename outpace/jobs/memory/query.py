@@ -148,7 +148,7 @@ def question(
     nodes: int,
     find_outline: FindOutline | None = None,
 ) -> AnyQuery:
-    """Build a query, resolving open settings as training would on that machine.
+    """Build a query, resolving unset settings as training on these nodes would.
 
     With `find_outline`, the planner's formula is used for a model that outpace can plan for but not
     train. The default global batch is one micro-batch per data-parallel rank. Raises BadInputError

@@ -26,7 +26,7 @@ def step_time_s(
     ranks: int,
     device: Literal["cpu", "cuda"],
 ) -> float:
-    """Return a plan's predicted seconds per step, with `ranks` processes per host like this one.
+    """Return a plan's predicted step time on hosts like this one, with `ranks` processes each.
 
     Raises BadInputError if the plan does not divide the global batch.
     """

@@ -46,9 +46,9 @@ def require_traced_kernels(accelerator: Accelerator | None) -> None:
 
 
 class AccountSummary(Record):
-    """Summary of an account for choosing between plans, with the estimated step time.
+    """A rank's memory and estimated step time, for choosing between plans.
 
-    `step_s`: None if unknown.
+    `step_s` is None if unknown.
     """
 
     peak_memory_bytes: int
@@ -106,7 +106,7 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """End the process from another thread; waiting calls fail. Return False if none runs."""
+        """Kill the process from another thread; pending calls fail. Return False if none runs."""
         process = self._process
         if process is None or process.poll() is not None:
             return False

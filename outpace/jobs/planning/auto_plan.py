@@ -126,7 +126,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _tuned_step_time(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return the step time in seconds that tuning measured; None if this run differs from it."""
+    """Return the step time in seconds that tuning measured; None if settings or machine differ."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -206,8 +206,9 @@ def _pick(
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
     """Return the numbers of processes to plan for.
 
-    These are the ranks that run or are requested, otherwise what this host can start. Without a
-    probe, a CPU runs one process, since the speed of communication is unknown.
+    This is the number of running or requested ranks, if any. Otherwise it is one per accelerator,
+    or every divisor of the number of cores; without a probe, a CPU runs one process, since the
+    speed of communication is unknown.
     """
     if ranks is not None:
         return [ranks.world_size]
@@ -248,9 +249,9 @@ def question(
     per_node: int | None = None,
     measured: HostRates | None = None,
 ) -> PlanningProblem:
-    """Build the planning problem for the settings left open, on `world` processes.
+    """Build the planning problem for the unset settings, on `world` processes.
 
-    `per_node`: processes per host, all hosts being like this one; None: all on this host.
+    `per_node`: processes per host, on hosts like this one; None: all processes on this host.
     `measured`: this host's rates, if it was not probed.
     """
     _require_known(settings, origins)

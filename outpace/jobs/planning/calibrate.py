@@ -76,10 +76,10 @@ class CalibrationRequest:
 def calibrate_machine(
     request: CalibrationRequest,
 ) -> tuple[tuple[CalibratedRun, ...], CorrectedMachine]:
-    """Predict each logged run, and correct the machine's rates by all runs.
+    """Predict each logged run, and correct the machine's rates to match all runs.
 
-    Runs of an earlier calibration in the machine's file are kept. Raises BadInputError if a log
-    cannot be read or lacks something that no flag provides.
+    Runs from an earlier calibration in the machine's file are included. Raises BadInputError if a
+    log cannot be read or lacks something that no flag provides.
     """
     logged = [read_log(path) for path in request.logs]
     base, kept = _base(request.asked)

@@ -1,4 +1,4 @@
-"""Choice of the plan to export to another trainer, and the estimate of what was written."""
+"""Choice of a plan to export to another trainer, and estimate of the written configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,8 +51,8 @@ class ExportChoice:
     """The exported plan, the configuration written, and why this plan was chosen.
 
     `number`: the plan's position in the planner's answer, from 1. `estimate`: of the written
-    configuration; None if it cannot be estimated. `warning`: features that the format cannot
-    express, or that the plan does not fit; None if neither applies.
+    configuration; None if it cannot be estimated. `warning`: names features that the format cannot
+    express, or says that the plan does not fit; None if neither applies.
     """
 
     planned: RankedPlan
@@ -105,7 +105,7 @@ def list_alternatives(answer: Plans) -> list[str]:
 
 @dataclass(frozen=True)
 class _MissingFeatures:
-    """Description of a plan's features that the format `name` cannot express for any model."""
+    """Describes the features of a plan that the format `name` cannot express for any model."""
 
     name: str
     model: NamedModel

@@ -32,7 +32,7 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Values from flags about logged runs. `source`: the flag of `layout`, --layout or --plan."""
+    """Values that flags state about logged runs. `source`: the flag that gave `layout`."""
 
     source: str
     layout: Mapping[str, Any]
@@ -161,8 +161,8 @@ def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimat
 def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
     """Raise BadInputError if batch and sequence length contradict the log's step times.
 
-    With batch and length, a logged throughput implies a step time. It must agree with the logged
-    step time or the timestamps of the log's lines.
+    Together with batch and sequence length, the logged throughput implies a step time, which must
+    agree with the logged step time or with the timestamps of the log's lines.
     """
     tokens = run.global_batch * run.seq_len
     if logged.tokens_per_s_per_device is not None:

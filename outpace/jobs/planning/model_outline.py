@@ -19,10 +19,10 @@ _TRACED_SAMPLES = 2
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     """Return name and outline of the model `reference`, and its spec if outpace can build it.
 
-    References are resolved as for train's --model: a preset or an outline in the catalog (in upper
-    or lower case, or by the Hugging Face Hub name, unless a file has that name), a Hugging Face
-    directory, a finished run, a spec file (.toml, .json), or "file.py:function", which runs and
-    traces the user's code. Raises BadInputError if none matches.
+    As for --model of `outpace train`, a reference names a preset or an outline in the catalog, a
+    Hugging Face directory, a finished run, a spec file (.toml, .json), or "file.py:function", whose
+    code is run and traced. Catalog names are case-insensitive and may be those of the Hugging Face
+    Hub; an existing file takes precedence. Raises BadInputError if none matches.
     """
     if not Path(reference).expanduser().exists():
         reference = name_of_hub(reference) or named_model(reference)

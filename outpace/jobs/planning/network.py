@@ -74,7 +74,7 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
 def _compare(
     asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
-    """Return what one plan per strategy needs, and why the other strategies are impossible."""
+    """Return the needs of one plan per strategy, and the reasons why others are impossible."""
     found = list(candidate_plans(problem, asked, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
     axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
@@ -98,7 +98,7 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """Return the networks of catalog, request and machine without duplicates, slowest first."""
+    """Return the machine's, the requested and the catalog's networks, slowest first, each once."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]

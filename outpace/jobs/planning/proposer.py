@@ -98,7 +98,7 @@ class Proposer:
         self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
-        """Return plans worth trying, sorted by the step time that `trials` let us expect."""
+        """Return plans worth trying, sorted by predicted step time, corrected by the `trials`."""
         learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
@@ -111,9 +111,9 @@ class Proposer:
         return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
 
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return the lowest predicted bytes per rank that did not fit, by number of processes.
+        """Return the lowest predicted memory of a trial that did not fit, by number of processes.
 
-        Trials that ran at the same time as others are ignored, since they shared memory.
+        Trials that ran concurrently are ignored, since they shared memory.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -159,7 +159,7 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Corrections:
-    """Corrections learned from trials: of rates, for all numbers of processes, and of plans.
+    """Corrections learned from trials, both to the machine's rates and to individual plans.
 
     `slopes`: derivatives of the fastest trial's time with respect to the rates, (adjustments, 1).
     """
@@ -177,7 +177,7 @@ def _propose(
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
     longer, own = learned.deviations.predict(plans)
-    # Errors in rates on which the fastest trial depends equally cancel.
+    # Errors in rates that affect the fastest trial equally cancel out.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
     figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
     return [
@@ -215,7 +215,7 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
 
 def _saves(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return how much the layers recompute, as indices in MODES, and 1 if the loss is chunked."""
+    """Return the sum of the layers' indices in MODES (recomputation), and 1 if loss is chunked."""
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
@@ -244,7 +244,11 @@ def _ranks(settings: TrainSettings) -> Ranks:
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Return the numbers of processes to try: as set, 1 and all devices, or divisors of cores."""
+    """Return the numbers of processes to try.
+
+    This is --nproc, if set. Otherwise it is 1 and the number of accelerators or, without any, each
+    divisor of the number of cores.
+    """
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

@@ -63,7 +63,7 @@ class PlanQuestion:
     adapter settings from options such as --lora-rank. `autocast`: the trainer computes in 16 bits
     only under autocast. `trainer`: the training software; None: outpace. `measures`: if this
     machine has no accelerator and was not probed, measure its rates first (about two seconds).
-    `host_memory`: bytes of memory per host; None: as the machine has.
+    `host_memory`: bytes of memory per host; None: the machine's.
     """
 
     model: str
@@ -165,7 +165,7 @@ def _vary(
 
 
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the settings varied by default: on a GPU that can compile, whether to compile."""
+    """Return the settings to vary by default: `compile`, on a GPU that supports it, if not kept."""
     device = cluster.device
     asks = device.kind == "cuda" and device.compiles and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
@@ -370,10 +370,10 @@ def _read_vary(
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
-    """Parse --what-if. Return the question with its number of nodes, and other changed numbers.
+    """Parse --what-if; return the question with changed nodes, and the other changed numbers.
 
-    The numbers are bytes or bytes per second, for `with_numbers`. Raises BadInputError if a part of
-    `text` is invalid.
+    Pass these numbers, bytes or bytes per second, to `with_numbers`. Raises BadInputError if a part
+    of `text` is invalid.
     """
     changed, numbers = asked, {}
     for part in text.split(","):
@@ -401,7 +401,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
 
 
 def _inside_share(cluster: Cluster) -> float:
-    """Return the achieved share of the nominal rate of links within a node; 1 if probed."""
+    """Return the achieved fraction of the nominal rate of a node's device links; 1 if unknown."""
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
         return 1.0
@@ -418,7 +418,7 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
         inside = numbers["inside"] * _inside_share(cluster)
     fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
-        # `memory` is the vendor's figure. Assume that the driver leaves the same share usable.
+        # `memory` is the vendor's figure. Assume that the driver leaves the same fraction usable.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
         left = now / nominal if now and nominal else 1.0
         device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)

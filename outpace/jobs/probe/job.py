@@ -1,4 +1,4 @@
-"""`outpace probe`: its sections in turn, on one process or on all ranks of a job."""
+"""`outpace probe`: its sections, interleaved, in one process or on all ranks of a job."""
 
 import os
 import tempfile
@@ -108,7 +108,7 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
 
 
 def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
-    """Return the device to measure: the CPU instead of Metal, which has no clock here."""
+    """Return the device to measure, and notes. Metal has no clock here, so the CPU replaces it."""
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
         return device, ()
@@ -120,7 +120,8 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 class _ProcessState:
     """State shared by all sections in a process.
 
-    `seen`: observations of the process's GPU. `slowed`: throttling that started ranks reported.
+    `seen`: observations of the process's GPU. `slowed`: throttling reported by the ranks that this
+    process started.
     """
 
     request: ProbeRequest
@@ -133,7 +134,7 @@ class _ProcessState:
 
 @dataclass
 class _Notes:
-    """Notes on other load on the machine during the turns of one section."""
+    """CPU use and GPU observations during the turns of one section."""
 
     gpu: GpuWatch | None
     used: list[CoreSeconds] = field(default_factory=list)
@@ -210,7 +211,7 @@ def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
 def _probe_started(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """Start ranks after half of the local sections' rounds, and probe between them."""
+    """After half of the local sections' rounds, start `nproc` ranks to probe sections `names`."""
     request, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":
@@ -248,7 +249,7 @@ def _probe_started(
 
 
 def _world_size(request: ProbeRequest, device: torch.device) -> int:
-    """Return the number of processes: one per device, or one per group of cores."""
+    """Return the number of processes: --nproc, or one per GPU, or 2 to 4 on a CPU."""
     return request.settings.nproc or _default_nproc(device)
 
 

@@ -58,7 +58,7 @@ class ProbeRequest:
         return tuple(name for name in self.sections if name in BETWEEN_RANKS)
 
     def check(self) -> None:
-        """Raise BadInputError for bad input, before measuring."""
+        """Raise BadInputError for invalid input, before anything is measured."""
         if "matmul" in self.sections:
             self.tokens()
             self.spec()
@@ -82,7 +82,7 @@ class ProbeRequest:
     def tokens(self) -> int | None:
         """Return the tokens per step of one process; None without --seq-len and --micro-batch.
 
-        If one is missing, it defaults to training's sequence length, or to one sample.
+        If only one is given, the other defaults to training's sequence length, or to one sample.
         """
         size, said = self.settings.micro_batch, self.settings.seq_len
         if not isinstance(size, int) and said is None:

@@ -127,7 +127,7 @@ def _case(
 
     with threads():
         steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
-        steps.step()  # may fail only now
+        steps.step()  # some errors appear only in a step
     key = Key(kind="step", what="time",
               of={"reference": one.name, "ranks": ranks, "device": device.type,
                   "digest": one.digest})  # fmt: skip

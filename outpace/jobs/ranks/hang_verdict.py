@@ -1,8 +1,8 @@
 """The verdict in the ranks' store on which rank keeps the others waiting.
 
-A rank that has waited long queries all ranks, and records which one has not arrived. This verdict
-is provisional, since the late rank may still arrive. It becomes final once a rank ends because of
-it. Until then, it is ignored if its author is lost or no longer waits.
+After a long wait, a rank queries all ranks, and records which one has not arrived. This verdict is
+provisional, since the late rank may still arrive. It becomes final once a rank ends because of it.
+Until then, it is ignored if its author is lost or no longer waits.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, since it ends this rank; return the stored one if it is final."""
+        """Mark the verdict that ends this rank as final; return the stored one if that is final."""
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None

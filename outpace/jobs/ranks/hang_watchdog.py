@@ -345,7 +345,7 @@ class _Watchdog:
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_knowing(self, store: Any) -> None:
-        """Keep rank 0, which may serve the store, until all ranks know of the interruption."""
+        """Keep rank 0, which may serve the store, until all ranks have seen the interruption."""
         until_s = time.monotonic() + _ANSWER_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -424,8 +424,8 @@ class _Watchdog:
         """Query all ranks and return the verdict, which the first rank to ask writes to the store.
 
         Returns None if all ranks make progress, or if all answer and it is `doubtful` that one is
-        lost. `final`: this rank ends because of the verdict. It then accepts another rank's verdict
-        only if that one is final, since the late rank may have arrived.
+        lost. `final`: whether the verdict ends this rank. If so, another rank's verdict is accepted
+        only if it is final, since the late rank may have arrived.
         """
         verdicts = HangVerdicts(store)
 

@@ -12,7 +12,7 @@ class Heartbeats:
     """Heartbeats in the store: each rank writes its own, and checks the next rank's.
 
     Queries thus grow linearly with the number of ranks. Seconds count only while this process runs,
-    so a process that was suspended does not suspect others.
+    so it does not suspect others after it was suspended itself.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ class Reading:
     """A memory limit: above `soft_bytes` the run must end, above `hard_bytes` immediately.
 
     `limit`: the limit's name for the user. `limit_bytes`: its size. `ranks`: number of ranks that
-    share it. `now`: returns the memory in use.
+    share it. `now`: a function that returns the memory in use.
     """
 
     limit: str

@@ -1,10 +1,11 @@
-"""Orderly end of all ranks when memory runs out, with the reason and what would fit.
+"""Orderly end of all ranks when memory runs out, with the reason and settings that would fit.
 
 A shortage is detected when an allocator raises, or when a monitoring thread finds this process's
 memory above a limit. The training thread is then interrupted as soon as it is back in Python, and
 unwinds without leaving half-written files. The other ranks learn of the shortage through the job's
 store and are interrupted, too. If a rank cannot be interrupted, because it waits in a collective or
-computes without end, the monitoring thread ends its process, where it may do so (`end`).
+computes without end, the monitoring thread ends its process, if it was given a function for that
+(`end`).
 """
 
 import json
@@ -51,7 +52,7 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """Return the limits to monitor: this rank's --memory-limit, and its control group's."""
+    """Return the limits to monitor: this rank's --memory-limit, and the control group's limit."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)

@@ -31,7 +31,7 @@ from outpace.records.ranks import Ranks
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=6)
-# Torch's own time limits, where it observes them, should expire first.
+# Torch's own time limits should expire first, where torch observes them.
 _MARGIN_S = 10.0
 _LOOK_AGAIN_S = 0.1
 _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store, about a missing key
@@ -143,8 +143,9 @@ def _join(
 ) -> None:
     """Create the default process group.
 
-    NCCL gets its device, so it connects now rather than in the first collective, and subgroups are
-    split from this group. Raises BadInputError if MPI reports another rank or number of ranks.
+    NCCL is given the device, so that it connects now rather than in the first collective, and can
+    split subgroups from this group. Raises BadInputError if MPI reports another rank or number of
+    ranks.
     """
     if backend != "mpi":
         dist.init_process_group(

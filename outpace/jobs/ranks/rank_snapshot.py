@@ -92,8 +92,8 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 def find_position(thread: int) -> Position:
     """Return a thread's position, which stays equal while the thread waits in one collective.
 
-    It includes the waiting call, since the flight recorder lacks messages between two ranks. A
-    position keeps the objects alive that this call refers to.
+    It includes the frame of the waiting call, since the flight recorder lacks messages between two
+    ranks. This frame, and so the position, keeps its local variables alive.
     """
     frame = sys._current_frames().get(thread)
     last = {one.group: one.number for one in read_flight_recorder()}

@@ -64,7 +64,7 @@ class _Arrival(Record):
 
 @dataclass
 class Session:
-    """The joined ranks' name in the store; rank 0 also uses it to look for surplus processes."""
+    """The name of the joined ranks in the store. Rank 0 also uses it to find surplus processes."""
 
     name: str
     arrival: _Arrival
@@ -132,10 +132,10 @@ def agree_on_session(
 
     Each rank publishes a new token, which no earlier rank 0 can have answered, and uses the name
     that rank 0 returns for it. Rank 0 waits until all ranks have received the name, since tokens in
-    the store may be old. Rank 0 queries the store a few times per rank, and each rank a few times
-    in total, however long they wait. Raises RuntimeError if a rank does not join within
-    `timeout_s`, and BadInputError if this process belongs to a different `job` than rank 0, or if
-    its rank is taken and it was not `restarted`.
+    the store may be old. Other ranks query the store a few times in total; rank 0 polls it, less
+    often while no rank arrives. Raises RuntimeError if a rank does not join within `timeout_s`, and
+    BadInputError if this process belongs to a different `job` than rank 0, or if its rank is taken
+    and it was not `restarted`.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,

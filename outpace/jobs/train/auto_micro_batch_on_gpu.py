@@ -42,7 +42,7 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Return a function that runs steps on the device with slightly less than `limit_bytes`.
+    """Return a function that runs steps on the device within slightly less than `limit_bytes`.
 
     `asked_bytes`: the requested limit, restored afterwards; None: all of the device's memory.
     """

@@ -154,7 +154,10 @@ class PreparedRun:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Avoid kernels that must be compiled, with --no-compile, and torch's faulty ones."""
+    """Avoid unwanted kernels.
+
+    With --no-compile, these are kernels that must be compiled; for custom models, faulty ones.
+    """
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -194,7 +197,7 @@ def _begin_record(
 
 
 def _fill_weights(job: Job, layout: Layout, mixed: MixedPrecision) -> dict[str, torch.Tensor]:
-    """Give values to parameters laid out on the meta device; return those to keep in fp32."""
+    """Initialize parameters laid out on the meta device; return the values to keep in fp32."""
     return fill(
         layout,
         parameter_device(job.plan, job.device),
@@ -323,7 +326,7 @@ def _make_loop(
 def _watch_steps(
     job: Job, parts: _StepParts, loop: Loop, reporter: "MemoryReporter | None"
 ) -> CommStats | None:
-    """Prepare to check step times, and to count communication or, with a reporter, memory."""
+    """Set up the check of step times, and statistics of communication or, with `reporter`, memory."""
     expected_s = job.settings.expect_step_time_s
     if expected_s is not None and job.ranks.rank == 0:
         job.callbacks.append(StepTimeMonitor(loop.ledger, expected_s, job.callbacks))

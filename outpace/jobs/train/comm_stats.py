@@ -31,7 +31,7 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Return whether operator hooks see all communication, and every step has the same."""
+        """Return whether operator hooks see all communication, and all steps communicate alike."""
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"
@@ -59,7 +59,7 @@ class CommStats:
         self._began = now
 
     def figures(self) -> dict[str, Any]:
-        """Return values over all ranks, by their names in a Measurement. Collective."""
+        """Return the sum or mean over all ranks, by field of `Measurement`. Collective."""
         said = gather_objects((self._sent_bytes, self._idle_share), self._job.groups.control)
         sent, idle = zip(*said, strict=True)
         return {

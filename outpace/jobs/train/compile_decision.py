@@ -40,7 +40,7 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper bound of the compile time in seconds.
+    """Return an upper bound on the compile time in seconds.
 
     Equal blocks share code if they are compiled one by one, but not in a whole model.
     """

@@ -142,7 +142,7 @@ def _stop_ids(job: Job) -> tuple[int, ...]:
 
 
 def _base_weights(job: Job) -> Path:
-    """Return the directory of the adapters' base weights, after writing random ones to the run."""
+    """Return the directory of the adapters' base weights; random ones are written first."""
     opened, settings = job.inputs.opened, job.settings
     assert opened is not None and job.inputs.spec is not None
     if job.inputs.starts_from_stored(settings):
@@ -171,7 +171,7 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
 def whole_words(ids: Sequence[int], tokenizer: Tokenizer, begins: bool) -> list[int]:
     """Return a few tokens that begin and end at word boundaries, if words start with spaces.
 
-    `begins`: the first token starts a text, rather than continuing a word.
+    `begins`: whether the first token starts a text, rather than continuing a word.
     """
     starts = [at for at, one in enumerate(ids) if tokenizer.decode([one])[:1].isspace()]
     begin = 0 if begins or not starts else starts[0]

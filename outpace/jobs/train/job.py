@@ -174,7 +174,7 @@ def _prepare_inputs(
 
 
 def _keep_freed(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
-    """Keep freed memory for the next step, unless memory is limited or to be freed."""
+    """On a CPU, keep freed memory for later steps, unless limited or with --empty-cache."""
     if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
         keep_freed(os.environ)
 
@@ -193,7 +193,7 @@ def _fit_memory(
     settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
     inputs: TrainingInputs, tracer: Tracer,
 ) -> MemoryFit:  # fmt: skip
-    """Return the run's `MemoryFit`, aware of prefaulted memory, and hand that memory over."""
+    """Return the run's `MemoryFit`, which excludes prefaulted memory; hand that to training."""
     ahead = context.page_prefaulter
     # A trace assumes a head over the vocabulary.
     account = tracer if context.foresee and inputs.is_transformer else None

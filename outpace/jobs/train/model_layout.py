@@ -25,7 +25,7 @@ from outpace.training.step import Stepper
 def lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
 ) -> tuple[Layout, FirstBatch | StateCheck | None]:
-    """Apply the plan to the objective, and return a custom model's check as well. Collective."""
+    """Apply the plan; return the layout, and a custom model's first-batch check. Collective."""
     own, plan = job.inputs.custom_model, job.plan
     first: FirstBatch | StateCheck | None = None
     if own is not None:
@@ -80,7 +80,7 @@ def _check_first_batch(
 ) -> torch.Tensor | None:
     """Compare the step on the first global batch with that of the plain module.
 
-    Memory peaks are reset afterwards, and exclude the comparison.
+    Memory peaks are reset afterwards, so that they exclude the comparison.
     """
 
     def ready() -> None:

@@ -1,6 +1,6 @@
 """Prefaulting of memory that training will need, while modules are loaded.
 
-This runs before torch is imported, so nothing here may import it.
+This runs before torch is imported, so nothing here may import torch.
 """
 
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     mixed: MixedPrecision,
 ) -> Progress | None:
-    """Load the newest intact checkpoint of a resumed run; None means that it starts at step 0.
+    """Load a resumed run's newest intact checkpoint; return None if the run starts at step 0.
 
     The run's folder is not changed. Collective. Raises BadInputError if starting at step 0 would
     overwrite work.

@@ -174,7 +174,7 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
 
 
 def _drops(job: Job) -> bool:
-    """Return whether a dropout of the model or of its adapters is above 0."""
+    """Return whether the model or its adapters use dropout."""
     spec, plan = job.inputs.spec, job.plan
     adapters = job.settings.lora_dropout if plan.lora_rank is not None else 0
     return (0 if spec is None else spec.dropout) > 0 or adapters > 0

@@ -15,7 +15,7 @@ from outpace.training.callbacks import Callback, notify
 def check_samples(
     groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
-    """Raise BadInputError on all ranks if their data sets differ; note samples that change.
+    """Raise BadInputError on all ranks if data sets differ; report samples that change.
 
     Ranks wait for each other, however long reading takes.
     """

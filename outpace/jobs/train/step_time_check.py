@@ -8,7 +8,7 @@ from outpace.training.callbacks import Callback, notify
 
 
 class StepTimeMonitor(Callback):
-    """Compares step times with the plan's once, as soon as enough steps are done."""
+    """Compares the first step times with the plan's, once enough steps are done."""
 
     def __init__(self, ledger: Ledger, expected_s: float, heard: Sequence[Callback]) -> None:
         self._ledger, self._expected_s, self._heard = ledger, expected_s, heard
