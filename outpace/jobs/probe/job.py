@@ -211,7 +211,7 @@ def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
 def _probe_started(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """After half of the local sections' rounds, start `nproc` ranks to probe sections `names`."""
+    """Start `nproc` ranks that probe sections `names`, after half of the local sections' rounds."""
     request, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":

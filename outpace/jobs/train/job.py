@@ -174,7 +174,7 @@ def _prepare_inputs(
 
 
 def _keep_freed(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
-    """On a CPU, keep freed memory for later steps, unless limited or with --empty-cache."""
+    """Keep freed CPU memory for later steps, unless it is limited or --empty-cache is set."""
     if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
         keep_freed(os.environ)
 
