@@ -1,8 +1,8 @@
-"""Tokens that other files of a folder add to its tokenizer.json, as in transformers.
+"""Tokens that a tokenizer's folder defines outside tokenizer.json.
 
-tokenizer_config.json may name tokens that tokenizer.json lacks, or change the properties of those
-that it has, and older folders have added_tokens.json. transformers adds them all, so outpace must,
-too, for equal ids.
+tokenizer_config.json may define tokens that tokenizer.json lacks or change the properties of
+existing ones, and older folders have added_tokens.json. transformers adds all of these tokens. To
+get the same ids, outpace adds them too.
 """
 
 import json
@@ -27,8 +27,8 @@ _DISPENSABLE = ("bos_token", "unk_token", "pad_token")
 def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
     """Add the tokens that `folder` defines outside tokenizer.json, in transformers' order.
 
-    `config` holds the values of its tokenizer_config.json and special_tokens_map.json. Raises
-    BadInputError if a token would get an id other than the one that the folder specifies.
+    `config` holds the values of the folder's tokenizer_config.json and special_tokens_map.json.
+    Raises BadInputError if a token would get an id other than the one that the folder specifies.
     """
     _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
     listed = _numbered_tokens(config, folder)
@@ -37,11 +37,11 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
     inner.add_tokens([token for token in tokens if repr(token) not in known])
     vocabulary = inner.get_vocab(with_added_tokens=True)
-    # Special tokens that exist already keep their properties.
+    # Special tokens that already exist keep their properties.
     alike = {token.content: token for token in inner.get_added_tokens_decoder().values()}
     extra = [alike.get(token.content, token) for token in _extra(config)]
-    # `Tokenizer` refuses some roles whose token is missing, and ignores others unless later tokens
-    # take their ids.
+    # A missing bos, unk or pad token is added only if new tokens follow it, because their ids
+    # depend on it. For other roles, `Tokenizer` raises an error.
     behind = any(token.content not in vocabulary for token in extra)
     named = [
         alike.get(token.content, token)
@@ -59,7 +59,7 @@ def _has_list(config: Mapping[str, Any]) -> bool:
 
 
 def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
-    """Return the tokens that a folder defines outside tokenizer.json, with their ids."""
+    """Return the tokens that a folder defines outside tokenizer.json, by id."""
     path = folder / ADDED_TOKENS_FILE
     try:
         if _has_list(config):
@@ -78,7 +78,7 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the special tokens without a role, which are stored as a list or by name."""
+    """Return the additional special tokens, which the config stores as a list or as a dict."""
     told = config.get("extra_special_tokens")
     older = config.get("additional_special_tokens")
     lists: list[Any] = [list(told.values()), older] if isinstance(told, dict) else [told or older]
@@ -87,7 +87,7 @@ def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _special(value: Any) -> AddedToken | None:
-    """Return a special token from its text, or its text and properties; None for anything else."""
+    """Create a special token from a string or a dict of properties, or return None."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True, normalized=False)
     if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
@@ -98,7 +98,7 @@ def _special(value: Any) -> AddedToken | None:
 
 
 def _stored_ids(path: Path) -> dict[str, int]:
-    """Return the ids of tokenizer.json's added tokens, which `tokenizers` may renumber."""
+    """Return the ids that tokenizer.json gives its added tokens; loading may renumber them."""
     text = path.read_text(encoding="utf-8")
     begin = text.find("[", text.find('"added_tokens"'))
     if '"added_tokens"' not in text or begin < 0:

@@ -1,10 +1,11 @@
 """Chat templates, which render conversations as text, and the assistant's answers in that text.
 
-A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
-renders it). The template may mark the assistant's parts ({% generation %} blocks). Otherwise,
-outpace renders two prefixes for each answer: the conversation before it, with the header that
-prompts for it, and the conversation up to its end. Both must be prefixes of the whole text; this is
-checked, since some templates render earlier turns differently if others follow.
+The tokenizer's chat template (Jinja, rendered as in transformers) renders a conversation as one
+text. The template may mark the assistant's text with {% generation %} blocks. If it does not,
+outpace renders two prefixes for each answer: the conversation before the answer, with the
+generation prompt, and the conversation including the answer. Both must be prefixes of the whole
+text. outpace checks this because some templates render earlier turns differently when more messages
+follow.
 """
 
 import re
@@ -30,13 +31,13 @@ from outpace.records.errors import BadInputError, OutpaceError, shorten
 # Limits on processor time and memory of a template, far above what useful ones need.
 _TRIAL_CPU_S, CONVERSATION_CPU_S = 5.0, 60.0
 MEMORY_BYTES = 2 << 30
-# Characters that a template may write, and further ones per character of messages and tools.
+# Limits on the length of a template's output: a constant, plus a multiple of the input's length.
 _LONGEST_CHARACTERS, _LONGEST_TIMES = 1_000_000, 64
 
 Span = tuple[int, int]  # characters [start, end) of a text
 
-# Default for tokenizers without a template. Its marks are plain text, so it needs no new tokens,
-# and an answer ends with the tokenizer's end of text.
+# Default for tokenizers without a template. Role markers are plain text, so no tokens have to be
+# added. Answers end with the tokenizer's end-of-text token.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' }}"
@@ -48,18 +49,18 @@ DEFAULT_TEMPLATE = (
 )
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# Functions of Jinja whose output differs each time.
+# Jinja functions with random output.
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
-# Date that templates write instead of today's, so a resumed run reads the same text. Llama 3.1's
-# template uses this date if there is no clock.
+# Date that templates write instead of the current one, so that a resumed run trains on the same
+# text. Llama 3.1's template falls back to this date.
 LEARNED_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with a chat template to save with the model: its own or the default.
+    """Return the tokenizer, with DEFAULT_TEMPLATE as its chat template if it has none.
 
-    Raises BadInputError if it has several templates and none is the default.
+    Raises BadInputError if the tokenizer has several named templates and none is the default.
     """
     if tokenizer.chat_template is not None:
         return tokenizer
@@ -73,14 +74,14 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Return the messages of a row in any usual form. Raises BadInputError for other forms."""
+    """Return the messages of a row in a supported format. Raises BadInputError for others."""
     return list(conversation_of(row).messages)
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace the clock in a template with LEARNED_DATE.
+    """Replace calls of strftime_now in a template with LEARNED_DATE.
 
-    Raises BadInputError if the template's text would still differ from one time to the next.
+    Raises BadInputError if the rendered text could still change from one run to the next.
     """
     if (drawn := _RANDOM.search(template)) is not None:
         raise BadInputError(
@@ -99,9 +100,9 @@ def _with_fixed_date(template: str) -> str:
 
 
 def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
-    """Return the tokens that a template may write by name, such as bos_token.
+    """Return the tokens that a template may refer to by name, such as bos_token.
 
-    Raises BadInputError if it writes one that is not in the vocabulary.
+    Raises BadInputError if the template refers to a token that is not in the vocabulary.
     """
     found, vocabulary = tokenizer.named_tokens, tokenizer.inner.get_vocab(with_added_tokens=True)
     for name, token in found.items():
@@ -118,8 +119,8 @@ def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` holds the index of each span's message; None if unknown. `whole` is False if only the
-    last answer could be found in the template's output.
+    `answers` holds the message index of each span, or is None if unknown. `whole` is False if only
+    the last answer was found in the text.
     """
 
     text: str
@@ -129,10 +130,11 @@ class RenderedConversation:
 
 
 class ChatFormat:
-    """A tokenizer with its chat template, ready to render. Raises BadInputError if it is broken.
+    """A tokenizer and its chat template, ready to render conversations.
 
-    `stop_id` is the token that ends an answer, if the template `stops` answers with one;
-    `special_names` matches text that the tokenizer reads as special tokens.
+    `stop_id` is the token that ends an answer. If the template writes none, `stops` is False and
+    `stop_id` is the end-of-text token. `special_names` matches the names of special tokens. Raises
+    BadInputError if the template cannot be used.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -144,14 +146,14 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._template = template
         self._tool_template = tokenizer.chat_templates.get("tool_use", template)
-        # Quoted names in the templates, some of which are roles that they know.
+        # All quoted names in the templates; these include the roles that the templates handle.
         self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
         self._names = _template_tokens(tokenizer, template + self._tool_template)
         self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
         )
-        # Without the post-processor, which may exclude spaces from the offsets of tokens.
+        # Without the post-processor, which may trim spaces from token offsets.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
         self._takes_text: dict[str, bool] = {}  # by template
@@ -161,7 +163,10 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> tuple[int, bool]:
-        """Return the token that ends answers and True, or the end-of-text token and False."""
+        """Return the token that ends answers and True, or the end-of-text token and False.
+
+        Renders and encodes a trial conversation to find the token.
+        """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
 
@@ -174,7 +179,7 @@ class ChatFormat:
                     return self.encode(self.render([talk[0], opened], where))
                 raise
 
-        # In a process with limits, since a template may never end, or exhaust memory.
+        # Run in a process with limits: a template may loop forever or exhaust memory.
         with self._refusals(where):
             ids, said = call_isolated(encode_trial, _TRIAL_CPU_S, MEMORY_BYTES)
         special = {
@@ -187,7 +192,7 @@ class ChatFormat:
         return (ends[-1], True) if ends else (self.tokenizer.eos_id, False)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Render the conversation so far, with the header of the next answer."""
+        """Render the conversation so far, followed by the generation prompt."""
         where = "the conversation"
         template = self._tool_template if tools else self._template
         with self._refusals(where):
@@ -211,7 +216,7 @@ class ChatFormat:
     def _adapt_messages(
         self, messages: Sequence[Message], where: str, template: str
     ) -> Sequence[Message]:
-        """Return the messages with contents and call arguments as the template expects them."""
+        """Convert message contents and call arguments to the types that the template expects."""
 
         def render(trial: Sequence[Message]) -> str:
             return self._apply_template(trial, False, where, (), template)
@@ -243,7 +248,7 @@ class ChatFormat:
     def _limit_text(
         self, rendered: Any, where: str, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> str:
-        """Return a template's text. Raises BadInputError if it is far longer than the messages."""
+        """Return the rendered text. Raises BadInputError if it is far longer than its input."""
         text = checked_text(rendered, where, "the chat template's text")
         given = len(str(messages)) + len(str(tools))
         if len(text) > _LONGEST_CHARACTERS + _LONGEST_TIMES * given:
@@ -262,7 +267,10 @@ class ChatFormat:
         tools: Sequence[Tool],
         template: str,
     ) -> str:
-        """Render the prompt for an answer to the messages. Most templates need a message."""
+        """Render the messages before an answer, followed by the generation prompt.
+
+        Raises BadInputError if there are no messages and the template requires one, as most do.
+        """
         try:
             return self._text(messages, True, where, tools, template)
         except BadInputError:
@@ -274,18 +282,18 @@ class ChatFormat:
         )
 
     def text(self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()) -> str:
-        """Return only the text that `render` returns."""
+        """Render a conversation as text, without searching for answers."""
         template = _with_fixed_date(self._tool_template if tools else self._template)
         return self._text(messages, False, where, tools, template)
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()
     ) -> RenderedConversation:
-        """Render a conversation, with the spans of the assistant's answers.
+        """Render a conversation and find the assistant's answers in the text.
 
-        A template that would write the current date writes LEARNED_DATE. Messages after the last
-        answer are left out if they change how the template writes that answer. Raises
-        BadInputError, naming `where`, if the template fails or the last answer cannot be found.
+        LEARNED_DATE replaces the current date. If the last answer cannot be found, the messages
+        after it are dropped, unless a tool wrote one of them. Raises BadInputError, naming `where`,
+        if the template fails or the last answer is still not found.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -301,7 +309,8 @@ class ChatFormat:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
             if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
-                # Some templates, such as Phi's, write the end of text only after the conversation.
+                # Some templates, such as Phi's, write the end-of-text token only after the last
+                # message.
                 through = through.removesuffix(self.tokenizer.eos_token or "")
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)
@@ -326,10 +335,13 @@ class ChatFormat:
     def _render_generation_marks(
         self, messages: Sequence[Message], where: str, tools: Sequence[Tool], template: str
     ) -> RenderedConversation:
-        """Render the text; also return the spans that the template marks as the assistant's."""
+        """Render a conversation with a template that marks the assistant's text.
+
+        `answers` is None in the result unless there is one marked span per assistant message.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # `render_jinja_template` also returns positions, although its annotation says only text.
+        # `render_jinja_template` also returns spans, which its annotation omits.
         render: Callable[..., Any] = render_jinja_template
         texts, places = render(
             conversations=[[dict(message) for message in messages]],
@@ -346,7 +358,7 @@ class ChatFormat:
 
     @contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
-        """Convert any exception from a template to BadInputError."""
+        """Convert errors that a template raises to BadInputError."""
         try:
             yield
         except IsolatedError as error:
@@ -365,16 +377,16 @@ class ChatFormat:
             ) from None
 
     def _file(self) -> str:
-        """Return " in" and the template's file, to append to "template"; "" if it is unknown."""
+        """Return " in FILE" to append to "template" in messages, or "" if the file is unknown."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
 
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return, for each id, whether its text starts in a span.
+        """Encode the text; also return for each token whether it starts inside one of `spans`.
 
-        `spans` defaults to the spans of all its answers.
+        `spans` defaults to all answers.
         """
         ids, said, _ = self.encode_joined(rendered, rendered.spans if spans is None else spans)
         return ids, said
@@ -382,9 +394,9 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode like `encode`; also return whether a span starts inside a token.
+        """Encode like `encode`; also return whether any span starts in the middle of a token.
 
-        Such a token is not trained on.
+        Such a token is not a training target.
         """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
@@ -395,7 +407,7 @@ class ChatFormat:
 
 
 def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each token's offsets begin in a span. Offsets and spans are sorted."""
+    """Return for each token offset whether it starts in a span. Offsets and spans are sorted."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:
@@ -405,16 +417,16 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 class _HeaderError(BadInputError):
-    """Raised if a template's prompt for an answer ends with an `opening` that the answer lacks."""
+    """Raised if a rendered answer lacks the end of the generation prompt (`opening`)."""
 
     opening = ""
 
 
 def _require_header(asked: str, before: str, through: str, where: str) -> None:
-    """Refuse an answer if the header before it differs from the one in the template's prompt.
+    """Raise _HeaderError if an answer does not begin with the template's generation prompt.
 
-    `asked` is the conversation so far, `before` the same with the prompt's header, and `through`
-    the conversation including the answer. Raises _HeaderError.
+    `asked` is the conversation before the answer, `before` adds the generation prompt to it, and
+    `through` adds the answer instead.
     """
     most = min(len(before), len(through))
     shared = next((at for at in range(most) if before[at] != through[at]), most)
@@ -432,7 +444,7 @@ def _require_header(asked: str, before: str, through: str, where: str) -> None:
 
 
 def _line_of(error: Exception) -> int | None:
-    """Return the line at which a template failed or cannot be parsed."""
+    """Return the line of the template where an error occurred, or None if unknown."""
     line = getattr(error, "lineno", None)
     step = error.__traceback__
     while step is not None:

@@ -1,4 +1,4 @@
-"""Conversion of labelled texts and pairs of texts, as in GLUE, to samples for a classifier."""
+"""Conversion of labelled texts and text pairs, as in GLUE, to samples for a classifier."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, excerpt, quote_names, shorten
 
-# Names of text columns in benchmarks, pairs before single columns.
+# Text columns of common benchmarks. Pairs come before single columns.
 _TEXTS = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
     ("question", "sentence"), ("#1 String", "#2 String"), ("text1", "text2"),
@@ -29,7 +29,7 @@ _ENCODED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Example:
-    """A text, or a pair of them, with the name of its label."""
+    """One text or a pair of texts, with a label."""
 
     texts: tuple[str, ...]
     label: str
@@ -37,16 +37,16 @@ class Example:
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Names of the columns with the texts (one or two) and with the label."""
+    """Names of the one or two text columns and of the label column."""
 
     texts: tuple[str, ...]
     label: str
 
 
 def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> TextColumns:
-    """Return the requested columns, or those of a known benchmark.
+    """Return the columns that the user named, or else those of a known benchmark.
 
-    Raises BadInputError if the table has no such columns.
+    Raises BadInputError if the table lacks one of the columns.
     """
     there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
@@ -75,14 +75,14 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _header_advice(table: Table) -> str:
-    """Return advice on tables without a header, whose first row is read as one; '' for others."""
+    """Return advice to add a header, for file formats whose first row is read as one; else ''."""
     if Path(table.reference).suffix.lower() not in (".csv", ".tsv", ".txt"):
         return ""
     return ", or write a header (such as text and label) before the first line if it is a row"
 
 
 def _partition_of(table: Table, wanted: Sequence[str]) -> str:
-    """Return advice if a wanted column exists only in folder names (Hive partitioning)."""
+    """Return advice if folder names contain a wanted column (Hive partitioning), else ''."""
     folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
     for part in folders:
         name = part.partition("=")[0]
@@ -95,7 +95,10 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a table whose first row, which determines the columns, lacks a later row's column."""
+    """Refuse a table whose first row lacks a wanted column that a later row has.
+
+    The first row determines the columns of the table.
+    """
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
@@ -106,9 +109,9 @@ def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
 
 
 def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: bool) -> list[str]:
-    """Suggest other columns that look like texts or labels, unless the user named the columns.
+    """Return hints about unused columns that look like texts or labels.
 
-    `texts`, `label`: whether the user named these.
+    `texts` and `label` are True if the user named these columns, which then get no hint.
     """
     text_names = [name for names in _TEXTS for name in names]
     known = [
@@ -128,7 +131,7 @@ def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: boo
 
 
 def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
-    """Warn about labels that may not be distinct classes, and about samples without text."""
+    """Return warnings about labels that may not be distinct classes, and about empty texts."""
     hints = []
     alike: dict[str, set[str]] = {}
     seen = {example.label for example in parts[0]}
@@ -172,7 +175,7 @@ def _is_number(label: str) -> bool:
 
 
 def _plain_number(label: str) -> str:
-    """Return a label's whole number in one spelling ("true" is 1); other labels are unchanged."""
+    """Return the simplest spelling of a whole number or boolean; other labels are unchanged."""
     if label in ("true", "false"):
         return str(int(label == "true"))
     if not _is_number(label):
@@ -190,11 +193,12 @@ def examples_of(
     classes: Sequence[str] = (),
     known: Sequence[str] = (),
 ) -> list[list[Example]]:
-    """Return the texts and labels of the rows of each part; numbers of `classes` become names.
+    """Convert the rows of each part to examples; numeric labels become names from `classes`.
 
-    A label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or
-    -1 is among the labels `known` from a stored classifier. Raises BadInputError if a text or label
-    is missing or invalid.
+    A label of -1 means that the row has no label, as in test sets. However, -1 is a class if there
+    are no `classes` and all labels are -1 or 1, and either both values occur or a stored
+    classifier's labels (`known`) contain "-1". Raises BadInputError for a missing or invalid text
+    or label.
     """
     seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
     signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))
@@ -211,10 +215,7 @@ def examples_of(
 
 
 def _number(value: Any) -> Any:
-    """Return a label; text such as "-1" and "1" becomes a number.
-
-    Returns None if it is not a label.
-    """
+    """Return a label, with "-1", "+1" and "1" converted to numbers; None if it is not a label."""
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None
@@ -249,17 +250,17 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
 
 
 def _is_none(value: Any) -> bool:
-    """Return whether a value stands for a missing label."""
+    """Return whether a value marks a missing label."""
     return value == -1 or (isinstance(value, str) and value.strip() in ("", "-", "-1"))
 
 
 def with_stored_names(
     parts: Sequence[Sequence[Example]], known: Sequence[str]
 ) -> list[list[Example]] | None:
-    """Return the examples with the labels of a stored classifier; None if the labels differ.
+    """Map labels to the class names of a stored classifier; return None if they do not match.
 
-    The first of the `parts` decides. Its labels must be the classifier's names, ignoring case, or
-    class numbers (which may follow `LABEL_`).
+    All labels of the first part must match: they may be the class names (ignoring case), class
+    numbers, or class numbers prefixed with `LABEL_`. Other parts keep labels that do not match.
     """
     if len(known) < 2:
         return None
@@ -280,10 +281,10 @@ def with_stored_names(
 
 
 def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels in the order of their class numbers.
+    """Return the class names in the order of their class numbers.
 
-    Labels that are only known from the examples are sorted. Raises BadInputError if there are fewer
-    than two, or nearly as many as examples.
+    These are `classes` if they contain all labels of the examples, or else the sorted labels.
+    Raises BadInputError if there is only one label, or more than half as many labels as examples.
     """
     seen = {example.label for example in examples}
     if len(classes) > 1 and seen <= set(classes):
@@ -308,13 +309,14 @@ def _by_number(name: str) -> tuple[int, int, str]:
 
 
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
-    """Return the tokenizer with a post-processor for pairs and a padding token, on the right.
+    """Return the tokenizer with right padding and a post-processor for text pairs.
 
-    Padding on the left, as for generation, shifts learned positions and an encoder's first token,
-    so a text's scores would depend on the texts in its batch. An existing post-processor is kept.
-    Otherwise, an encoder uses BERT's (Devlin et al., arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]),
-    and a decoder puts the end-of-text token between the texts. Both are saved with the model, so
-    transformers encodes pairs in the same way.
+    Left padding, as used for generation, shifts learned positions and an encoder's first token, so
+    a text's scores would depend on the other texts in its batch. An existing post-processor is
+    kept. Otherwise, an encoder gets BERT's (Devlin et al., arXiv 1810.04805, §3: [CLS] A [SEP] B
+    [SEP]), and a decoder one that puts the end-of-text token between the texts. The padding
+    settings and the post-processor are saved with the model, so transformers encodes pairs in the
+    same way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):
@@ -350,7 +352,7 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples, and how many of them were truncated."""
+    """Encoded samples, and the number of them that were truncated (`cut`)."""
 
     samples: RaggedSamples
     cut: int
@@ -363,9 +365,10 @@ def encode(
     seq_len: int,
     segments: bool,
 ) -> EncodedSamples:
-    """Return token ids of the examples, truncating a pair's longer text first.
+    """Tokenize the examples, truncating them to `seq_len`; a pair's longer text is cut first.
 
-    Raises BadInputError for a label that is not among `labels`, or if no text would be left.
+    Raises BadInputError for a label that is not in `labels`, or if `seq_len` leaves no room for
+    text.
     """
     numbers = {name: number for number, name in enumerate(labels)}
     unknown = next((example for example in examples if example.label not in numbers), None)
@@ -392,7 +395,7 @@ def encode(
 
 
 def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
-    """Encode a text or a pair, truncating the longer of the two first, as transformers does."""
+    """Encode a text or a pair, truncated to `seq_len` as in transformers, the longer text first."""
     inner = tokenizer.inner
     inner.enable_truncation(seq_len, strategy="longest_first", direction=tokenizer.truncation_side)
     try:

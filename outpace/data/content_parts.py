@@ -1,7 +1,7 @@
-"""Message contents in the form that a chat template expects: a text, or a list of parts.
+"""Message contents as a chat template expects them: a string or a list of parts.
 
-Templates of models that also accept images may render only lists of parts, and write nothing for a
-text. All others accept texts.
+Templates of multimodal models may render only lists of parts, and nothing for a plain string. All
+other templates accept strings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _WORD = "outpace_word"
 def takes_parts(render: Callable[[Messages], str]) -> bool:
     """Return whether a template renders contents only if they are lists of parts.
 
-    `render` renders messages with the template, and raises BadInputError if the template refuses
+    `render` applies the template to messages, and raises BadInputError if the template rejects
     them.
     """
     for content in (_WORD, _as_parts(_WORD)):
@@ -29,7 +29,7 @@ def takes_parts(render: Callable[[Messages], str]) -> bool:
 
 
 def with_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages, with each text wrapped in a list of one part."""
+    """Return the messages with each content wrapped in a list of one text part."""
     return [{**message, "content": _as_parts(message["content"])} for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Samples of conversations: their tokens, with the assistant's answers as targets."""
+"""Samples made from conversations, with the assistant's answers as targets."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,21 +26,20 @@ from outpace.data.template_omissions import (
 )
 from outpace.records.errors import BadInputError
 
-# Longest beginning of an answer that a prompt's header may contain, such as <think>.
+# Longest start of an answer, such as <think>, that the generation prompt may already contain.
 _HEADER_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, and which conversations were not used in full.
+    """Encoded conversations, and which of them could not be used exactly as written.
 
-    Numbers of conversations: `cut` were longer than a sample, `empty` have nothing to train on
-    within it, and for `partial` only the last answer was found. Places of conversations: `altered`
-    have answers that the template changes, `toolless` tools and `unwritten` messages that it omits,
-    `marked` text that the tokenizer reads as special tokens, `wordless` an empty answer, and
-    `joined` an answer that starts inside a token of the template. `unread`: numbers of
-    conversations with columns that are not part of them, or keys of messages that the template
-    omits. `fingerprint`: hash of all ids and targets before truncation.
+    Counts: `cut` conversations exceed the sample length; `empty` ones have no target within it; for
+    `partial` ones, only the last answer was found. Locations: the template omits text of an answer
+    (`altered`), the tools (`toolless`) or a message (`unwritten`); the text contains names of
+    special tokens (`marked`); an answer is empty (`wordless`) or starts in the middle of a token
+    (`joined`). `unread` counts conversations per ignored column or message key. `fingerprint`
+    hashes all ids and target flags before truncation.
     """
 
     samples: RaggedSamples
@@ -60,10 +59,10 @@ class Conversations:
 def encode_all(
     chat: ChatFormat, rows: Iterable[Row], seq_len: int, part: str = ""
 ) -> Conversations:
-    """Return tokens and targets, with −100 for everything but the answers to train on.
+    """Encode conversations; tokens that are not trained on have the target −100.
 
-    Each target is the next token, so a full sample uses `seq_len` + 1 ids; longer conversations are
-    truncated. `part` describes the rows in messages. Raises BadInputError if no sample has a
+    Targets are shifted by one token, so a full sample uses `seq_len` + 1 ids; longer conversations
+    are truncated. `part` names the data in messages. Raises BadInputError if no conversation has a
     target.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
@@ -109,7 +108,7 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, those that the assistant writes, and findings for `Conversations`."""
+    """A conversation's ids, whether each is a target (`said`), and flags for `Conversations`."""
 
     where: str
     ids: list[int]
@@ -125,7 +124,10 @@ class _EncodedMessages:
 
 
 def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
-    """Encode each conversation in a process with limits. Raises BadInputError, naming the row."""
+    """Encode each conversation in a process with resource limits.
+
+    Raises BadInputError, naming the row, if encoding fails.
+    """
     listed, done = list(rows), 0
 
     def encode() -> Iterator[_EncodedMessages]:
@@ -192,7 +194,7 @@ def _learned_spans(
 
 
 def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
-    """Return whether the template omits part of an answer to train on, other than white space."""
+    """Return whether the template omits text of an answer to train on, ignoring white space."""
     if rendered.answers is None:
         return len(rendered.spans) < len(answers_of(talk.messages))
     return any(
@@ -205,7 +207,10 @@ def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
 
 
 def _is_written(content: str, before: str, span: str) -> bool:
-    """Return whether an answer is in its span, or begins in the prompt's header `before` it."""
+    """Return whether a span contains an answer, whose start may be in the text `before` the span.
+
+    White space is ignored.
+    """
     words, answer = ("".join(text.split()) for text in (content, span))
     if words in answer:
         return True

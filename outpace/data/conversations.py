@@ -1,4 +1,4 @@
-"""Rows as conversations: the speakers, the messages to train on, and the tools."""
+"""Conversion of rows to conversations: messages, which of them to train on, and tools."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ _LISTS = ("messages", "conversations")
 # Columns whose presence marks a row as a conversation.
 _NAMES = frozenset((*_LISTS, *(ask for ask, _ in _PAIRS)))
 _SYSTEM = ("system", "system_prompt", "system_message")
-# Columns with context for a question, appended to it.
+# Columns whose text is appended to the question.
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")
-_EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column or a key that a row lacks
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # values that count as missing
 # Roles, with the names that data uses for them, in lower case.
 _ROLES: Mapping[str, Collection[str]] = {
     "user": ("human", "prompter"),
@@ -37,15 +37,15 @@ _ROLES: Mapping[str, Collection[str]] = {
     "tool": ("function", "function_response", "observation", "ipython", "tool_response"),
 }  # fmt: skip
 _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names)}
-# Keys of a message for its speaker and its text in common data sets, and columns of classes.
+# Message keys for the role and for the text in common data sets, and label columns.
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether to train on it, and torchtune's key with the opposite meaning.
+# Message keys that enable training on the message. torchtune's key has the opposite meaning.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
-# Columns of KTO's data (trl, ms-swift; LLaMA-Factory) that say whether an answer is wanted.
+# Columns of KTO data (trl, ms-swift; LLaMA-Factory) that say whether an answer is desirable.
 _WANTED = ("label", "kto_tag")
 LEARNING_KEYS = frozenset((*WEIGHTS, _MASKED))
 _FORMS = (
@@ -56,9 +56,9 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row.
+    """The messages of a row, whether to train on each (`learned`), and the tools.
 
-    `learned` marks the answers to train on; `unread` has the row's other columns.
+    `unread` lists the row's other columns that are not empty.
     """
 
     messages: tuple[Message, ...]
@@ -68,9 +68,9 @@ class Conversation:
 
 
 def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
-    """Return the conversation of a row in a usual form. Raises BadInputError for other forms.
+    """Read the conversation of a row in a supported format. Raises BadInputError for others.
 
-    `roles` are additional names of speakers, which are kept unchanged.
+    `roles` are additional role names that are kept unchanged.
     """
     values = row.values
     _require_wanted(row)
@@ -93,9 +93,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Describe rows with these columns if outpace has no task for them, and say what to do.
+    """Describe rows that no task supports, judging by their columns, and say what to do.
 
-    Return None for other rows.
+    Returns None for other rows.
     """
     if {"chosen", "rejected"} <= set(columns):
         return (
@@ -114,7 +114,7 @@ def describe_form(columns: Collection[str]) -> str | None:
 
 
 def _require_wanted(row: Row) -> None:
-    """Refuse a row that marks its answer as unwanted, as KTO's data does."""
+    """Refuse a row whose answer is marked as undesirable, as in KTO data."""
     for name in _WANTED:
         value = row.values.get(name)
         if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
@@ -129,7 +129,7 @@ _Turn = tuple[Message, bool]
 
 
 def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
-    """Return the turns of a question and its answer, and the columns from which they were read."""
+    """Read the turns of a question and its answer; also return the names of the columns used."""
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
@@ -168,7 +168,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
 
 
 def _refuse_form(row: Row) -> BadInputError:
-    """Return the error for a row that is not a conversation, with advice."""
+    """Return the error, with advice, for a row that is not a conversation."""
     values = row.values
     there = quote_names(values) or "no columns"
     if (name := next((name for name in _LISTS if name in values), None)) is not None:
@@ -196,7 +196,7 @@ def _refuse_form(row: Row) -> BadInputError:
 
 
 def _message_column(values: Mapping[str, Any]) -> str | None:
-    """Return the first column that holds messages under an unusual name."""
+    """Return the first column that holds a list of messages, or None."""
     for name, value in values.items():
         listed = isinstance(value, list) and all(isinstance(one, dict) for one in value)
         if listed and value and all(not _SPEAKERS.isdisjoint(one) for one in value):
@@ -205,7 +205,7 @@ def _message_column(values: Mapping[str, Any]) -> str | None:
 
 
 def _advise(values: Collection[str]) -> str:
-    """Say what to do with rows that have these columns and are not conversations."""
+    """Say what to do with rows that are not conversations, judging by their columns."""
     if not _CLASSES.isdisjoint(values):
         return "To train a classifier of texts, use --task classify."
     if "text" in values:
@@ -214,7 +214,7 @@ def _advise(values: Collection[str]) -> str:
 
 
 def _history(value: Any, row: Row) -> list[_Turn]:
-    """Read earlier questions and answers, which are trained on as well."""
+    """Read earlier question-answer pairs; their answers are trained on too."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -229,7 +229,10 @@ def _history(value: Any, row: Row) -> list[_Turn]:
 
 
 def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
-    """Insert the system prompt from a column before the turns."""
+    """Put the system prompt from a column before the turns.
+
+    Raises BadInputError if the turns begin with a different system prompt.
+    """
     text = _text(row.values[name], name, row)
     first = turns[0][0]
     if first["role"] != "system":
@@ -251,7 +254,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
-    """Read a message, whose keys may have any usual name; also return whether to train on it."""
+    """Read a message in any supported format; also return whether to train on it."""
     told = _first(one, ("role", "from"), row) if isinstance(one, dict) else None
     if not isinstance(told, str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
@@ -281,7 +284,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
     other = ("from", "value", "function_call")
-    # Arrow adds keys without values if other messages have them; these do not count.
+    # Arrow adds null values for keys that only other messages have; these are dropped.
     kept = {key: value for key, value in one.items() if key not in other and value is not None}
     if calls:
         with_arguments([{"tool_calls": calls}], False, row.where)  # refuses repeated keys
@@ -291,9 +294,9 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
-    """Return a message's value under the first of two keys that has one.
+    """Return a message's value for the first of two keys that is not empty.
 
-    If data sets with different keys were joined, one of the two is null or empty. Raises
+    In merged data sets, messages may have both keys, one of them null or empty. Raises
     BadInputError if both have values that differ.
     """
     found = [one[name] for name in names if one.get(name) not in _EMPTY]
@@ -306,7 +309,7 @@ def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
 
 
 def _is_learned(one: Message, row: Row) -> bool:
-    """Return whether a message's keys allow training on it.
+    """Return whether all weight and mask keys of a message allow training on it.
 
     Raises BadInputError for values other than 0 and 1.
     """
@@ -326,7 +329,7 @@ def _is_learned(one: Message, row: Row) -> bool:
 
 
 def _require_one_text(parts: Sequence[Any], row: Row) -> None:
-    """Refuse a list of several bare texts, which may be answers to choose from."""
+    """Refuse a list of several bare strings, which may be alternative answers."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) > 1:
         raise BadInputError(
@@ -355,7 +358,7 @@ def _part(part: Any, row: Row) -> str:
 
 
 def _tools(value: Any, name: str, row: Row) -> tuple[Tool, ...]:
-    """Return the tools of a row, which some data sets store as JSON."""
+    """Return the tools of a row, given as a list or as JSON text."""
     if isinstance(value, str):
         try:
             value = read_value(value)

@@ -1,4 +1,4 @@
-"""Corpus: one split of the sources, prepared for training as memory-mapped tokens."""
+"""Corpus: one split of the sources, tokenized and memory-mapped."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,10 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class Corpus:
-    """One split of one or several sources. `weights` is None for a mixture by size."""
+    """One split of one or more sources.
+
+    Samples are mixed by `weights`, or in proportion to the sources' sizes if it is None.
+    """
 
     streams: tuple[Stream, ...]
     weights: tuple[float, ...] | None
@@ -35,7 +38,7 @@ class Corpus:
 
     @property
     def vocab_needed(self) -> int:
-        """One more than the largest token id."""
+        """Vocabulary size that covers all token ids."""
         return 1 + max(stream.largest() for stream in self.streams)
 
 
@@ -55,10 +58,10 @@ def prepare(
     processes: int,
     progress: Progress = _quiet,
 ) -> Corpus:
-    """Tokenize sources that are not in the cache yet, and open all of them.
+    """Tokenize sources that are not cached yet, and open all of them.
 
-    `tokenizer` may be None if all sources contain tokens. Raises BadInputError for missing, empty,
-    undecodable or damaged data, and for weights that do not fit the sources.
+    `tokenizer` may be None if all sources are already tokenized. Raises BadInputError for missing,
+    empty, undecodable or damaged data, and for weights that do not match the sources.
     """
     _check_weights(sources, weights)
     streams, hashes = [], []
@@ -96,11 +99,11 @@ def prepare(
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"
     if tokenizer and tokenizer.opening_ids:
-        # Texts that begin with the token by themselves were once given a second one.
+        # Older versions prepended the opening token even to texts that already began with it.
         ids = tokenizer.opening_ids
         opening = {token for token, number in tokenizer.special_tokens.items() if number in ids}
         absent = bool(opening) and opening.isdisjoint(written)
-        if ids == [tokenizer.unknown_id]:  # as in OPT, so that texts' own count as unknown
+        if ids == [tokenizer.unknown_id]:  # as in OPT: counted as unknown in texts
             absent = unknown == 0
         name += "|opened" if absent else "|opened once"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
@@ -121,9 +124,10 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """Return a split of an entry, by hash of documents if that comes close to the fraction.
+    """Return a split of a cache entry.
 
-    With few documents, it may not; then the last tokens are held out.
+    The split is made by document hash. If that does not come close to `eval_fraction`, as with few
+    documents, the last tokens are held out instead.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
@@ -149,12 +153,12 @@ def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
 
 
 def is_tokens(reference: str) -> bool:
-    """Return whether a source already consists of tokens and needs no tokenizer."""
+    """Return whether a source is already tokenized."""
     return open_source(reference).is_tokens
 
 
 def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Path) -> str:
-    """Return one hash of the contents of all sources."""
+    """Return a hash of the contents of all sources."""
     parts = [cached_fingerprint(open_source(s), text_field, cache_dir) for s in sources]
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
@@ -162,10 +166,10 @@ def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Pa
 def read_documents(
     sources: tuple[str, ...], text_field: str, split: Split, eval_fraction: float
 ) -> Iterator[str]:
-    """Yield the text of a split, for training a tokenizer; long documents are split.
+    """Yield the texts of a split for training a tokenizer, with long documents in pieces.
 
-    The sources take turns, so any prefix has about the same amount of each. If the hash puts no
-    document in the split, all text is used.
+    The sources are interleaved, so any prefix has about as many characters from each. If no
+    document belongs to the split, all documents are used.
     """
     opened = [open_source(reference) for reference in sources]
     written = [source for source in opened if not source.is_tokens]
@@ -180,7 +184,7 @@ def read_documents(
 
 
 def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Yield all texts, each from the stream that has yielded the fewest characters so far."""
+    """Interleave texts: each comes from the stream with the fewest characters so far."""
     given = dict.fromkeys(range(len(streams)), 0)
     while given:
         least = min(given, key=lambda k: (given[k], k))
@@ -202,7 +206,7 @@ def _texts(source: Source, text_field: str, split: str, eval_fraction: float) ->
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """Return the entropy of token frequencies in nats: the loss of a model that only counts tokens.
+    """Return the entropy of the token frequencies in nats, the loss of the best unigram model.
 
     The sources of a mixture are weighted as in its loss.
     """

@@ -20,12 +20,13 @@ _COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 def read_delimited(
     file: Path, delimiter: str, on_left_out: Callable[[str], None] | None
 ) -> Iterator[tuple[Row, int]]:
-    """Yield the rows below a table's header, each with its size in bytes.
+    """Yield the rows below a table's header, each with its approximate size in bytes.
 
-    In GLUE's tab-separated files, a quotation mark is part of the text; in others, such as those
-    from pandas, it quotes a cell (see `_quotes`). In files without quoting, lines may have fewer
-    columns than the header, as in benchmarks: `on_left_out`, if not None, is called with their
-    places. Raises BadInputError for other lines without the header's columns.
+    In GLUE's TSV files, a quotation mark is part of the text; in others, such as those from pandas,
+    it quotes a cell (see `_quotes`). In files without quoting, lines with fewer columns than the
+    header, which some benchmarks have, are skipped and their locations passed to `on_left_out`.
+    Raises BadInputError for such lines if `on_left_out` is None, and for all other lines that do
+    not match the header.
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -56,7 +57,7 @@ def read_delimited(
 
 
 def _remedy(too_many: bool, delimiter: str, quoted: bool) -> str:
-    """Say how to correct a line that does not have the header's columns."""
+    """Say how to correct a line with too many or too few columns."""
     if not too_many:
         return "Complete the line, or remove it."
     name = _DELIMITERS[delimiter]
@@ -66,7 +67,7 @@ def _remedy(too_many: bool, delimiter: str, quoted: bool) -> str:
 
 
 def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> None:
-    """Refuse a table whose only column name is a list of names with another delimiter."""
+    """Refuse a table whose only column name looks like several names with another delimiter."""
     if len(header) != 1:
         return
     for other, name in _DELIMITERS.items():
@@ -81,12 +82,12 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
 
 
 def _quotes(file: Path) -> bool:
-    """Return whether a tab-separated file quotes cells, as CSV does.
+    """Return whether a TSV file quotes cells as CSV does.
 
     It does if all cells that begin with a quotation mark are well-formed, and either the header is
-    quoted or some marks are doubled. It also does if only quoting gives all rows the header's
-    columns, for example because cells contain tabs and line breaks. Raises BadInputError for a
-    single column with line breaks, which could be read either way.
+    quoted or some marks are doubled. It also does if all rows have the same number of columns only
+    when cells are quoted, for example because cells contain tabs and line breaks. Raises
+    BadInputError for a single column with line breaks, which could be read either way.
     """
     columns = opened = 0
     named = doubled = False
@@ -118,7 +119,7 @@ def _quotes(file: Path) -> bool:
 
 
 def _is_even_if_quoted(file: Path) -> bool:
-    """Return whether all rows have the same number of columns if cells are quoted."""
+    """Return whether all rows have the same number of columns when read with quoting."""
     try:
         widths = (len(cells) for _, cells, _ in _read_csv(file, "\t"))
         first = next(widths)
@@ -128,14 +129,14 @@ def _is_even_if_quoted(file: Path) -> bool:
 
 
 def _read_tabs(file: Path) -> Iterator[tuple[int, list[str], int]]:
-    """Yield the number, the cells and the size in bytes of each line that has cells."""
+    """Yield the line number, cells and length of each non-empty line."""
     for number, line in enumerate(lines_of(file), 1):
         if stripped := line.removesuffix("\n").removesuffix("\r"):
             yield number, stripped.split("\t"), len(line)
 
 
 def _read_csv(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]]:
-    """Yield the number of the last line, the cells and the size in bytes of each row."""
+    """Yield the number of the last line, the cells and the approximate length of each row."""
     csv.field_size_limit(LINE_BYTES)
     reader = csv.reader(lines_of(file), delimiter=delimiter, strict=True)
     try:
@@ -152,5 +153,5 @@ _COLA = ["source", "label", "star", "sentence"]
 
 
 def _is_cola(first: Sequence[str]) -> bool:
-    """Return whether a row has CoLA's columns: source, label, a star if wrong, sentence."""
+    """Return whether a row has CoLA's columns: source, label, "*" or nothing, sentence."""
     return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")

@@ -1,4 +1,4 @@
-"""Locks on cache entries: one process creates an entry, and others that need it wait."""
+"""Locks on cache entries, so that one process creates an entry while others wait."""
 
 import json
 import os
@@ -18,10 +18,11 @@ _STOPPED_S = 60.0
 
 @contextmanager
 def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
-    """Hold the lock file `path`, after waiting for its current holder as long as that process runs.
+    """Hold the lock file `path`, waiting while another process holds it.
 
-    Raises BadInputError if the holder is a process of this host that stays stopped (SIGSTOP, a
-    debugger), since it will not finish. A killed process releases its lock.
+    Raises BadInputError if the holder is a process on this host that has been stopped (by SIGSTOP
+    or a debugger) for `stopped_limit_s`, because it will not finish. A killed process releases its
+    lock.
     """
     lock, holder = FileLock(path), path.with_suffix(".holder")
     stopped_s = 0.0
@@ -50,7 +51,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
 
 
 def _stopped_holder(holder: Path) -> tuple[int, str] | None:
-    """Return the PID and name of a lock's holder if it is a stopped process on this host."""
+    """Return the PID and name of the lock's holder if it is a stopped process on this host."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())
         if told["host"] == socket.gethostname():

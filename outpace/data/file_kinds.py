@@ -1,4 +1,4 @@
-"""Kinds of data files, by their suffixes and their first bytes."""
+"""Detection of file types by suffix and by first bytes."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -9,15 +9,15 @@ from outpace.records.errors import BadInputError
 from outpace.records.misplaced_content import COMPRESSED
 
 Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
-# Kinds of files by suffix, in lower or upper case; any other file is plain text.
+# File formats by suffix, ignoring case. Any other file is plain text.
 _FORMS: Mapping[str, Form] = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".jsonlines": "json", ".jl": "json",
     ".csv": "csv", ".tsv": "tsv",
     ".tab": "tsv", ".parquet": "parquet", ".pq": "parquet", ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
 _IMAGE, _MEDIA = "an image", "sound or video"
-# First bytes of other kinds of files. Texts may begin with the name of a format, so a signature
-# that is only a name includes the version or the zero after it.
+# First bytes of other file types. A text may begin with the name of a format, so signatures that
+# are only a name include the version or the zero byte that follows.
 _SIGNATURES = {
     **{begin: f"compressed with {name}" for begin, name in COMPRESSED.items()},
     b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1\x00": "an Arrow file",
@@ -40,12 +40,12 @@ _RIFF = {b"WEBP": _IMAGE, b"WAVE": _MEDIA, b"AVI ": _MEDIA}
 
 
 def form_of(file: Path) -> Form:
-    """Return the format of a file, by its suffix."""
+    """Return the format of a file, judging by its suffix."""
     return _FORMS.get(file.suffix.lower(), "text")
 
 
 def advice_on_binary(kind: str) -> str:
-    """Return what to do about a file of this `binary_kind`."""
+    """Return advice for a file type that `binary_kind` returned."""
     if kind not in (_IMAGE, _MEDIA):
         return "Unpack or convert it, or leave it out."
     return (
@@ -55,8 +55,8 @@ def advice_on_binary(kind: str) -> str:
 
 
 def binary_kind(head: bytes) -> str | None:
-    """Name the kind of a binary file by its first bytes; None for text, tokens or unknown."""
-    # An Arrow stream starts with a mark and the length of its schema.
+    """Name the type of a binary file by its first bytes; None if they are not recognised."""
+    # An Arrow stream starts with a marker and the length of its schema.
     length = int.from_bytes(head[4:8], "little")
     if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
         return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
@@ -67,14 +67,14 @@ def binary_kind(head: bytes) -> str | None:
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and 2 < length < 1 << 27:
         return "a safetensors file"
-    # A record's length, its checksum, and a serialised Example with another length behind it.
+    # TFRecord: a record's length and its checksum, a serialised Example, the next record's length.
     if head[12:13] == b"\n" and 0 < length < 1 << 31 and not any(head[length + 20 : length + 24]):
         return "a TFRecord file"
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 
 def require_tokens(file: Path, head: bytes) -> None:
-    """Refuse a .bin whose first bytes belong to another kind of file."""
+    """Refuse a .bin file whose first bytes identify another file type."""
     kind = binary_kind(head) or chunk_kind(file, head)
     if kind is not None:
         raise BadInputError(
@@ -84,7 +84,7 @@ def require_tokens(file: Path, head: bytes) -> None:
 
 
 def chunk_kind(file: Path, head: bytes) -> str | None:
-    """Name a chunk of litdata or a shard of MosaicML's streaming; None for other files."""
+    """Describe a chunk of litdata or a shard of MosaicML's streaming; None for other files."""
     if not _is_litdata(head, file.stat().st_size):
         return None
     return "a chunk of litdata or streaming (MDS), with the offsets of its items in front"
@@ -93,8 +93,8 @@ def chunk_kind(file: Path, head: bytes) -> str | None:
 def _is_litdata(head: bytes, size: int) -> bool:
     """Return whether a file begins like a chunk of litdata.
 
-    A chunk begins with 32-bit numbers: the number of items, where each begins, and where the last
-    one ends.
+    A chunk begins with 32-bit integers: the number of items, the offset of each item, and the
+    offset at which the last item ends.
     """
     words = [int.from_bytes(head[at : at + 4], "little") for at in range(0, len(head) - 3, 4)]
     if len(words) < 3 or not words[0]:

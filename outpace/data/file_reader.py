@@ -8,14 +8,14 @@ from typing import BinaryIO
 
 from outpace.records.errors import BadInputError
 
-# Longest line that is read: parsed JSON can take thirty times as much memory.
+# Longest line to read. Once parsed, JSON can take thirty times as much memory.
 LINE_BYTES = 64 << 20
 # Size, mtime and ctime; `touch` can set mtime, but not ctime.
 State = tuple[int, int, int]
 
 
 def state_of(file: Path) -> State:
-    """Return a file's size and times. Raises BadInputError if it cannot be read."""
+    """Return a file's size, mtime and ctime. Raises BadInputError if it cannot be read."""
     try:
         stat = file.stat()
     except OSError as error:
@@ -24,9 +24,9 @@ def state_of(file: Path) -> State:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield lines that are not blank, with their numbers from 1.
+    """Yield the non-blank lines of a file with their line numbers, counted from 1.
 
-    Raises BadInputError for an unreadable file, and for a line that is too large for memory.
+    Raises BadInputError for an unreadable file or a line longer than LINE_BYTES.
     """
     with readable(file) as stream:
         for number in count(1):
@@ -44,7 +44,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def readable(file: Path) -> Iterator[BinaryIO]:
-    """Open a file. Raises BadInputError if it cannot be read."""
+    """Open a file in binary mode. Raises BadInputError if it cannot be opened or read."""
     try:
         with file.open("rb") as stream:
             yield stream

@@ -1,4 +1,4 @@
-"""Searching folders for data files."""
+"""Search for data files in folders."""
 
 import os
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from outpace.records.base import refuse_pipe
 
-# Suffixes that editors and merges give to older copies of files.
+# Suffixes of backup copies made by editors and merges.
 _OLDER_COPIES = ("~", ".bak", ".orig", ".swp")
 _BYTECODE = "__pycache__"  # Python's cache, in any folder of sources that were run
-# Folders of a cache, and what follows the hash in the names of entries.
+# Folders of a cache, with the suffix that entry names have after the hash.
 _CACHED = {
     "tokens": "", "tokenizers": "", "hashes": "", "extents": "", "encoded": ".npz",
     "specs": ".json", "tokenizer_classes": ".json",
@@ -23,10 +23,10 @@ _BLOCK_BYTES = 1 << 20
 def files_below(
     root: Path, left_out: Collection[str] = ()
 ) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return the files below a folder, outpace's outputs in it, and broken links, each sorted.
+    """Return a folder's files, outpace's outputs in it, and broken links, each sorted.
 
-    Linked folders are followed. Hidden files, copies left by editors and merges, and Python's
-    bytecode are left out. `left_out`: names of folders to skip.
+    The search is recursive and follows links to folders. It skips hidden files, backup copies,
+    Python bytecode, and folders named in `left_out`.
     """
     found: list[str] = []
     lost: list[str] = []
@@ -59,7 +59,7 @@ def files_below(
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run or a cache of outpace, which may be inside the data."""
+    """Return whether a folder is a run or a cache that outpace wrote."""
     names = {name for name in names if not name.startswith(".")}
     if folder.name in _CACHED and names:
         entry = re.compile(f"{_HASH}({re.escape(_CACHED[folder.name])})?{_UNFINISHED}")
@@ -75,5 +75,5 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
 
 
 def leads_nowhere(entry: "os.DirEntry[str] | Path") -> bool:
-    """Return whether a path is a link to nothing or to itself."""
+    """Return whether a path is a broken link or a link to itself."""
     return entry.is_symlink() and not os.path.exists(entry)  # noqa: PTH110 (text at hand)

@@ -1,4 +1,4 @@
-"""Content hashes, cached so that large files are not read again at every start."""
+"""Content hashes, cached so that large files are not read on every start."""
 
 import json
 import time
@@ -12,15 +12,15 @@ from outpace.data.sources import Source, fingerprint
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo
 
-# Version of how samples are made from files. Raise it if the same files give other samples than
-# before: the message to a user who cannot resume an older run then says so.
+# Version of the code that makes samples from files. Increase it when the same files give different
+# samples, so that users who cannot resume an older run are told the reason.
 READING = 1
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_S = 2.0
 
 
 def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
-    """Return the source's fingerprint, recomputed when any file's size or time has changed."""
+    """Return a source's fingerprint, recomputed only if a file's size or times have changed."""
     files, states, name = source.files, source.states, ""
     if source.kind == "dataset":
         dataset = open_dataset(source.reference)
@@ -42,7 +42,7 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
-    """Return the smallest and largest id of a stream, cached by the hash of its content."""
+    """Return the smallest and largest id of a stream, cached by content hash."""
     memo = cache_dir / "extents" / content
     try:
         low, high = json.loads(memo.read_text())

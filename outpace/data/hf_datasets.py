@@ -1,4 +1,4 @@
-"""Hugging Face datasets, from the hub or from folders to which they were saved."""
+"""Hugging Face datasets, from the Hub or from folders written by `save_to_disk`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,15 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def dataset_files(dataset: Any) -> tuple[Path, ...]:
-    """Return the files that hold an opened dataset's rows."""
+    """Return the files that hold the rows of an opened dataset."""
     return tuple(Path(one["filename"]) for one in dataset.cache_files)
 
 
 def open_dataset(reference: str) -> Any:
     """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path.
 
-    Its rows have plain Python values, regardless of the format in which it was saved; images and
-    audio are bytes.
+    Rows contain plain Python values, whatever format the dataset was saved with. Images and audio
+    are not decoded.
     """
     name, config, split = dataset_name(reference)
     try:
@@ -56,7 +56,7 @@ def _open_split(reference: str, name: str, config: str, split: str) -> Any:
 
 
 def _drop_format(dataset: Any) -> Any:
-    """Return a dataset that yields plain Python values and does not decode media."""
+    """Return the dataset with plain Python values and without decoding of media."""
     import datasets
 
     features = {name: _keep_stored_media(kind) for name, kind in dataset.features.items()}
@@ -69,7 +69,7 @@ def _drop_format(dataset: Any) -> Any:
 
 
 def _keep_stored_media(kind: Any) -> Any:
-    """Return a column's type, changed so that images, audio and the like are not decoded."""
+    """Return a column's feature type with decoding of images, audio and the like disabled."""
     if isinstance(kind, dict):
         return {name: _keep_stored_media(inner) for name, inner in kind.items()}
     if hasattr(kind, "feature"):  # a list
@@ -81,7 +81,10 @@ def _keep_stored_media(kind: Any) -> Any:
 
 
 def dataset_name(reference: str) -> tuple[str, str, str]:
-    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; a folder's name may contain colons."""
+    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; SPLIT defaults to "train".
+
+    The path of a saved dataset may contain colons.
+    """
     whole = reference.removeprefix("hf:")
     if is_saved_dataset(Path(whole)):
         return whole, "", "train"

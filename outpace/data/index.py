@@ -1,4 +1,4 @@
-"""The index of an entry of the token cache: its files and their contents."""
+"""Index of a token cache entry: its files and their contents."""
 
 from typing import Literal, Self
 
@@ -12,24 +12,24 @@ SPLITS = ("train", "validation")
 
 
 def shard_name(split: str, number: int) -> str:
-    """Return the name of the file of a split's token ids; numbers begin at 0."""
+    """Return the file name of a split's token shard, numbered from 0."""
     return f"{split}-{number:05d}.bin"
 
 
 def documents_name(split: str) -> str:
-    """Return the name of the file with the positions at which a split's documents begin."""
+    """Return the name of the file that stores where a split's documents begin."""
     return f"{split}-documents.npy"
 
 
 class File(Record):
-    """Size in bytes and xxh3_128 checksum of a file when it was written."""
+    """Size in bytes and xxh3_128 checksum of a file, as written."""
 
     bytes: NonNegativeInt
     xxh3_128: str
 
 
 class Split(Record):
-    """Files of a split, in order; `largest` is the largest token id, −1 if there are no tokens."""
+    """Files of a split, in order; `largest` is the largest token id, or −1 without tokens."""
 
     tokens: NonNegativeInt
     largest: int
@@ -38,7 +38,7 @@ class Split(Record):
 
 
 class Misread(Record):
-    """Counts of tokens that a text's author may not have intended (data/misread_tokens.py)."""
+    """Counts of tokens that the author of a text may not have intended (data/misread_tokens.py)."""
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0
@@ -47,7 +47,7 @@ class Misread(Record):
 
 
 class Index(Record):
-    """Contents of an entry, as stored in index.json."""
+    """Contents of a cache entry, stored as index.json."""
 
     format: Literal[1] = FORMAT
     dtype: Literal["<u2", "<u4"]

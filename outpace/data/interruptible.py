@@ -1,4 +1,4 @@
-"""Long library calls that signals can interrupt."""
+"""Long calls into native libraries that signals can interrupt."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,11 @@ Result = TypeVar("Result")
 
 
 def call_interruptibly(work: Callable[[], Result]) -> Result:
-    """Call `work` in a thread, and wait for it while this thread can handle signals.
+    """Call `work` in a thread, so that this thread can handle signals in the meantime.
 
-    Python handles a signal only between its own instructions, and a native library may run for
-    minutes within one. Exceptions of a handler are raised here; the thread continues, and ends with
-    the process.
+    Python handles signals only between its own instructions, and a call into a native library may
+    take minutes. An exception from a signal handler is raised here; the thread then runs on in the
+    background until `work` returns or the process exits.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -1,8 +1,8 @@
-"""Isolation of untrusted work in a forked process with limits on memory and processor time.
+"""Isolation of untrusted work in a forked process with limits on memory and CPU time.
 
-A chat template is a program, and a tokenizer's normalizers and patterns may be too: they may loop
-forever, allocate any amount of memory, or abort the process. Nothing in the same process can
-prevent that.
+A chat template is a program, and the normalizers and patterns of a tokenizer can behave like one:
+they may loop forever, allocate unlimited memory, or abort the process. Nothing in the same process
+can prevent that.
 """
 
 import faulthandler
@@ -31,13 +31,13 @@ _ITEM, _ERROR, _END = "item", "error", "end"
 
 
 class IsolatedError(BadInputError):
-    """Raised if the work exceeded a limit, or its process ended; the message says which."""
+    """Raised if the work exceeds a limit or its process dies; the message says which."""
 
 
 def call_isolated(
     work: Callable[[], Result], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Result:
-    """Return the result of `work`. Raises the errors of `work`, and IsolatedError."""
+    """Call `work` in a forked process and return its result, like `iterate_isolated`."""
     (result,) = iterate_isolated(lambda: iter([work()]), cpu_limit_s, memory_limit_bytes)
     return result
 
@@ -45,11 +45,11 @@ def call_isolated(
 def iterate_isolated(
     work: Callable[[], Iterator[Result]], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Iterator[Result]:
-    """Yield the items of `work` in order from a forked process; all must be picklable.
+    """Run `work` in a forked process and yield its items, which must be picklable.
 
-    Each item may take `cpu_limit_s` seconds of processor time, and the process may use
+    Each item may take `cpu_limit_s` seconds of CPU time, and the process may use
     `memory_limit_bytes` more memory than this one. Raises the errors of `work`, and IsolatedError.
-    If processes cannot be forked, `work` runs in this process, without limits.
+    On systems other than Linux, `work` runs in this process, without limits.
     """
     if sys.platform != "linux":  # on other systems, forking with threads is not safe
         yield from work()
@@ -127,7 +127,7 @@ def _work(
     parent: int,
     held: set[int | signal.Signals],
 ) -> NoReturn:
-    """Send each item from the forked process, then exit."""
+    """Run `work` in the forked process, send each item to the parent, and exit."""
     try:
         here.close()
         faulthandler.disable()
@@ -136,7 +136,7 @@ def _work(
         for signum in ENDING:
             signal.signal(signum, signal.SIG_IGN)  # the parent handles it
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        # Suppress messages of a library that aborts.
+        # Discard what a library prints before it aborts.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _limit_memory(memory_limit_bytes)
         for item in work():

@@ -1,4 +1,4 @@
-"""Records from JSON files: an object per line, a list of objects, or one object."""
+"""Records from JSON files: one object per line, a list of objects, or a single object."""
 
 import codecs
 import json
@@ -18,11 +18,11 @@ _NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
 
 
 class RepeatedKeyError(ValueError):
-    """Raised if an object in a JSON text has a key more than once, so its value is ambiguous."""
+    """Raised if a JSON object has the same key more than once, so its value is ambiguous."""
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, or its subclass RepeatedKeyError."""
+    """Parse a JSON text. Raises ValueError, or its subclass RepeatedKeyError for repeated keys."""
     return json.loads(text, object_pairs_hook=_object)
 
 
@@ -36,14 +36,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_sign(file: Path) -> str:
-    """Return a file's first character that is not white space; empty if there is none."""
+    """Return the first character in a file's first 4 KiB that is not white space, or ''."""
     with readable(file) as stream:
         head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
     return head[:1].decode("latin-1")
 
 
 def _format_json_error(error: Exception, column: int | None = None) -> str:
-    """Describe why JSON cannot be read, with the column (by default, that of the error)."""
+    """Describe a JSON error and its column; `column` overrides the column of the error."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
@@ -51,7 +51,7 @@ def _format_json_error(error: Exception, column: int | None = None) -> str:
 
 
 def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
-    """Yield the objects of a file that has one per line, or a single one."""
+    """Yield each object of a JSON Lines file, or a file's only object, with its size in bytes."""
     alone = True
     for number, line in numbered_lines(file):
         where = f"{file}, line {number}"
@@ -88,7 +88,10 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _nested_name(file: Path) -> str:
-    """Return the end of a sentence, like `nested_rows`, for a file too large to read whole."""
+    """Return how to unpack rows nested in a file too large to parse, as the end of a sentence.
+
+    Returns "." if there are none.
+    """
     if file.stat().st_size <= LINE_BYTES:
         return "."
     with readable(file) as stream:
@@ -98,7 +101,7 @@ def _nested_name(file: Path) -> str:
 
 
 def _single_object(file: Path) -> tuple[Row, int] | None:
-    """Return the only object of a file, written over several lines, and the file's bytes.
+    """Return a file's only object, written over several lines, and the size of the file.
 
     Returns None for other files.
     """
@@ -116,7 +119,10 @@ def _single_object(file: Path) -> tuple[Row, int] | None:
 
 
 def json_list(file: Path) -> Iterator[tuple[Row, int]]:
-    """Yield the objects of a file that is one list, without loading the whole file."""
+    """Yield the objects of a file that is one JSON list, reading the file incrementally.
+
+    Each object comes with its length in characters.
+    """
     with readable(file) as stream:
         text = _Text(file, stream)
         text.skip(_SPACES)
@@ -145,7 +151,7 @@ def json_list(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _require_end(file: Path, text: "_Text") -> None:
-    """Refuse content after a file's list, such as a second list, which would not be read."""
+    """Refuse text after the end of the list, such as a second list, which would be ignored."""
     text.skip("]", 1)
     text.skip(_SPACES)
     if text.sign():
@@ -157,7 +163,7 @@ def _require_end(file: Path, text: "_Text") -> None:
 
 
 class _Text:
-    """The text of a file from an offset, read only as far as needed."""
+    """JSON text of a file, read and parsed incrementally."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
@@ -168,7 +174,10 @@ class _Text:
         self._ended = False
 
     def _read_more(self) -> None:
-        """Double the text in memory, which keeps the total time of repeated scans linear."""
+        """Read another block, twice as long as the unparsed text.
+
+        Doubling keeps the total time of repeated parsing linear.
+        """
         self._lines, self._column = self._position(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(READ_BYTES, 2 * len(self._text)))
@@ -186,30 +195,30 @@ class _Text:
         self._read += len(block)
 
     def sign(self) -> str:
-        """Return the next character; empty at the end."""
+        """Return the next character without consuming it; '' at the end."""
         while self._at == len(self._text) and not self._ended:
             self._read_more()
         return self._text[self._at : self._at + 1]
 
     def skip(self, signs: str, most: int | None = None) -> None:
-        """Skip characters in `signs`."""
+        """Skip characters that are in `signs`, at most `most` of them if given."""
         left = most
         while (sign := self.sign()) and sign in signs and left != 0:
             self._at += 1
             left = None if left is None else left - 1
 
     def line(self) -> int:
-        """Return the line's number, from 1."""
+        """Return the current line number, counted from 1."""
         return self._position(self._at)[0]
 
     def _position(self, at: int) -> tuple[int, int]:
-        """Return the line and column, each from 1, of the character at an index of the text."""
+        """Return the line and column, counted from 1, of the character at index `at`."""
         begin = self._text.rfind("\n", 0, at)
         column = self._column + at if begin < 0 else at - begin
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """Read the next value; return it and the number of characters that it takes.
+        """Parse the next value; return it and its length in characters.
 
         Raises BadInputError if the text is not JSON.
         """

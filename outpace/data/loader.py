@@ -1,4 +1,4 @@
-"""The micro-batches of one rank, step by step, starting at any step."""
+"""Loader of one rank's micro-batches, which can start at any step."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,13 @@ _OWN = 0x6F776E  # makes these seeds differ from those of steps
 
 
 class Loader:
-    """Iterator over steps; an item is the list of this rank's micro-batches of that step.
+    """Iterator over training steps that yields a list of this rank's micro-batches for each.
 
-    Slot s of a global batch goes to accumulation pass a and rank r with s // micro_batch = a ·
-    data_parallel + r. So a step's samples do not depend on the number of ranks or workers, or on
-    where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
-    Raises BadInputError if workers die, or deliver no batch within `timeout_s` (0: no limit).
+    Slot s of a global batch belongs to rank r in accumulation step a if s // micro_batch = a ·
+    data_parallel + r. The samples of a step therefore do not depend on the number of ranks or
+    workers, or on where training was resumed. If `rank` is None, nothing is read and every
+    micro-batch is None. Raises BadInputError if workers die, or deliver no batch within `timeout_s`
+    seconds (0: no limit).
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class Loader:
             yield batch
 
     def _exit_codes(self) -> list[int | None]:
-        """Return the workers' exit codes; None for one that is still running."""
+        """Return the exit code of each worker, or None while it is running."""
         return [worker.exitcode for worker in self._running._workers]
 
     def _prefetch_to_device(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield each step's batches on the device; copy the next step's while they are in use."""
+        """Yield each step's batches on the device while copying those of the next step."""
         side = torch.cuda.Stream(self._device)
 
         def copy_step(step: list[Batch] | None) -> list[Batch] | None:
@@ -137,14 +138,14 @@ class Loader:
             yield current
 
     def close(self) -> None:
-        """End the workers."""
+        """Shut down the workers."""
         if self._running is not None and hasattr(self._running, "_shutdown_workers"):
             self._running._shutdown_workers()
         self._running = None
 
 
 class _Slots:
-    """Batch sampler: the keys of each micro-batch of one rank, in order."""
+    """Batch sampler that yields the keys of each of a rank's micro-batches, in order."""
 
     def __init__(
         self,
@@ -168,8 +169,8 @@ class _Slots:
         self._slots = firsts[:, None] + np.arange(micro_batch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Process many steps together, unless they are large: permuting one sample takes about as
-        # long as permuting hundreds.
+        # Process many steps at once unless they are large: permuting hundreds of positions takes
+        # about as long as permuting one.
         many = min(_STEPS_LOCATED, max(1, _SAMPLES_LOCATED // self._slots.size))
         for begin in range(self._steps.start, self._steps.stop, many):
             steps = np.arange(begin, min(begin + many, self._steps.stop))
@@ -179,7 +180,7 @@ class _Slots:
                 yield keys[first : first + self._slots.shape[1]]
 
     def empty_steps(self) -> Iterator[list[None]]:
-        """Yield every step with None for each micro-batch."""
+        """Yield a list of None, one per micro-batch, for every step."""
         for _ in self._steps:
             yield [None] * self.passes
 
@@ -188,7 +189,7 @@ class _Slots:
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's data set, whose random numbers depend only on (seed, position in training)."""
+    """Wrapper of a user's data set that seeds random generators by training position."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -198,12 +199,12 @@ class _SeededDataset(Dataset[Any]):
         return len(self._dataset)
 
     def locate(self, seed: int, positions: Any) -> list[tuple[int, int]]:
-        """Return the positions in training, each with the index of its sample."""
+        """Return each training position with the index of its sample."""
         indices = samples_at(seed, positions, len(self))
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples as torch's fetcher does, by `__getitems__` if the data set has it."""
+        """Return samples like torch's fetcher, by the data set's `__getitems__` if it exists."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             found = self._dataset.__getitems__([index for _, index in keys])
@@ -222,9 +223,9 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """Collate a list of samples; a batch that the data set has collated is returned unchanged.
+    """Collate a list of samples; return anything else, an already collated batch, unchanged.
 
-    Raises BadInputError if torch cannot collate them.
+    Raises BadInputError if torch cannot collate the samples.
     """
     if not isinstance(found, list):
         return found
@@ -241,7 +242,7 @@ def collate(found: Any) -> Batch:
 
 
 def _describe_shapes(samples: Sequence[Any]) -> str | None:
-    """Describe the differing shapes of samples' arrays, since torch's error says little."""
+    """Describe two samples' arrays whose shapes differ, or return None if all shapes agree."""
     arrays = [
         [tuple(one.shape) for one in tree_leaves(sample) if hasattr(one, "shape")]
         for sample in samples
@@ -254,7 +255,7 @@ def _describe_shapes(samples: Sequence[Any]) -> str | None:
 
 
 def _each_tensor(batch: Batch, change: Any) -> Batch:
-    """Apply `change` to every tensor of a nested batch."""
+    """Return a nested batch with `change` applied to every tensor."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -280,5 +281,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def pin_batch(batch: Batch) -> Batch:
-    """Copy a batch to page-locked memory."""
+    """Copy a batch to pinned (page-locked) memory."""
     return _each_tensor(batch, lambda t: t.pin_memory())

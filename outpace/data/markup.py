@@ -1,4 +1,4 @@
-"""Detection of texts in markup languages."""
+"""Detection of text files in markup languages."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,8 @@ from outpace.data.file_kinds import form_of
 from outpace.data.file_reader import readable
 from outpace.data.sources import COMPARED_FILES, Source
 
-# Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text
-# in one way only: repetitions that share characters take exponential time.
+# How texts in markup languages begin; for YAML, only lists of records. No pattern may match a text
+# in two ways: overlapping repetitions backtrack exponentially.
 _MARKUP = {
     "HTML": re.compile(
         rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S
@@ -26,7 +26,7 @@ _SNIFFED_MARKUP_BYTES = 4096
 
 
 def markup_hints(source: Source) -> list[str]:
-    """Return a hint if files are in a markup language, which becomes part of the text."""
+    """Return a hint if files contain markup, which would be trained on as text."""
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:COMPARED_FILES]
@@ -45,11 +45,11 @@ def markup_hints(source: Source) -> list[str]:
 
 
 def _markup_of(file: Path) -> str | None:
-    """Return a text file's markup language, judging by its suffix or its first bytes."""
+    """Return the markup language of a file, judging by its suffix or first bytes, or None."""
     if file.suffix.lower() in (".yaml", ".yml"):
         return "YAML"
     with readable(file) as stream:
         head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
     found = next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
-    # A .json file among texts belongs to a program, so there is no hint.
+    # A .json file among text files usually configures a program, so there is no hint.
     return None if found == "JSON" and form_of(file) == "json" else found

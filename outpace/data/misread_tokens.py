@@ -1,4 +1,4 @@
-"""Tokens in a text that its author may not have intended."""
+"""Detection of tokens that the author of a text may not have intended."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ import numpy as np
 
 from outpace.data.tokenizer import Tokenizer
 
-# Share of unknown tokens above which to warn, since most texts have some.
+# Fraction of unknown tokens above which to warn; most texts have a few.
 _UNKNOWN_SHARE = 0.01
 _SHOWN = 3
 
 
 class MisreadText:
-    """Counts of special tokens' names in texts, unknown tokens, lost characters and NULs."""
+    """Counts of special tokens, unknown tokens, lost characters and NULs in texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {number: name for name, number in tokenizer.special_tokens.items()}
@@ -28,7 +28,7 @@ class MisreadText:
         self.unknown = self.tokens = self.nuls = 0
 
     def add(self, text: str, ids: "np.ndarray[Any, np.dtype[np.uint32]]") -> None:
-        """Add the counts of a text and its ids."""
+        """Update the counts with a text and its ids."""
         self.tokens += len(ids)
         self.nuls += text.count("\0")
         self.specials.update(self._names[int(number)] for number in ids[self._special[ids]])
@@ -50,7 +50,7 @@ def misread_hints(
     lost: Mapping[str, int],
     nuls: int = 0,
 ) -> list[str]:
-    """Describe the counts of a `MisreadText` in sentences."""
+    """Return hints that describe the counts of a `MisreadText`."""
     hints = []
     if nuls:
         hints.append(
@@ -74,7 +74,7 @@ def misread_hints(
 
 
 def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
-    """Warn if many tokens are the unknown token."""
+    """Return a warning if more than 1 % of the tokens are the unknown token."""
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [
@@ -84,7 +84,7 @@ def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
 
 
 def _most(counts: Mapping[str, int]) -> str:
-    """List the most common first: "'</s>' (3 times), '<s>' (once)"."""
+    """List the most frequent names with their counts, as in "'</s>' (3 times), '<s>' (once)"."""
     first = Counter(counts).most_common(_SHOWN)
     said = ", ".join(f"{name!r} ({'once' if n == 1 else f'{n:,} times'})" for name, n in first)
     return said + (f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")

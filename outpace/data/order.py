@@ -1,8 +1,8 @@
-"""The order of samples: a pure function of (seed, step, slot), so a position is just a number.
+"""The order of samples, a pure function of seed and position, so no state has to be saved.
 
-A pass over n samples is a permutation given by a Feistel network over the smallest power of four
-that holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-2002, §4): any element of the permutation is computed independently, in constant memory.
+A pass over n samples is a permutation: a Feistel network over the smallest power of four that is at
+least n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002, §4). Any element of the permutation can be computed independently and in constant memory.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ _BLOCK_SIZES = (1_000, 10_000, 100_000)
 
 
 def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
-    """Return the sample in [0, n_samples) at each of the `positions` since the start of training.
+    """Return the sample index in [0, n_samples) at each position since the start of training.
 
-    Step s of a global batch G has the positions [s·G, s·G + G). Each run of `n_samples` positions
-    is a pass over all samples, each pass in a different order.
+    With a global batch size of G, step s has the positions [s·G, s·G + G). Each block of
+    `n_samples` positions is a pass over all samples, in a different order each time.
     """
     passes, places = np.divmod(positions, n_samples)
     numbers, of_numbers = np.unique(passes, return_inverse=True)
@@ -30,15 +30,16 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
 
 
 def permute(indices: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Map each of the `indices` by a keyed permutation of [0, size).
+    """Apply a keyed permutation of [0, size) to each of the `indices`.
 
-    `key`: one number per round, (rounds,), or per round and index, (rounds, indices).
+    `key` has one number per round, (rounds,), or one per round and index, (rounds, indices).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     values = indices.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
-    # The network permutes a power of four; repeat until the value is below the size.
+    # The network permutes a range whose size is a power of four: repeat until all values are below
+    # `size`.
     while outside.any():
         left, right = values[outside] >> np.uint64(half_bits), values[outside] & mask
         for round_key in key if key.ndim == 1 else key[:, outside]:
@@ -61,9 +62,9 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
-    """Return the source of each position's sample, and the sample's number within that source.
+    """Return the source of each position, and how many samples of that source come before it.
 
-    Every block of sum(counts) positions has exactly counts[k] samples of source k, shuffled.
+    Every block of sum(counts) positions has exactly counts[k] samples of source k, in random order.
     """
     block_size = sum(counts)
     pattern = np.repeat(np.arange(len(counts)), counts)
@@ -82,9 +83,10 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
 
 
 def block_size_for(weights: tuple[float, ...]) -> int:
-    """Return the smallest size of a mixture's blocks with at least ten samples of each source.
+    """Return the smallest block size that gives each source of a mixture at least ten samples.
 
-    Raises BadInputError for a weight that even the largest block cannot represent.
+    Returns the largest block size if none does. Raises BadInputError for a source that would get
+    less than one sample even then.
     """
     least = min(weights) / sum(weights)
     for size in _BLOCK_SIZES:
@@ -99,7 +101,7 @@ def block_size_for(weights: tuple[float, ...]) -> int:
 
 
 def block_counts(weights: tuple[float, ...], block_size: int) -> tuple[int, ...]:
-    """Return whole numbers proportional to `weights` with sum `block_size` (largest remainder)."""
+    """Return integers proportional to `weights` that add up to `block_size` (largest remainder)."""
     shares = np.asarray(weights, dtype=float) / sum(weights) * block_size
     counts = np.floor(shares).astype(int)
     left = block_size - int(counts.sum())

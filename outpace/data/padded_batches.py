@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths, padded to the longest sample or to a fixed length."""
+"""Batches of variable-length samples, padded to the longest sample or to a fixed length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ IGNORED = -100
 # Tensor cores need multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
 MULTIPLE = 8
 CUDA_MULTIPLE = 64
-COMPILED_SHAPES = 4  # number of shapes for which a run compiles
+COMPILED_SHAPES = 4  # maximum number of shapes that a run compiles
 FILLER = -1
 Batch = dict[str, torch.Tensor]
 Ints = NDArray[np.int64]
@@ -25,8 +25,8 @@ Ints = NDArray[np.int64]
 class RaggedSamples:
     """Samples stored one after the other: sample i is [starts[i], starts[i + 1]) of each array.
 
-    `values` holds the arrays by name, and `fill` the padding values. `labels` is set if each sample
-    has a single target instead of one per token.
+    `values` holds the arrays by name, and `fill` their padding values. `labels` is set if each
+    sample has one target instead of one per token.
     """
 
     starts: Ints
@@ -44,7 +44,7 @@ class RaggedSamples:
 
     @property
     def targets(self) -> int:
-        """Number of targets of all samples together."""
+        """Total number of targets."""
         if self.labels is not None:
             return len(self.labels)
         return int((self.values["targets"] != IGNORED).sum())
@@ -55,7 +55,7 @@ def concatenate_samples(
     fill: dict[str, int],
     labels: Sequence[int] | None = None,
 ) -> RaggedSamples:
-    """Concatenate samples, each a mapping of equally long sequences."""
+    """Concatenate samples, each of which maps names to sequences of equal length."""
     lengths = [len(next(iter(sample.values()))) for sample in samples]
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     values = {
@@ -69,7 +69,7 @@ def concatenate_samples(
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Lengths of the samples of a step, before and after padding."""
+    """Lengths of a step's samples before and after padding."""
 
     lengths: Ints
     padded: Ints
@@ -77,14 +77,14 @@ class SampleLengths:
 
 @dataclass(frozen=True)
 class PaddedDataset(Dataset[Batch]):
-    """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
+    """Data set of batches, padded on the right to a multiple of `multiple`, at most `most` tokens.
 
-    With `fixed`, every batch is padded to `most`, otherwise to its longest sample. Large multiples
-    limit the number of shapes, since kernels and compiled code are prepared once per shape (see
+    Batches are padded to their longest sample, or to `most` if `fixed` is set. A large `multiple`
+    limits the number of shapes, for each of which kernels and compiled code must be prepared (see
     `shape_multiple`). `mask` adds a `padding_mask`, True for real tokens, which encoders need and
-    causal models do not; `last` adds the position of each sample's last token. With `once_in`, each
-    sample (of the first `most_samples`, if given) comes once and in order, in batches of `once_in`;
-    the last batch is filled up with samples without targets.
+    causal models do not. `last` adds the position of each sample's last token. With `once_in`, each
+    sample (or each of the first `most_samples`) comes once and in order, in batches of `once_in`;
+    samples without targets fill up the last batch.
     """
 
     samples: RaggedSamples
@@ -103,27 +103,27 @@ class PaddedDataset(Dataset[Batch]):
 
     @property
     def _sample_count(self) -> int:
-        """Return the number of samples used if each comes once."""
+        """Number of distinct samples in a single pass."""
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":
-        """Return a data set of the first `most` samples, each once, in batches of `batch`."""
+        """Return a data set of the first `most` samples, once each, in batches of `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
     @property
     def mean_targets(self) -> int:
-        """Approximate number of targets of a sample."""
+        """Mean number of targets per sample, rounded and at least 1."""
         return max(1, round(self.samples.targets / len(self.samples)))
 
     def first_prompt(self) -> list[int]:
-        """Return the first sample's tokens up to its first target."""
+        """Return the tokens of the first sample that come before its first target."""
         rows = slice(0, int(self.samples.starts[1]))
         tokens, targets = (self.samples.values[name][rows] for name in ("tokens", "targets"))
         found: list[int] = tokens[: int(np.argmax(targets != IGNORED)) + 1].tolist()
         return found
 
     def locate(self, seed: int, positions: Index) -> list[int]:
-        """Return the sample for each position since the start of training."""
+        """Return the sample index at each position since the start of training."""
         if self.once_in is None:
             found: list[int] = samples_at(seed, positions, len(self.samples)).tolist()
             return found
@@ -131,11 +131,11 @@ class PaddedDataset(Dataset[Batch]):
         return [int(p) if p < self._sample_count else FILLER for p in places.tolist()]
 
     def padded_length(self, longest: int) -> int:
-        """Return the length of a batch whose longest sample has this length."""
+        """Return the padded length of a batch whose longest sample has `longest` tokens."""
         return self.most if self.fixed else min(round_up(longest, self.multiple), self.most)
 
     def sample_lengths(self, seed: int, positions: Index, micro_batch: int) -> SampleLengths:
-        """Return the lengths of the samples at these positions, by micro-batch."""
+        """Return the lengths of the samples at these positions, padded per micro-batch."""
         keys = self.locate(seed, positions)
         lengths = self.samples.lengths[keys]
         longest = lengths.reshape(-1, micro_batch).max(axis=1)
@@ -143,11 +143,11 @@ class PaddedDataset(Dataset[Batch]):
         return SampleLengths(lengths, np.repeat(padded, micro_batch))
 
     def __getitem__(self, index: int) -> Batch:
-        """Return sample `index` as a batch, without the batch dimension."""
+        """Return a sample without the batch dimension."""
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        """Return a batch of the samples at `keys`; FILLER stands for one without a target."""
+        """Return a padded batch of the samples at `keys`; FILLER gives a sample without targets."""
         own = self.samples.lengths[[max(key, 0) for key in keys]]
         length = self.padded_length(int(own.max()))
         filled = np.array([key == FILLER for key in keys])
@@ -175,10 +175,10 @@ def round_up(length: int, multiple: int = MULTIPLE) -> int:
 
 
 def shape_multiple(most: int, device_type: str, compiled: bool) -> int:
-    """Return the multiple to which lengths of at most `most` tokens are rounded up.
+    """Return the multiple to which lengths of up to `most` tokens are rounded up.
 
-    On CUDA it is 64, since cuDNN's attention takes 0.1 to 1 s to plan each new length. A compiler
-    takes longer, so there are at most `COMPILED_SHAPES` lengths.
+    On CUDA, it is 64, because cuDNN's attention takes 0.1 to 1 s to plan each new length.
+    Compilation takes longer, so a compiled model gets at most `COMPILED_SHAPES` lengths.
     """
     multiple = CUDA_MULTIPLE if device_type == "cuda" else MULTIPLE
     return round_up(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple

@@ -1,7 +1,7 @@
-"""Encoding in several processes in parallel.
+"""Tokenization in parallel processes.
 
-A helper is a plain child process with two pipes, not a `multiprocessing` one: it never imports the
-caller's main module, so a script needs no `if __name__ == "__main__"`.
+A helper is a plain child process with two pipes rather than a `multiprocessing` one. It never
+imports the caller's main module, so a script needs no `if __name__ == "__main__"`.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from outpace.data.parallel_encoding import main; main()"
 )
-# Up to this many characters, encoding here takes less time than starting helpers.
+# For fewer characters, encoding in this process is faster than starting helpers.
 ALONE_CHARACTERS = 12 << 20
 
 
 class Encoders:
-    """Context manager of processes that encode batches of texts; `submit` returns immediately."""
+    """Context manager for processes that tokenize batches of texts; `submit` does not block."""
 
     def __init__(
         self, tokenizer: Tokenizer, processes: int, alone_characters: int = ALONE_CHARACTERS
@@ -42,17 +42,17 @@ class Encoders:
         self._alone = alone_characters
         self._pool = ThreadPoolExecutor(max_workers=max(1, processes))
         self._helpers: dict[int, _Helper] = {}
-        self.helped = 0  # number of batches that a helper encodes
+        self.helped = 0  # number of batches that helpers have encoded
 
     def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
-        """Submit texts; return a future with the ids of each."""
+        """Start encoding texts; return a future of the ids of each text."""
         self._alone -= sum(map(len, texts))
         if self._processes > 1 and self._alone < 0:
             return self._pool.submit(self._encode_with_helper, texts)
         return self._pool.submit(self._tokenizer.encode_batch, texts)
 
     def _encode_with_helper(self, texts: list[str]) -> list[Tokens]:
-        """Encode in this thread's helper. A helper that has died is not replaced."""
+        """Encode in this thread's helper, or in this process if the helper has died."""
         name = threading.get_ident()
         if name not in self._helpers:
             self._helpers[name] = _Helper(self._tokenizer)
@@ -114,10 +114,9 @@ class _Helper:
             self._process.kill()
 
     def end(self) -> None:
-        """Ask the process to exit.
+        """Tell the process to exit, and wait for it.
 
-        It also exits when its input ends, but later: processes that were forked in the meantime
-        keep the pipe open.
+        Closing its input may not be enough: processes forked in the meantime keep the pipe open.
         """
         if self._process is None:
             return

@@ -1,9 +1,9 @@
-"""A generated data set of sentence pairs in MRPC's form, to try a classifier without real data.
+"""A generated data set of sentence pairs like MRPC, for trying a classifier without real data.
 
-As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005), a pair has quality 1
-if both sentences mean the same (two thirds of all pairs), else 0. In half of the pairs with 0, the
-second sentence says that the opposite happened, which a model learns slowly. In the other half, it
-denies the first sentence in other words, which a model learns quickly.
+As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005), the label is 1 if
+both sentences mean the same (two thirds of all pairs) and 0 otherwise. In half of the pairs
+labelled 0, the second sentence says that the opposite happened, which a model learns slowly. In the
+other half, the second sentence denies the first in other words, which a model learns quickly.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _SECOND = (
 
 
 def paraphrases(split: str) -> Iterator[Row]:
-    """Yield the pairs of a split, the same ones each time."""
+    """Yield the pairs of a split, which are the same on every call."""
     draw = np.random.Generator(np.random.Philox(_SEED[split]))
 
     def choose(choices: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Data files with the same contents."""
+"""Detection of data files with identical contents."""
 
 import filecmp
 from collections import Counter
@@ -13,9 +13,9 @@ _COMPARED_BYTES = 1 << 16  # from each end of files of equal size
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
-    """Return the validation files whose contents equal those of a training file.
+    """Return the validation files that are identical to a training file.
 
-    If there are very many validation files, only the first are checked. Empty files and indices are
+    Only the first COMPARED_FILES validation files are checked. Empty files and .idx files are
     ignored.
     """
     wanted = _compared_sizes(held_out)
@@ -34,9 +34,9 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
 
 
 def repeated_files(source: Source) -> list[Path]:
-    """Return files of rows or tokens with the same contents as an earlier file.
+    """Return the files of rows or tokens that are identical to an earlier file.
 
-    If there are very many files, only the first are checked.
+    Only the first COMPARED_FILES files are checked.
     """
     if source.kind not in ("rows", "tokens"):
         return []
@@ -54,7 +54,7 @@ def repeated_files(source: Source) -> list[Path]:
 
 
 def _compared_sizes(source: Source) -> dict[Path, int]:
-    """Return the first files with their sizes, without empty files and indices."""
+    """Return the sizes of the first files, except empty files and .idx files."""
     return {
         file: size
         for file in source.files[:COMPARED_FILES]
@@ -63,12 +63,12 @@ def _compared_sizes(source: Source) -> dict[Path, int]:
 
 
 def _is_any_of(file: Path, others: Iterable[Path]) -> bool:
-    """Return whether a file has the contents of one of the others."""
+    """Return whether a file is identical to one of the others."""
     return any(filecmp.cmp(file, one, shallow=False) for one in others)
 
 
 def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
-    """Return the size, the beginning and the end of a file."""
+    """Return a file's size and the hashes of its beginning and end."""
     with file.open("rb") as stream:
         begin = stream.read(_COMPARED_BYTES)
         stream.seek(max(0, size - _COMPARED_BYTES))

@@ -1,4 +1,4 @@
-"""A record with named columns, and messages about records of an unexpected form."""
+"""Records with named columns, and messages about records in an unexpected format."""
 
 import shlex
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-# Python code for users that reads the list of rows under a key, and writes one row per line.
+# Python command for users, which reads the list of rows under a key and prints one per line.
 _UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
 _CONTENTS = ("content", "value")  # of messages
 
@@ -18,7 +18,8 @@ _CONTENTS = ("content", "value")  # of messages
 class Row:
     """One record.
 
-    `where` is its location, for messages; `file` is set for JSON that is not a list.
+    `where` is its location, for messages. `file` is set for records of a JSON file that is not a
+    list.
     """
 
     values: Mapping[str, Any]
@@ -30,7 +31,7 @@ AS_TEXT = ". Write it as a text, or leave the row out."
 
 
 def checked_text(text: Any, where: str, field: str) -> str:
-    """Return the text of a record. Raises BadInputError if it is not text."""
+    """Return `text` if it is a valid string. Raises BadInputError otherwise."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise BadInputError(f"{where}: {field!r} is {kind}, not text{AS_TEXT}")
@@ -46,7 +47,7 @@ def checked_text(text: Any, where: str, field: str) -> str:
 
 
 def describe_repetition(names: Iterable[str], what: str) -> str:
-    """Describe which name is repeated, in a sentence that begins with `what`."""
+    """Say which name is repeated, in a sentence that begins with `what`."""
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
@@ -55,16 +56,17 @@ def describe_repetition(names: Iterable[str], what: str) -> str:
 
 
 def require_distinct(names: Sequence[str], where: str) -> None:
-    """Refuse a table with two columns of the same name; several columns may have no name."""
+    """Refuse a table in which two columns have the same name; blank names may repeat."""
     named = [name for name in names if name.strip()]
     if len(set(named)) < len(named):
         raise BadInputError(f"{where}: {describe_repetition(named, 'the header has the column')}")
 
 
 def nested_rows(row: Row) -> str:
-    """Return the end of a sentence that says how to unpack rows nested in this row, or ''.
+    """Return how to unpack rows nested in this row, as the end of a sentence, or ''.
 
-    Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
+    Rows are nested if a key holds a list of objects, as in {"data": [...]}, or if the record stores
+    them by column or by number.
     """
     lists = {
         name: len(value)
@@ -78,7 +80,7 @@ def nested_rows(row: Row) -> str:
 
 
 def rows_in_columns(row: Row) -> str:
-    """Return the end of a sentence, like `nested_rows`, for rows stored by column or by number."""
+    """Return how to convert rows stored by column or number, as the end of a sentence, or ''."""
     if (count := _count_whole_rows(row.values)) is not None:
         return (
             f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
@@ -100,9 +102,10 @@ def rows_in_columns(row: Row) -> str:
 
 
 def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
-    """Return the number of whole rows that an object holds; None if it does not hold rows.
+    """Return the number of rows in an object that pandas wrote with orient="index" or "split".
 
-    The rows are its values, by number, or lists of cells next to their `columns`.
+    An "index" object maps numbers to rows; a "split" object has `columns` and `data`. Returns None
+    for other objects.
     """
     columns, data = values.get("columns"), values.get("data")
     if isinstance(columns, list) and isinstance(data, list) and data:
@@ -117,7 +120,7 @@ def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
 
 
 def suggest_unpacking(file: Path | None, name: str, what: str) -> str:
-    """Return the end of a sentence that says how to write the objects under a key as rows."""
+    """Return how to write the objects under a key as rows, as the end of a sentence."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return (
@@ -126,10 +129,11 @@ def suggest_unpacking(file: Path | None, name: str, what: str) -> str:
 
 
 def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar format without the nulls that the format adds within columns.
+    """Return a row of a columnar format without the nulls that the format adds.
 
-    Arrow gives each object of a column the keys of all others, so a call's arguments, or a tool's
-    parameters, have the keys of all tools. A message's content, however, may legitimately be null.
+    Arrow gives every object in a column the keys of all others, so a call's arguments or a tool's
+    parameters have the keys of all tools. Null contents of messages are kept, since they may be
+    intended.
     """
     return {name: _drop_nulls(value) for name, value in values.items()}
 

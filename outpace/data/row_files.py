@@ -18,12 +18,11 @@ def read_rows(
     columns: Sequence[str] | None = None,
     on_left_out: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[Row, int]]:
-    """Yield every record of a file, with its approximate size in bytes.
+    """Yield each record of a file with its approximate size in bytes.
 
-    `form` defaults to that of the suffix; only `columns` of a Parquet file are read. The
-    places of lines that `read_delimited` can leave out are passed to `on_left_out`; if that is
-    None, they are refused.
-    Raises BadInputError, which names the place that cannot be read.
+    `form` defaults to the format of the suffix. `columns` limits which columns of a Parquet file
+    are read. `on_left_out` receives the locations of lines that `read_delimited` can skip; if it is
+    None, such lines are refused. Raises BadInputError, naming the location that cannot be read.
     """
     form = form or form_of(file)
     if form == "json":
@@ -36,7 +35,7 @@ def read_rows(
 
 
 def _require_tabs(file: Path) -> None:
-    """Refuse plain text; a .txt with tabs in its first line is a table, as in some benchmarks."""
+    """Refuse plain text. A .txt with tabs in its first line is a table, as in some benchmarks."""
     if file.suffix.lower() == ".txt":
         first = next((line for line in lines_of(file) if line.strip()), "")
         if "\t" in first:

@@ -25,7 +25,7 @@ _VALIDATION = (
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of a source. `left_out`: places of lines with fewer columns than their header."""
+    """All rows of a source. `left_out`: locations of lines with fewer columns than the header."""
 
     reference: str
     columns: tuple[str, ...]
@@ -36,12 +36,12 @@ class Table:
 
 
 def read_tables(references: Iterable[str]) -> list[Table]:
-    """Read every source completely. Raises BadInputError if one is missing, broken or empty."""
+    """Read each source completely. Raises BadInputError if one is missing, damaged or empty."""
     return [read_table(reference) for reference in references]
 
 
 def read_table(reference: str) -> Table:
-    """Return the rows of one --data argument. Raises BadInputError if it has no rows."""
+    """Read all rows of one --data argument. Raises BadInputError if there are none."""
     source = open_source(reference, rows=True)
     if source.is_tokens:
         raise BadInputError(f"{reference} holds tokens, and a task needs rows with columns")
@@ -54,18 +54,18 @@ def read_table(reference: str) -> Table:
 
 
 def _refuse_columns(source: Source) -> None:
-    """Raise BadInputError for the first line that does not have the header's columns."""
+    """Read all files, to raise BadInputError for the first line with missing columns."""
     for file in source.files:
         for _ in read_rows(file):
             pass
 
 
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Return the training and validation data of the named sources.
+    """Return the training data and the validation data of the given sources.
 
-    For a folder with train.tsv and dev.tsv (or similar), these are its two files. For a dataset
-    without a named split, they are its splits `train` and `validation`. Validation data is None if
-    there is none.
+    A folder with train.tsv and dev.tsv (or similar names) provides both as files; a dataset
+    provides its splits `train` and `validation`, unless one split is named. The validation data is
+    None unless every source has some.
     """
     pairs = [_split_of(reference) for reference in references]
     train = tuple(train for train, _ in pairs)
@@ -74,7 +74,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """Return hints about row files that are ignored because their folder has named splits."""
+    """Return hints about row files that are not read because their folder has split files."""
     hints = []
     for reference in references:
         if not Path(reference).is_dir():
@@ -117,7 +117,7 @@ def _find_split_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def _dataset_split(reference: str) -> tuple[str, str | None]:
-    """Return the training split and, for a dataset without a named split, the validation split."""
+    """Return the training split, and the validation split if there is one and no split is named."""
     name, config, *split = [*reference.removeprefix("hf:").split(":"), ""][:3]
     if any(split) or reference.count(":") > 2:
         return reference, None
@@ -160,10 +160,10 @@ def _of_files(source: Source) -> Table:
 
 
 def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
-    """Split rows into training and validation rows, by hash of their contents.
+    """Split rows into training and validation rows by the hash of their contents.
 
-    If there are too few rows to come close to the fraction by hash, the last rows are held out.
-    Raises BadInputError if either split would be empty.
+    If the validation fraction by hash is far from `fraction`, as with few rows, the last rows are
+    held out instead. Raises BadInputError if either split would be empty.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
@@ -182,7 +182,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
-    """Return one hash of the contents of the rows, in order."""
+    """Return a hash of the contents of the rows, in order."""
     digest = xxhash.xxh3_128()
     for row in rows:
         digest.update(_content(row))
@@ -190,7 +190,7 @@ def fingerprint(rows: Iterable[Row]) -> str:
 
 
 def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
-    """Report how many validation rows are also training rows."""
+    """Return a hint on how many validation rows are also training rows."""
     learned = {xxhash.xxh3_128_digest(_content(row)) for row in train}
     found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learned]
     if not found:
@@ -203,7 +203,7 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:
-    """Report how many rows have NUL characters, and where the first one is."""
+    """Return a hint on how many rows contain NUL characters, and where the first one is."""
     found = [row.where for row in rows if _has_nul(row.values)]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Cache of encoded samples, which are made once for given rows, tokenizer and length."""
+"""Cache of encoded samples, so that the same data is encoded only once."""
 
 import io
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 
 def _read_samples(path: Path) -> EncodedSamples:
-    """Read stored samples. Raises an error if the file is incomplete, by its zip checksums."""
+    """Read stored samples. Raises an error if the file is damaged."""
     # Read from memory, since numpy would leave an invalid file open until garbage collection.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}

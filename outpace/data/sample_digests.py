@@ -1,8 +1,8 @@
-"""Digests of a few samples of a user's data set, to compare the data sets of ranks.
+"""Digests of a few samples of a user's data set, to compare the data sets of all ranks.
 
-All ranks read samples with the same seeds for torch's, NumPy's and Python's generators, so
-augmentations are equal. Differences that the same data may have on different hosts are ignored: the
-last bits of decoded values, paths, and the order of sets.
+All ranks seed the generators of torch, NumPy and Python equally, so random augmentations agree.
+Differences that the same data may have on different hosts are ignored: the last bits of decoded
+values, the folders of paths, and the order of sets.
 """
 
 import fcntl
@@ -32,14 +32,14 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """Digest of an array: `exact` for integers, `means` of blocks for floats."""
+    """Digest of an array: a hash (`exact`), or the means of blocks if values may be rounded."""
 
     shape: tuple[int, ...]
     exact: str | None
     means: tuple[float, ...]
 
     def resembles(self, other: "Leaf") -> bool:
-        """Return whether both have the same values, apart from decoders' rounding."""
+        """Return whether the values of both arrays agree, apart from decoding and rounding."""
         if (self.shape, self.exact) != (other.shape, other.exact):
             return False
         mine, theirs = np.array(self.means), np.array(other.means)
@@ -51,13 +51,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest of a sample's numbers in order, or of its texts if it has no numbers."""
+    """Digests of a sample's arrays in order, or of its texts if it has no numbers."""
 
     leaves: tuple[Leaf, ...]
     texts: str | None
 
     def resembles(self, other: "Digest") -> bool:
-        """Return whether both are of the same sample, apart from decoders' rounding."""
+        """Return whether both digests may be of the same sample, decoded by different libraries."""
         return (
             self.texts == other.texts
             and len(self.leaves) == len(other.leaves)
@@ -69,8 +69,8 @@ class Digest:
 class SampleDigests:
     """Digests by sample index; None for a sample without a digest.
 
-    `unsteady` are the indices of samples that a second read with the same seeds did not reproduce.
-    `unread` says why no sample could be read.
+    `unsteady` lists samples whose two reads with the same seeds differ. `unread` is the reason if
+    no sample could be read.
     """
 
     digests: Mapping[int, Digest | None]
@@ -80,7 +80,10 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank, the first index whose sample differs from rank 0's, and whether `most` differ."""
+    """A rank whose samples differ from rank 0's.
+
+    `index` is the first sample that differs; `most` says whether most compared samples differ.
+    """
 
     rank: int
     index: int
@@ -90,11 +93,11 @@ class SampleDifference:
 def digest_samples(
     dataset: Any, seed: int, workers: int = 0, timeout_s: float = 0.0
 ) -> SampleDigests:
-    """Read the first, the last and a few samples chosen by `seed`, each twice.
+    """Digest the first, the last and a few random samples chosen by `seed`, reading each twice.
 
-    Another process reads them, so the data set's state (generators, counters, caches, file
-    positions) is unchanged for training. If no process can be forked, nothing is read, unless
-    loading processes also read during training (`workers` > 0).
+    Another process reads them, so the data set's state in this process (generators, counters,
+    caches, file positions) does not change before training. If processes cannot be forked and
+    `workers` is 0, nothing is read.
     """
     indices = _choose(len(dataset), seed)
     if not workers and not forks_workers():
@@ -119,9 +122,10 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank that differs from rank 0 in most samples, or otherwise in any sample.
+    """Find a rank whose samples differ from rank 0's; return None if all ranks agree.
 
-    Samples that are unsteady or have no digest are not compared. Returns None if all agree.
+    The first rank for which most samples differ has precedence over ranks with fewer differences.
+    Samples that are unsteady or have no digest are not compared.
     """
     differences = []
     for rank, other in enumerate(found):
@@ -147,7 +151,7 @@ def _choose(count: int, seed: int) -> list[int]:
 
 
 class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
-    """The digests of two reads of some samples."""
+    """Data set that reads each sample twice and returns both digests."""
 
     def __init__(self, dataset: Any, seed: int, indices: Sequence[int]) -> None:
         self._dataset = dataset
@@ -172,7 +176,7 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
 
 
 def _separate_file_positions() -> None:
-    """Reopen each file that is open only for reading, since a fork shares file positions."""
+    """Reopen files that are open for reading only, because forked processes share positions."""
     listed = Path("/proc/self/fd")
     for path in list(listed.iterdir()) if listed.is_dir() else ():
         with suppress(OSError):
@@ -189,7 +193,10 @@ def _separate_file_positions() -> None:
 
 
 def digest_of(sample: Any) -> Digest | None:
-    """Return a digest of the numbers of a sample, or of its texts; None if it has neither."""
+    """Digest a sample's numbers, or its texts if it has no numbers.
+
+    Returns None if it has neither, or cannot be inspected.
+    """
     try:
         values = list(_values(sample, 0))
         leaves = tuple(_leaf(value) for value in values if isinstance(value, np.ndarray))
@@ -238,7 +245,7 @@ def _text(value: str | PurePath | bytes | bytearray) -> bytes:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the numbers of a tensor, array, image or number; None for anything else."""
+    """Return a tensor, array, image or number as a NumPy array; None for anything else."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu()
         plain = plain.to_dense() if plain.layout != torch.strided else plain

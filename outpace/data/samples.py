@@ -1,4 +1,4 @@
-"""Samples of a fixed length from a corpus, as batches of tensors."""
+"""Data set of fixed-length samples from a corpus."""
 
 import copy
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ Batch = dict[str, torch.Tensor]
 
 
 class TokenDataset(Dataset[Batch]):
-    """Data set of token samples: sample i of a stream is its tokens [i·S, i·S + S].
+    """Data set of token samples: sample i of a stream covers its tokens i·S to i·S + S, inclusive.
 
-    The last of these tokens is only a target. `locate` returns the samples at positions of
-    training; `__getitems__` collates them into a batch: `tokens` and `targets` (B, S) int64, and
-    `documents` (B, S) int32 if requested. Raises BadInputError if a source has less than one
-    sample; `part` names the data in messages.
+    The last of these tokens is only a target. `locate` returns the keys of the samples at training
+    positions, and `__getitems__` their batch: `tokens` and `targets`, (B, S) int64, and with
+    `document_attention` also `documents`, (B, S) int32. Raises BadInputError if a source has less
+    than one sample; `part` names the data in messages.
     """
 
     def __init__(
@@ -82,23 +82,23 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def left_over_tokens(self) -> int:
-        """Number of targets left after the last whole sample of each source."""
+        """Number of targets after the last whole sample of each source, which are not used."""
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
     def single_pass(self, most: int, batch: int) -> "TokenDataset":
-        """Return a data set of all samples, or the first `most`, each once, in batches of `batch`.
+        """Return a data set of the first `most` samples, once each, in batches of `batch`.
 
-        The last batch is filled up with samples without targets, so a mean over all targets does
-        not depend on the batch size. A weighted mixture has as many samples in total, in its
-        proportions, so samples of a small source may repeat.
+        Samples without targets fill up the last batch, so a mean over all targets does not depend
+        on the batch size. A weighted mixture keeps its proportions and its number of samples, so
+        samples of a small source may repeat.
         """
         found = copy.copy(self)
         found._most, found._once_in = min(most, len(self)), batch
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """Return how many passes over each source this number of training samples takes."""
+        """Return the number of passes over each source for a number of training samples."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)
@@ -108,7 +108,7 @@ class TokenDataset(Dataset[Batch]):
         )
 
     def locate(self, seed: int, positions: Index) -> list[Key]:
-        """Return the sample for each position since the start of training."""
+        """Return the key of the sample at each position since the start of training."""
         if self._counts is None:
             flat = samples_at(seed, positions, sum(self._sizes))
             borders = np.cumsum(self._sizes)
@@ -126,7 +126,7 @@ class TokenDataset(Dataset[Batch]):
         return [(int(s), int(i), int(p)) for s, i, p in keys]
 
     def __getitem__(self, index: int) -> Batch:
-        """Return sample `index` of all streams in order, (S,) each."""
+        """Return a sample by its index over all streams, as tensors of shape (S,)."""
         borders = np.cumsum(self._sizes)
         source = int(np.searchsorted(borders, index, side="right"))
         first = int(borders[source - 1]) if source else 0
@@ -134,7 +134,7 @@ class TokenDataset(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """Return a batch of the samples at `keys`; those for FILLER have no target."""
+        """Return the batch of samples at `keys`; FILLER samples have no targets."""
         filled = [row for row, (source, _, _) in enumerate(keys) if source == FILLER]
         keys = [(0, 0, p) if source == FILLER else (source, i, p) for source, i, p in keys]
         length = self._seq_len
@@ -156,7 +156,7 @@ class TokenDataset(Dataset[Batch]):
         return tensors
 
     def _documents(self, source: int, index: int, row: Array) -> Array:
-        """Return the document of each token: as recorded, or by counting end-of-text tokens."""
+        """Return each token's document number, as recorded or by counting end-of-text tokens."""
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
             return stream.documents(index * length, length)
@@ -186,8 +186,8 @@ class _MaskIds:
             shares, open_to = draw.random(rows.shape[1]), ~np.isin(rows[row], self._special)
             chosen = (shares < PREDICTED) & open_to
             if not chosen.any() and open_to.any():
-                # At least one, as in BERT's create_pretraining_data.py: otherwise, short samples
-                # would have no targets, and a batch of them no loss.
+                # Predict at least one token, as BERT's create_pretraining_data.py does: otherwise,
+                # short samples may have no targets, and a batch of them no loss.
                 chosen[np.argmin(np.where(open_to, shares, 1.0))] = True
             fate = draw.random(rows.shape[1])
             other = draw.integers(0, self._vocab, rows.shape[1])

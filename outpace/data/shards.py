@@ -1,8 +1,8 @@
-"""Cache of token shards: written once per text and tokenizer, then mapped into memory.
+"""Cache of token shards, written once per text and tokenizer and then memory-mapped.
 
-An entry is a folder named after its content: for each split, files of raw little-endian token ids,
-the positions at which documents begin, and `index.json` with sizes and checksums. A folder gets
-this name only when it is complete.
+An entry is a folder named after a hash of its inputs. For each split, it holds files of raw
+little-endian token ids and the positions at which documents begin; `index.json` lists sizes and
+checksums. The folder gets its final name only when it is complete.
 """
 
 import contextlib
@@ -37,22 +37,21 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 INDEX = "index.json"
 SHARD_TOKENS = 256 << 20
-# Enough text to make passing it to another process worthwhile, but little enough to keep memory use
-# low.
+# Large enough to be worth sending to another process, small enough to limit memory use.
 _BATCH_CHARACTERS = 2 << 20
 # Characters of a document that are hashed to choose its split; shorter texts are never cut into
 # pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
 _SIGNS_KEPT = 1000  # number of lost characters to list in the index
-# Size above which checksums would take too long. Sizes are always compared.
+# Above this size, computing checksums would take too long, so only file sizes are compared.
 _CHECKED_BYTES = 4 << 30
 
 
 def entry_path(
     cache: Path, content: str, tokenizer: Tokenizer, eval_fraction: float, text_field: str
 ) -> Path:
-    """Return the folder of an entry, whether it exists or not."""
+    """Return the folder of a cache entry, which may not exist yet."""
     parts = [FORMAT, content, tokenizer.fingerprint, repr(eval_fraction), text_field]
     parts += ["opened once"] if tokenizer.opening_ids else []
     key = xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
@@ -68,10 +67,10 @@ def ensure_entry(
     processes: int,
     progress: Progress,
 ) -> Index:
-    """Create the entry if it is missing or incomplete; return its index.
+    """Return the index of a cache entry, creating the entry if it is missing or damaged.
 
-    Processes that need the same entry wait for each other. Raises BadInputError if the cache cannot
-    be used.
+    One process creates an entry while others that need it wait. Raises BadInputError if the cache
+    cannot be used.
     """
     index, _ = read_index(entry)
     if index is not None:
@@ -101,7 +100,10 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a complete entry, or a description of the damage, or neither."""
+    """Return an entry's index, or a description of its damage.
+
+    The other value is None; both are None if there is no entry.
+    """
     if not entry.is_dir():
         return None, None
     try:
@@ -164,7 +166,7 @@ def _build(
 
 
 def split_of_document(text: str, eval_fraction: float) -> str:
-    """Return the split of a document, by the hash of its beginning."""
+    """Return the split of a document, chosen by the hash of its beginning."""
     share = xxhash.xxh3_64_intdigest(text[:_HASHED_CHARACTERS].encode()) / 2**64
     return "validation" if share < eval_fraction else "train"
 
@@ -172,7 +174,10 @@ def split_of_document(text: str, eval_fraction: float) -> str:
 def encode_pieces(
     source: Source, tokenizer: Tokenizer, text_field: str, processes: int, progress: Progress
 ) -> Iterator[tuple[Piece, Tokens]]:
-    """Yield a source's pieces with their ids, in order. `processes` encode while this one reads."""
+    """Yield each piece of a source with its ids, in order.
+
+    This process reads ahead while `processes` others encode.
+    """
     ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
     with Encoders(tokenizer, processes) as encoders:
@@ -204,7 +209,7 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @dataclass
 class _SplitWriter:
-    """Writer of the tokens of one split. `files` are the finished shards, for the index."""
+    """Writer of one split's tokens. `files` describes the finished files, for the index."""
 
     folder: Path
     split: str
@@ -261,7 +266,7 @@ class _SplitWriter:
             self.files[self.shards[-1]] = {"bytes": size, "xxh3_128": self._digest.hexdigest()}
 
     def close(self) -> dict[str, Any]:
-        """Finish the files; return the index's data on this split."""
+        """Finish the files; return this split's record for the index."""
         self._flush()
         self._finish()
         name = documents_name(self.split)
@@ -279,7 +284,7 @@ class _SplitWriter:
         }
 
     def abandon(self) -> None:
-        """Close the open file, if any, and drop its buffered tokens."""
+        """Close the open file, if any, without writing the waiting tokens."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Sources that --data names: files, folders, globs, datasets, tokens, Python's own source."""
+"""Data sources for --data: files, folders, globs, datasets, token files, the standard library."""
 
 import glob
 import json
@@ -32,14 +32,14 @@ _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
-# Number of files whose contents are inspected; a folder may hold very many.
+# Maximum number of files to inspect, since a folder may hold very many.
 COMPARED_FILES = 1000
-# Parts of the standard library that are not prose: tests, and generated tables.
+# Folders of the standard library to skip, such as tests, packages and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3",
      "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
-# Prefixes of the names of files that consist of tables, which a model would learn to write.
+# Name prefixes of files that consist of tables, which a model should not learn to write.
 _TABLES = ("_sysconfigdata", "entities")
 
 
@@ -47,9 +47,9 @@ _TABLES = ("_sysconfigdata", "entities")
 class Source:
     """A data source. `files` is empty for datasets.
 
-    `left_out`: files of a folder or pattern that have another format than most, or belong to
-    another split. `outputs`: runs and cache folders within the data, which are not read. `lost`:
-    broken links, in a folder or of a pattern.
+    `left_out` lists files of a folder or pattern that have another format than the chosen files, or
+    belong to another split. `outputs` lists runs and caches of outpace within the data, which are
+    not read. `lost` lists broken links.
     """
 
     reference: str
@@ -63,12 +63,12 @@ class Source:
 
     @property
     def is_tokens(self) -> bool:
-        """Return whether the source already consists of tokens and needs no tokenizer."""
+        """Return whether the source is already tokenized."""
         return self.kind == "tokens"
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Describe the files of a folder or pattern that are not read."""
+        """Hints about the files of a folder or pattern that are not read."""
         hints = []
         if self.left_out:
             hints.append(
@@ -102,9 +102,9 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def open_source(reference: str, *, rows: bool = False) -> Source:
-    """Find the source that a --data argument names. Raises BadInputError if there is none.
+    """Return the source that a --data argument names. Raises BadInputError if there is none.
 
-    `rows`: use only files of records, even if most files are of other kinds.
+    With `rows`, files of records are preferred, even if most files have other formats.
     """
     try:
         return _source_by_kind(reference, rows)
@@ -153,7 +153,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
 
 
 def _refuse_lost(lost: Sequence[Path]) -> None:
-    """Raise BadInputError for data that consists only of broken links."""
+    """Raise BadInputError if there are broken links, for data without any other files."""
     if lost:
         raise BadInputError(
             f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist, as after an "
@@ -163,7 +163,7 @@ def _refuse_lost(lost: Sequence[Path]) -> None:
 
 
 def _drop_repeated(files: Iterable[Path]) -> list[Path]:
-    """Return a pattern's files in order, each by its shortest path if links form a loop."""
+    """Return files sorted, with only the shortest of several paths to the same file."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
@@ -190,7 +190,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
-    """Return the files of a folder or pattern in the format that has the most bytes."""
+    """Return a source of the files in the format that has the most bytes."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
     groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
@@ -206,7 +206,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
     kind = _chosen_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
     splits = _splits_by_name(chosen)
-    # Source code has folders called test, so texts are only split by name if all files name a
+    # Source code has folders named test, so text files are split by name only if all of them name a
     # split.
     if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
         chosen = [file for file, split in splits.items() if split != "held out"] or chosen
@@ -217,7 +217,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
 
 
 def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
-    """Return rows if requested, else the kind with the most bytes, ignoring files of metadata."""
+    """Return "rows" if requested, else the kind with the most bytes, ignoring metadata files."""
     if rows and groups["rows"]:
         return "rows"
     sizes = {
@@ -230,7 +230,7 @@ def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a .json begins with a list of objects, or has an object per line."""
+    """Return whether a file begins with a JSON list of objects, or has one object per line."""
     with readable(file) as stream:
         lines = stream.read(_SNIFFED_BYTES).removeprefix(b"\xef\xbb\xbf").split()
     head = b"".join(lines[:3])[:3]
@@ -242,7 +242,7 @@ def _has_rows(file: Path) -> bool:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a line is a JSON object, or the beginning of one longer than the part read."""
+    """Return whether a line is a JSON object, or the start of an object that was cut off."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:
@@ -252,7 +252,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def unread_split_hints(source: Source) -> list[str]:
-    """Return a hint about splits that neither training nor validation uses."""
+    """Return a hint about splits that are used for neither training nor validation."""
     if source.kind != "dataset":
         return []
     name, _, split = dataset_name(source.reference)
@@ -274,7 +274,7 @@ def unread_split_hints(source: Source) -> list[str]:
 
 
 def row_files_below(folder: Path) -> list[Path]:
-    """Return the files of a folder with the suffix of row files, except files of metadata."""
+    """Return the row files below a folder, except metadata files."""
     return [
         file
         for file in files_below(folder)[0]
@@ -288,7 +288,7 @@ def is_held_out(file: Path) -> bool:
 
 
 def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the split of each file ("train" or "held out"), by its name and its folder names."""
+    """Return the split of each file ("train", "held out" or None) by its path's names."""
     root = Path(os.path.commonpath([file.parent for file in files]))
     return {
         file: _split_by_name((*file.relative_to(root).parent.parts, file.stem)) for file in files
@@ -296,7 +296,7 @@ def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_by_name(names: Sequence[str]) -> str | None:
-    """Return the split given by the last name that indicates one, if any."""
+    """Return the split indicated by the last name that indicates one, or None."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"
@@ -345,11 +345,11 @@ def _decodes(path: Path) -> bool:
 
 
 def fingerprint(source: Source, text_field: str) -> str:
-    """Return a hash of the contents, independent of their location and names."""
+    """Return a hash of the contents of a source, independent of file names and locations."""
     digest = xxhash.xxh3_128()
     files = source.files
     if source.kind == "dataset":
-        # The dataset's own fingerprint is that of the code that created it, not of the data.
+        # A dataset's own fingerprint identifies the code that created it, not the data.
         dataset = open_dataset(source.reference)
         digest.update(str(dataset._fingerprint).encode())
         files = dataset_files(dataset)

@@ -1,4 +1,4 @@
-"""Tokens in memory-mapped files, read as one long array."""
+"""Memory-mapped files of tokens, read as one long array."""
 
 import mmap
 import time
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _SCANNED_TOKENS = 1 << 19  # 4 MiB as int64, to scan all ids without a memory peak
-# llm.c: type of ids by magic number, and the version; None for its other files.
+# llm.c's files by magic number: dtype of the ids (None without tokens), and version.
 _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
     20240520: ("<u2", 1), 20240801: ("<u4", 7), 20240522: (None, 1), 20240326: (None, 3),
 }  # fmt: skip
@@ -28,11 +28,14 @@ _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
 _ALIKE = 0.9  # minimum share of indicative words that look like ids of 32 or 64 bits
-_LEAST_PAIRS = 1000  # number of bytes to inspect, to tell ids of one byte from ids of two
+_LEAST_PAIRS = 1000  # minimum number of pairs for statistical checks
 # Even and odd bytes of this many pairs have the same distribution if it differs by less than this;
 # random numbers have nearly 8 bits.
 _COMPARED_PAIRS, _SAME_BYTES, _RANDOM_BITS = 20_000, 0.05, 7.5
-_FEWER_BITS, _SMALLER = 1.0, 0.7  # by which upper bytes differ from lower ones
+_FEWER_BITS, _SMALLER = (
+    1.0,
+    0.7,
+)  # margins for entropy and mean of upper bytes
 # Bytes of a mapped file that may be resident in this process; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # maximum that one page fault maps: a huge page
@@ -48,11 +51,11 @@ _START_AGAIN = (
 
 
 class MappedTokens:
-    """A file of token ids that is mapped into memory when used; pickling keeps only its path.
+    """A memory-mapped file of token ids. Pickling stores only its path, dtype and offset.
 
-    Reading raises BadInputError if the file was overwritten or truncated in the meantime, since
-    training would read other tokens, or the kernel would kill the process. Appending to the file is
-    safe, and so is replacing it by renaming, since the old file stays mapped.
+    Reading raises BadInputError if the file was overwritten or truncated after it was mapped:
+    training would read different tokens, or the kernel would kill the process. Appending to the
+    file is safe, and so is replacing it by renaming, because the old file stays mapped.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -73,10 +76,10 @@ class MappedTokens:
         return len(self.ids)
 
     def part(self, offset: int, count: int) -> Array:
-        """Return ids from the file's mapped pages, and drop earlier pages.
+        """Return ids from mapped pages, and release the pages from time to time.
 
-        Otherwise, the whole file would become resident during training and count in the memory
-        peak.
+        Otherwise, the whole file would become resident during training and count toward peak
+        memory.
         """
         self._require_unchanged()
         found = self.ids[offset : offset + count]
@@ -110,7 +113,10 @@ class MappedTokens:
         self._state = state
 
     def _compute_digest(self) -> str:
-        """Hash ids throughout the file. They are read, since mapped pages would count as memory."""
+        """Hash blocks of ids from throughout the file.
+
+        The blocks are read rather than mapped, since mapped pages count as memory of this process.
+        """
         last = max(self.ids.nbytes - _PLACE_BYTES, 0)
         digest = xxhash.xxh3_128()
         with self.path.open("rb") as file:
@@ -120,23 +126,23 @@ class MappedTokens:
         return digest.hexdigest()
 
     def load(self, offset: int, count: int) -> Array:
-        """Read ids into memory, since mapped pages would count as memory of this process."""
+        """Read ids into memory rather than map them, since mapped pages stay resident."""
         at = self._offset + offset * self.ids.itemsize
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:
-    """Return a file's inode number, size and time of the last change."""
+    """Return a file's inode number, size and modification time."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens [start, stop) of some shards in sequence.
+    """Tokens [start, stop) of consecutive shards.
 
-    `document_starts` are sorted positions from the start of the first shard; None if not recorded.
-    `extent` holds the smallest and the largest id of the shards, if known.
+    `document_starts` holds sorted positions, counted from the start of the first shard, or is None
+    if unknown. `extent` holds the smallest and the largest id of the shards, if known.
     """
 
     shards: Sequence[MappedTokens]
@@ -151,11 +157,14 @@ class Stream:
 
     @property
     def id_bytes(self) -> int:
-        """Number of bytes of the narrowest ids."""
+        """Size in bytes of the narrowest id type."""
         return min(shard.ids.itemsize for shard in self.shards)
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
-        """Return `count` tokens from position `begin`, as int64; use `mapped` if few are needed."""
+        """Return `count` tokens from position `begin`, as int64.
+
+        `mapped` uses mapped pages, for few tokens; otherwise, tokens are read from the files.
+        """
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
@@ -171,7 +180,7 @@ class Stream:
         return found
 
     def documents(self, begin: int, count: int) -> Array:
-        """Return the document number of each token in that range, int32 from 0."""
+        """Return the document number of each of `count` tokens from `begin`, as int32 from 0."""
         assert self.document_starts is not None
         places = np.arange(begin, begin + count) + self.start
         numbers: Array = np.searchsorted(self.document_starts, places, side="right")
@@ -179,11 +188,11 @@ class Stream:
         return found
 
     def cut(self, begin: int, end: int) -> "Stream":
-        """Return the part from `begin` to `end`."""
+        """Return the tokens [begin, end) of this stream as a stream."""
         return replace(self, start=self.start + begin, stop=self.start + end)
 
     def concatenate(self, other: "Stream") -> "Stream":
-        """Return a stream of all shards of this stream, followed by those of the other."""
+        """Return a stream of all shards of this stream, followed by all shards of `other`."""
         length = int(self.ends[-1])
         assert self.document_starts is not None and other.document_starts is not None
         starts = np.concatenate((self.document_starts, other.document_starts + length))
@@ -198,13 +207,13 @@ class Stream:
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """Return the largest id in the shards, an upper bound for the stream; −1 without tokens."""
+        """Return the largest id, or an upper bound if the shards hold more; −1 without tokens."""
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
-        """Find the first id above `largest`, which must exist: its file, its position, the id.
+        """Return the file, position and value of the first id above `largest`, which must exist.
 
-        Whole shards are searched, even if the stream is only a part of them.
+        Whole shards are searched, even if the stream covers only a part of them.
         """
         for shard in self.shards:
             for begin in range(0, len(shard), _SCANNED_TOKENS):
@@ -215,7 +224,10 @@ class Stream:
         raise ValueError(f"no id is above {largest}")
 
     def compute_extent(self) -> tuple[int, int]:
-        """Return the `extent`, reading all tokens if it is unknown; (0, −1) without tokens."""
+        """Return the smallest and the largest id, reading all tokens if `extent` is None.
+
+        Returns (0, −1) without tokens.
+        """
         if self.extent is not None:
             return self.extent
         extents = [(int(block.min()), int(block.max())) for block in self.blocks()]
@@ -233,7 +245,7 @@ def _stream(
 
 
 def cached_stream(entry: Path, index: Index, split: str) -> Stream:
-    """Return one split of a cache entry as a stream."""
+    """Open one split of a cache entry as a stream."""
     part = index.splits[split]
     shards = [MappedTokens(entry / name, index.dtype) for name in part.shards]
     starts = np.load(entry / part.documents, mmap_mode="r", allow_pickle=False)
@@ -241,9 +253,9 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
 
 
 def token_stream(files: Sequence[Path]) -> Stream:
-    """Return the tokens of .bin files in sequence, in the format of each file's .idx or contents.
+    """Open .bin files as one stream, in the format given by each file's .idx or contents.
 
-    Raises BadInputError for a file without tokens, or with an incomplete id.
+    Raises BadInputError for a file without tokens, or one that ends within an id.
     """
     streams = [
         megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)
@@ -258,11 +270,11 @@ def token_stream(files: Sequence[Path]) -> Stream:
 
 
 def _plain_stream(path: Path) -> Stream:
-    """Read a .bin without an index, whose document starts are unknown.
+    """Open a .bin file without an index; its document starts are unknown.
 
-    Files of llm.c have a header (256 int32: magic number, version, number of tokens). Files without
-    one, such as nanoGPT's, have 16 bits per id, or 32 or 64 if the upper bits of each word are
-    clear.
+    llm.c's files have a header of 256 int32 values: magic number, version, number of tokens. Files
+    without a header, such as nanoGPT's, hold 16-bit ids, or 32- or 64-bit ids if the upper bits of
+    all words are zero.
     """
     size = path.stat().st_size
     with readable(path) as stream:
@@ -280,9 +292,9 @@ def _plain_stream(path: Path) -> Stream:
 
 
 def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
-    """Read the ids after llm.c's header (dev/data/data_common.py there).
+    """Open a file with llm.c's header (dev/data/data_common.py in llm.c).
 
-    Raises BadInputError if the file contradicts the header, or has no tokens.
+    Raises BadInputError if the header does not match the file, or if there are no tokens.
     """
     dtype, version = _LLMC_MAGIC[int(header[0])]
     found, count = (int(n) for n in header[1:3])
@@ -302,9 +314,9 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 
 
 def _width_of(path: Path, size: int) -> str:
-    """Return the type of the ids: the widest type whose upper bits are clear in all words.
+    """Return the dtype of the ids: the widest one for which the upper bits of all words are zero.
 
-    16-bit ids look like 32-bit ids only if every second id is less than 16; if all are less than
+    16-bit ids look like 32-bit ids only if every second id is below 16, or, where all ids are below
     16, only if every second id is 0.
     """
     for dtype, least in (("<u8", 8), ("<u4", 16)):
@@ -328,10 +340,10 @@ def _width_of(path: Path, size: int) -> str:
 
 
 def _require_ids(path: Path, words: Array) -> None:
-    """Refuse 32- and 64-bit ids with a header, or with negative numbers that mark padding.
+    """Refuse 32- and 64-bit ids after a header, or with negative numbers that mark padding.
 
-    These look like 16-bit ids, and if read as such, every second id would be 0. In real 16-bit ids,
-    numbers in the upper halves of words are as large as in the lower halves.
+    They would pass for 16-bit ids, of which every second one is 0. In real 16-bit ids, the upper
+    halves of words are as large as the lower halves.
     """
     low, rest = words & 0xFFFF, words >> 16
     told = (low >= 16) | (rest >= 16)
@@ -348,7 +360,7 @@ def _require_ids(path: Path, words: Array) -> None:
 
 
 def _require_little_endian(path: Path, words: Array) -> None:
-    """Refuse 32- and 64-bit ids with the most significant byte first, as Java writes them."""
+    """Refuse big-endian 32- and 64-bit ids, as Java writes them."""
     low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
     if high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
         raise BadInputError(
@@ -358,7 +370,7 @@ def _require_little_endian(path: Path, words: Array) -> None:
 
 
 def _require_no_gaps(path: Path, pairs: Array) -> None:
-    """Refuse 32-bit ids after a two-byte header, recognised by zeros in every other 16-bit word."""
+    """Refuse 32-bit ids after a two-byte header: nearly every second 16-bit word is below 16."""
     first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
@@ -368,7 +380,7 @@ def _require_no_gaps(path: Path, pairs: Array) -> None:
 
 
 def _require_no_floats(path: Path, halves: Array) -> None:
-    """Refuse ids in NumPy's default dtype: whole numbers, if read as floats."""
+    """Refuse ids stored as floating-point numbers, all of which are whole."""
     for dtype, width in (("<f8", 4), ("<f4", 2)):
         if len(halves) % width:
             continue
@@ -383,10 +395,10 @@ def _require_no_floats(path: Path, halves: Array) -> None:
 
 
 def _require_two_bytes(path: Path, pairs: Array) -> None:
-    """Refuse text, and one-byte ids, which would be read in pairs.
+    """Refuse text and one-byte ids, which would be read in pairs.
 
-    Their bytes are distributed alike in even and odd positions, or have only values up to 127. The
-    lower bytes of two-byte ids, most of which are above 255, have all values.
+    Their bytes have the same distribution at even and odd offsets, or are all below 128. In
+    two-byte ids, most of which are above 255, lower bytes take all values.
     """
     if len(pairs) < _LEAST_PAIRS or pairs[:, 1].astype(bool).mean() <= 0.5:
         return
@@ -401,9 +413,9 @@ def _require_two_bytes(path: Path, pairs: Array) -> None:
 
 
 def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
-    """Refuse 16-bit ids with the most significant byte first.
+    """Refuse big-endian 16-bit ids.
 
-    Upper bytes have fewer values than lower ones, and are smaller, since frequent tokens have small
+    Upper bytes take fewer values than lower bytes and are smaller, since frequent tokens have small
     ids.
     """
     even, odd = _byte_shares(pairs)
@@ -417,7 +429,7 @@ def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
 
 
 def _byte_shares(pairs: Array) -> list[Array]:
-    """Return the frequency of each value among even bytes, and among odd bytes."""
+    """Return the relative frequency of each byte value at even and at odd offsets."""
     return [np.bincount(column, minlength=256) / len(pairs) for column in pairs.T]
 
 
@@ -427,9 +439,9 @@ def _entropy_bits(shares: Array) -> float:
 
 
 def megatron_stream(path: Path) -> Stream:
-    """Read a Megatron-LM .bin with its .idx (MMIDIDX, version 1).
+    """Open a Megatron-LM .bin file with its .idx (MMIDIDX, version 1).
 
-    Raises BadInputError if the index is damaged or of another version.
+    Raises BadInputError if the index is damaged or has another version.
     """
     idx = path.with_suffix(".idx")
     try:

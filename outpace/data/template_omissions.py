@@ -1,7 +1,7 @@
-"""Detection of parts of conversations that a chat template leaves out of its text.
+"""Detection of conversation parts that a chat template omits.
 
-Templates skip roles, tools, calls and message keys for which they were not written, and some leave
-reasoning out of answers.
+Templates skip roles, tools, tool calls and message keys that they were not written for, and some
+omit the reasoning in answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from outpace.records.errors import BadInputError
 
 Render = Callable[[Sequence[Message]], str]
 
-# Keys of messages that are checked elsewhere: tool_calls by require_calls_written, weights with
-# rows.
+# Message keys that are checked elsewhere: tool_calls by require_calls_written, weights when rows
+# are read.
 _READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_KEYS
 
 
@@ -28,9 +28,9 @@ def unwritten_parts(
     prompt: str,
     render: Callable[[Sequence[Message], Sequence[Tool]], str],
 ) -> list[str]:
-    """Describe what the template leaves out of a `prompt`: messages, tools, tool calls.
+    """Describe what the template omits from a `prompt`: messages, tools, or tool calls.
 
-    `render` is called with changed messages or tools, and returns their prompt.
+    `render` returns the prompt for other messages or tools.
     """
     roles = unwritten_roles(messages, prompt, lambda others: render(others, tools))
     found = [f"messages of {role!r}" for role in roles]
@@ -48,10 +48,9 @@ def unwritten_parts(
 
 
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
-    """Return the roles of messages whose text the template omits from the `whole` conversation.
+    """Return the roles of messages whose text is missing from the rendered conversation `whole`.
 
-    The assistant's text is checked elsewhere, where it becomes a target. `render` is called with
-    changed messages.
+    The assistant's messages are checked elsewhere. `render` returns the text of other messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}
@@ -67,9 +66,9 @@ def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> 
 
 
 def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
-    """Return the keys of messages, other than their text, that have no effect.
+    """Describe the message keys that have no effect.
 
-    The template omits these keys, or they request training on a message that is not the
+    Either the template omits the key, or it requests training on a message that is not the
     assistant's.
     """
     asked = dict.fromkeys(
@@ -97,7 +96,7 @@ def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
 
 
 def require_calls_written(talk: Conversation, number: int, where: str, render: Render) -> None:
-    """Refuse a template that omits the tool calls of a message."""
+    """Raise BadInputError if the template omits the tool calls of message `number`."""
     upto = [dict(message) for message in talk.messages[: number + 1]]
     with_calls = render(upto)
     del upto[-1]["tool_calls"]

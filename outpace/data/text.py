@@ -22,7 +22,10 @@ _LEAST_PIECE = 1 << 14
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document; `first` and `last` mark its ends. `consumed` counts source bytes."""
+    """Part of a document, read from `consumed` bytes of the source.
+
+    `first` and `last` mark the first and the last piece of a document.
+    """
 
     text: str
     first: bool
@@ -31,10 +34,10 @@ class Piece:
 
 
 def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]:
-    """Yield all text of a source in order, without empty documents.
+    """Yield all text of a source in order, skipping empty documents.
 
-    `cut` splits long documents into pieces that end where a tokenizer with `cuts_texts` would end a
-    token anyway. Raises BadInputError if the source cannot be read.
+    With `cut`, long documents are split into pieces at positions where a tokenizer with
+    `cuts_texts` ends a token anyway. Raises BadInputError if the source cannot be read.
     """
     if source.kind == "dataset":
         yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
@@ -46,7 +49,7 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
 
 
 def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """Yield a file as one document, a long one in pieces, so it is never in memory as a whole."""
+    """Yield a file as one document, in pieces if it is long, without loading the whole file."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
@@ -82,12 +85,11 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
 
 
 def _border(text: str, begin: int, end: int) -> int:
-    """Return the last position in [begin, end) where a text can be split; 0 if there is none.
+    """Return the last position in [begin, end) at which a text can be split; 0 if there is none.
 
-    The best position is after a single line break between two characters of text, the second a
-    letter or digit: tokenizers join white space across lines, and some join a line break with
-    punctuation, but none joins a line break with a letter or digit. In text without lines, the
-    position is before the space between two words.
+    The preferred position is after a single line break between a printable character and a letter
+    or digit: tokenizers may join white space across lines, or a line break with punctuation, but
+    never a line break with a letter or digit. Otherwise, it is before the space between two words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:
@@ -120,7 +122,7 @@ def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
 
 
 def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each record of a file."""
+    """Yield the text of each record of a file with the record's size."""
     for number, (row, consumed) in enumerate(read_rows(file, columns=[field])):
         if field not in row.values:
             there = quote_names(row.values) or "no fields"
@@ -133,9 +135,9 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """Say how to read records that lack the field: with their task, or by another field.
+    """Return advice on a record that lacks the field, such as another task or another field.
 
-    `before`: number of earlier records that have the field.
+    `before` is the number of earlier records, which have the field.
     """
     if (form := describe_form(row.values)) is not None:
         return f": {form}"

@@ -14,15 +14,15 @@ _RAW_SUFFIXES = (".npy", ".npz", ".dat", ".raw", ".ids", ".tokens", ".tok")
 # Limits on NULs in a block of text: a file that exceeds both has holes or is not text.
 _NUL_SHARE, _FEW_NULS = 1 / 16, 15
 _HOLE_SHARE = 0.8  # in ASCII text as UTF-32, three of four bytes are NUL
-# A beginning that is decoded to see whether it is text, and the share of characters that must be.
+# Length of the beginning to decode, and the fraction of its characters that must be printable.
 _PRINTABLE_BYTES, _PRINTABLE = 4096, 0.95
 
 
 def require_text(file: Path, block: bytes) -> None:
-    """Refuse a file that begins with this block and is not UTF-8 text, even if it decodes.
+    """Refuse a file whose first block shows that it is not UTF-8 text, even if it decodes.
 
-    UTF-16 and UTF-32 without a byte order mark decode if the text is Latin, Greek or Cyrillic: each
-    of its characters has a byte that is a control character, which no text contains.
+    UTF-16 and UTF-32 without a byte order mark decode as UTF-8 if the text is Latin, Greek or
+    Cyrillic. Each character then has a byte that is a control character, which no text contains.
     """
     if (kind := binary_kind(block) or chunk_kind(file, block)) is not None:
         raise BadInputError(
@@ -48,7 +48,10 @@ def require_text(file: Path, block: bytes) -> None:
 
 
 def _wide_encoding(block: bytes) -> str | None:
-    """Return the encoding in which the beginning of a file is text without a byte order mark."""
+    """Return the UTF-16 or UTF-32 encoding in which a block is text, or None.
+
+    The block has no byte order mark.
+    """
     for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
         text = block[:_PRINTABLE_BYTES].decode(encoding, errors="replace")
         printable = sum(sign.isprintable() or sign in "\n\r\t" for sign in text)
@@ -59,7 +62,7 @@ def _wide_encoding(block: bytes) -> str | None:
 
 
 def _of_tokens(file: Path) -> str:
-    """Say how to name a file of token ids if this file may be one."""
+    """Return advice on token ids if the file's suffix suggests that it holds some, else ''."""
     if file.suffix.lower() not in _RAW_SUFFIXES:
         return ""
     return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."
@@ -72,7 +75,7 @@ def require_whole(file: Path, block: bytes, offset: int) -> None:
 
 
 def describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
-    """Describe a text that has NUL characters, and what to do about it."""
+    """Say where a text has NUL characters, and what to do about them."""
     return (
         f"{where} has {block.count(0):,} NUL characters, the first at offset "
         f"{offset + block.find(0):,}: it was probably truncated by a copy or a download, or it is "
@@ -81,7 +84,7 @@ def describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
 
 
 def require_line_ends(file: Path, line: bytes) -> None:
-    """Refuse a file that is read as one line because its lines end in carriage returns only."""
+    """Refuse a file that reads as one line because its lines end in carriage returns only."""
     if b"\r" in line.rstrip(b"\r\n") and not line.endswith(b"\n"):
         raise BadInputError(
             f"{file} has lines that end with carriage returns only, as on old systems. Convert it, "

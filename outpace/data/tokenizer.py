@@ -18,18 +18,18 @@ from outpace.records.errors import BadInputError, excerpt, shorten
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_LONG_CHARACTERS = 1 << 20  # length of texts that take a tokenizer seconds to encode
+_LONG_CHARACTERS = 1 << 20  # longer texts take seconds to encode
 _MOST_IDS = 1 << 24
-# Names of the token that ends a text, in different families; the preferred ones first.
+# End-of-text tokens of different model families, in order of preference.
 END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
 )  # fmt: skip
-# Roles of tokens in a Hugging Face directory, and their default names.
+# Roles of tokens in a Hugging Face directory, with the usual tokens for them.
 _ROLES = {
     "bos_token": (), "eos_token": (), "unk_token": ("[UNK]",), "pad_token": ("[PAD]", "<pad>"),
     "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]", "<mask>"),
 }  # fmt: skip
-# Other settings of such a directory that a copy of the tokenizer must keep.
+# Other settings of such a directory that a saved copy must keep.
 _KEPT = (
     "chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces",
     "model_input_names", "additional_special_tokens", "extra_special_tokens", "truncation_side",
@@ -40,13 +40,13 @@ _NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer`, with the ids that data and models need.
+    """A `tokenizers.Tokenizer` with the ids and settings that data and models need.
 
-    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
-    that is cut between a line break and a letter or digit, or before the space between two words,
-    has the ids of its parts. `chat_template` is the tokenizer's template for conversations, or the
-    default of several; `chat_templates` has all of them by name, and `template_file` is their file.
-    `config` holds the values of tokenizer_config.json; `save` writes them again.
+    `eos_id` ends a document, and `vocab_size` is one more than the largest id. If `cuts_texts` is
+    True, texts can be cut between a line break and a letter or digit, or before the space between
+    two words, and encoded separately, with the same ids. `chat_template` is the default chat
+    template, `chat_templates` holds all of them by name, and `template_file` is their file.
+    `config` holds the values of tokenizer_config.json; `save` writes those that a copy needs.
     """
 
     def __init__(
@@ -108,28 +108,28 @@ class Tokenizer:
 
     @cached_property
     def opening_ids(self) -> list[int]:
-        """Return the bos token if the tokenizer puts it before texts, as Llama's does."""
+        """Ids that the tokenizer puts before texts: the bos token, as in Llama, or none."""
         bos = self._vocab.get(self._roles.get("bos_token", ""))
         added: list[int] = self.inner.encode("a").ids
         return added[:1] if added[:1] == [bos] else []
 
     def missing_opening(self, ids: Iterable[int]) -> list[int]:
-        """Return the opening ids to put before the ids of a text.
+        """Return the opening ids, or none if `ids` already begin with them.
 
-        Returns no ids if the text begins with them, as does the text of a chat template.
+        The text of a chat template often begins with them.
         """
         opening = self.opening_ids
         return [] if list(islice(ids, len(opening))) == opening else opening
 
     @property
     def unknown_id(self) -> int | None:
-        """Id of the token for text outside the vocabulary, if there is one."""
+        """Id of the token for unknown text, or None."""
         name = getattr(self.inner.model, "unk_token", None) or self._roles.get("unk_token")
         return self._vocab.get(name or "")
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Return the ids of special tokens except the unknown one, by name."""
+        """Ids of the special tokens by name, without the unknown token."""
         added = self.inner.get_added_tokens_decoder()
         return {
             token.content: number
@@ -138,7 +138,10 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Return the characters with a token if others are lost (BPE without [UNK]); else None."""
+        """Return the characters that have a token, or None if other characters are not lost.
+
+        Characters without a token are lost in a BPE that has neither bytes nor an unknown token.
+        """
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -164,10 +167,10 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Return the tokens that a chat template can write by name.
+        """Tokens that a chat template can refer to by name.
 
-        These are tokens with a role, and a model's own, such as image_token, from
-        tokenizer_config.json.
+        These are the tokens with a role, and model-specific ones from tokenizer_config.json, such
+        as image_token.
         """
         own = self._config.get("extra_special_tokens")
         found = {}
@@ -185,18 +188,18 @@ class Tokenizer:
         )  # fmt: skip
 
     def with_length(self, positions: int) -> "Tokenizer":
-        """Return the tokenizer with a maximum length of `positions`, unless it has one.
+        """Return the tokenizer with `model_max_length` set to `positions`, unless already set.
 
-        transformers truncates texts only to that length, and a model fails beyond its positions.
+        transformers truncates texts only to this length, and a model fails beyond its positions.
         """
         if "model_max_length" in self._config:
             return self
         return self.replace(self.inner, {"model_max_length": positions})
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without added tokens.
+        """Return the ids of a text, without adding special tokens.
 
-        A special token's name becomes that token.
+        The name of a special token in the text is read as that token.
         """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
@@ -208,7 +211,7 @@ class Tokenizer:
         return one.ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Return the ids of many texts, equal to what `encode` returns for each."""
+        """Return the ids of each text, equal to those of `encode`."""
         with _refusing_panics():
             if self._words is not None:
                 return self._words.encode_batch(texts)
@@ -218,13 +221,13 @@ class Tokenizer:
     def decode(self, ids: list[int], *, cut: bool = False) -> str:
         """Return the text of ids, without special tokens.
 
-        With `cut`, the ids may end within a character, which is then left out.
+        With `cut`, the ids may end in the middle of a character, which is then dropped.
         """
         text = str(self.inner.decode(ids, skip_special_tokens=True))
         return text.rstrip("\ufffd") if cut else text
 
     def save(self, directory: Path) -> None:
-        """Write a Hugging Face tokenizer directory, which AutoTokenizer loads."""
+        """Write a Hugging Face tokenizer directory that AutoTokenizer can load."""
         directory.mkdir(parents=True, exist_ok=True)
         self.inner.save(str(directory / "tokenizer.json"))
         kept = {name: self._config[name] for name in _KEPT if name in self._config}
@@ -242,9 +245,9 @@ def _not_in_vocabulary(role: str, token: str) -> str:
 
 
 def _templates(told: Any) -> dict[str, str]:
-    """Return the templates of a configuration, by name.
+    """Return the chat templates of a configuration by name.
 
-    Raises BadInputError if they are given in another form.
+    Raises BadInputError if they are neither a string nor a list of named templates.
     """
     if told is None:
         return {}
@@ -295,13 +298,13 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of `tokenizers`, which is a private BaseException."""
+    """Return whether an error is a Rust panic in `tokenizers`, whose exception class is private."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _refusing_panics() -> Iterator[None]:
-    """Refuse a tokenizer whose rules fail on a text, such as a pattern that would never finish."""
+    """Convert a panic in `tokenizers` to BadInputError, as when a pattern would never finish."""
     try:
         yield
     except BaseException as error:
@@ -317,8 +320,8 @@ def _refusing_panics() -> Iterator[None]:
 def token_text(role: str, config: Mapping[str, Any]) -> str | None:
     """Return the text of the token for a role such as "bos_token"; None if there is none.
 
-    The config stores it as a string, or as a dict with its properties. Raises BadInputError if it
-    is anything else.
+    The config stores it as a string or as a dict of properties. Raises BadInputError for other
+    values.
     """
     token = config.get(role)
     text = token.get("content") if isinstance(token, dict) else token

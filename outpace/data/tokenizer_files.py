@@ -1,4 +1,4 @@
-"""Tokenizers read from the files of Hugging Face directories, GPT-2 and BERT."""
+"""Loading of tokenizers from Hugging Face directories and from files of GPT-2 and BERT."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from outpace.records.errors import BadInputError, OutpaceError, excerpt, json_er
 
 _ADDITIONAL = "additional_special_tokens"
 _MORE_TEMPLATES = "additional_chat_templates"  # where transformers saves named templates
-# Classes of transformers that override parts of tokenizer.json with tokenizer_config.json.
+# transformers classes for which tokenizer_config.json overrides parts of tokenizer.json.
 _BERT_CLASSES = frozenset(
     {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer",
      "ConvBertTokenizer", "SqueezeBertTokenizer", "LxmertTokenizer", "FunnelTokenizer",
@@ -45,11 +45,10 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def load_tokenizer(reference: str) -> Tokenizer:
-    """Read a tokenizer from a Hugging Face directory, or from a file of GPT-2 or BERT.
+    """Load a tokenizer from a Hugging Face directory or from files of GPT-2 or BERT.
 
     The files may be tokenizer.json, GPT-2's encoder.json with vocab.bpe (or vocab.json with
-    merges.txt), or BERT's vocab.txt. Raises BadInputError if there are none, or they cannot be
-    read.
+    merges.txt), or BERT's vocab.txt. Raises BadInputError if none of them exists or can be read.
     """
     path = Path(reference)
     if path.is_dir():
@@ -64,7 +63,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
         if not (isinstance(error, Exception) and refused) and not is_panic(error):
-            raise  # reached for signals, too
+            raise  # such as signals
         said = json_error(error) if isinstance(error, Exception) else str(error)
         said = shorten(said, 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
@@ -79,10 +78,10 @@ def load_tokenizer(reference: str) -> Tokenizer:
 
 
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse a post-processor that adds ids other than those of its tokens.
+    """Refuse a post-processor that adds tokens under other ids than the vocabulary's.
 
-    Such ids remain after a vocabulary was replaced, and texts would begin with a wrong token or an
-    unknown id.
+    This happens when a vocabulary was replaced: texts would begin with a wrong token or an unknown
+    id.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
@@ -101,7 +100,7 @@ def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
-    """Yield the tokens that a post-processor adds, with the ids that it gives them."""
+    """Yield the tokens that a post-processor adds, with the ids that it uses for them."""
     if not isinstance(told, dict):
         return
     for step in told.get("processors") or ():
@@ -122,7 +121,7 @@ def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
 
 
 def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse merges that are skipped at random (BPE-dropout, arXiv:1910.13267)."""
+    """Refuse a tokenizer that skips merges at random (BPE-dropout, arXiv:1910.13267)."""
     dropout = getattr(tokenizer.inner.model, "dropout", None)
     if dropout:
         raise BadInputError(
@@ -178,11 +177,12 @@ def _load(path: Path) -> Tokenizer | None:
 
 
 def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Split texts as tokenizer_config.json specifies if its class overrides tokenizer.json.
+    """Apply the settings of tokenizer_config.json that override tokenizer.json in transformers.
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
-    characters from tokenizer_config.json (or their defaults), and GPT-2's and RoBERTa's the space
-    before a text. Raises BadInputError if special tokens would be split.
+    characters from tokenizer_config.json (or their defaults). The classes of GPT-2 and RoBERTa take
+    from it whether a space is put before a text. Raises BadInputError if special tokens would be
+    split.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if config.get("split_special_tokens") is True:
@@ -211,7 +211,7 @@ def _model_type(path: Path) -> str:
 
 
 def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
-    """Read a tokenizer whose class, rather than its files, defines how texts are split."""
+    """Load a tokenizer whose class, rather than a file, defines how texts are split."""
     from transformers import AutoTokenizer
 
     try:
@@ -236,7 +236,8 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
             told = {key: value for key, value in told.items() if value is not None}
-            # transformers reads the map of older folders, which have no list of added tokens.
+            # In older folders, without added_tokens_decoder, the map takes precedence in
+            # transformers.
             older = name != "special_tokens_map.json" and "added_tokens_decoder" not in told
             config = {**told, **config} if older else {**config, **told}
             if _ADDITIONAL in told:
@@ -256,7 +257,7 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
-    """Read GPT-2's format: a JSON of tokens, and one merge per line."""
+    """Load files in GPT-2's format: a JSON vocabulary, and one merge per line."""
     inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -266,7 +267,10 @@ def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
 
 
 def _word_pieces(vocab: Path) -> Tokenizer:
-    """Read BERT's format: one token per line; lower-cased unless the vocabulary has capitals."""
+    """Load a vocabulary in BERT's format, one token per line.
+
+    Texts are lower-cased unless the vocabulary contains capitals.
+    """
     known = vocab.read_text(encoding="utf-8").splitlines()
     cased = any(token != token.lower() and not token.startswith("[") for token in known)
     inner = tokenizers.Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))

@@ -1,4 +1,4 @@
-"""Tokenizers trained on the data."""
+"""Training of tokenizers on the data."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -25,9 +25,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE (Radford et al. 2019, §2.2) on the first 32 M characters.
 
-    `masked` adds the special tokens of masked language models, `set_pattern` replaces GPT-2's
-    pre-tokenization before training. The result is deterministic. Raises BadInputError if there is
-    no text, or the vocabulary cannot hold all bytes.
+    `masked` adds the special tokens of masked language models; `set_pattern` replaces GPT-2's
+    pre-tokenization. The result is deterministic. Raises BadInputError if there is no text, or if
+    the vocabulary is too small for all bytes and special tokens.
     """
     specials = [END_OF_TEXT, *(MASKED_SPECIALS if masked else ())]
     least = 256 + len(specials)
@@ -55,7 +55,7 @@ def train_tokenizer(
 
 
 def _cut_runs(text: str) -> Iterator[str]:
-    """Yield the text, cut inside long runs without white space, or of white space only.
+    """Yield the text, cut within long runs of white space or of other characters.
 
     Training time grows with the square of a word's length, so a genome or a base64 file would take
     hours.

@@ -1,8 +1,8 @@
 """Arguments of tool calls in the form that a chat template expects.
 
-In OpenAI's data format, arguments are JSON in a string; in transformers', they are an object. Most
+In OpenAI's format, arguments are a JSON string; in transformers', they are an object. Most
 templates write an object as JSON, but put a string into quotes. Others write a string unchanged,
-but an object as Python code.
+but write an object as Python code.
 """
 
 import json
@@ -25,9 +25,9 @@ _TRIAL = (
 
 
 def takes_text(render: Callable[[Messages], str]) -> bool:
-    """Return whether a template writes arguments unchanged, so they must be JSON strings.
+    """Return whether a template writes arguments unchanged, so that they must be JSON strings.
 
-    `render` renders messages with the template, and raises BadInputError if the template refuses
+    `render` applies the template to messages, and raises BadInputError if the template rejects
     them.
     """
     with suppress(BadInputError):
@@ -40,7 +40,7 @@ def takes_text(render: Callable[[Messages], str]) -> bool:
 
 
 def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[str, Any]]:
-    """Return the messages with the arguments of their calls as JSON strings, or as objects.
+    """Return the messages with call arguments converted to JSON strings or to objects.
 
     Raises BadInputError, naming `where`, for arguments with a repeated key.
     """
@@ -54,9 +54,10 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
 
 
 def _convert(call: Any, as_text: bool, where: str) -> Any:
-    """Convert a call, with or without `function`. A string that is not a JSON object is kept.
+    """Convert the arguments of a call, which may lack the `function` level.
 
-    Missing, null or empty arguments become an empty object.
+    Missing, null or empty arguments become an empty object. A string that is not a JSON object is
+    kept.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
@@ -75,7 +76,7 @@ def _convert(call: Any, as_text: bool, where: str) -> Any:
 
 
 def _read_arguments(told: str, where: str) -> Any:
-    """Return the object that a JSON string contains, even if encoded twice, else the string."""
+    """Parse an object from a JSON string, which may be encoded twice; else return the string."""
     value: Any = told
     try:
         for _ in range(2):

@@ -1,9 +1,10 @@
 """Byte-level BPE with a cache of words.
 
-A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
-of each word, independently of its context. So a known word needs only a lookup. Here, Python's `re`
-cuts texts, since it is several times as fast as the tokenizer's own engine. It is used only for
-texts on which both engines are known to agree; the tokenizer encodes all others.
+A byte-level tokenizer splits a text into words with a regular expression, then merges the bytes of
+each word independently of its context. A word seen before therefore needs only a lookup. Here,
+Python's `re` splits the texts, because it is several times as fast as the tokenizer's own engine.
+It is used only for texts on which both engines are known to agree; the tokenizer encodes all
+others.
 """
 
 import json
@@ -49,7 +50,7 @@ class Words:
         self._lock = threading.Lock()
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Return the ids of many texts, without special tokens."""
+        """Return the ids of each text, without adding special tokens."""
         cut = [self._cut(text) for text in texts]
         left = [text for text, words in zip(texts, cut, strict=True) if words is None]
         others = iter(self._inner.encode_batch_fast(left, add_special_tokens=False))
@@ -65,7 +66,7 @@ class Words:
         ]
 
     def _cut(self, text: str) -> list[str] | None:
-        """Return the words of a text; None if the tokenizer itself must process it."""
+        """Split a text into words; return None if the tokenizer itself must encode it."""
         if self._added is not None and self._added.search(text):
             return None
         if text.isascii():
@@ -89,7 +90,7 @@ class Words:
 
 
 def words_of(inner: tokenizers.Tokenizer) -> Words | None:
-    """Return an encoder that caches words, if it is known to be exact for this tokenizer."""
+    """Return an encoder that caches words if it is known to give this tokenizer's ids, or None."""
     told = json.loads(inner.to_str())
     model = told["model"]
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -100,9 +101,9 @@ def words_of(inner: tokenizers.Tokenizer) -> Words | None:
 
 
 def _pattern_of(told: dict[str, Any] | None) -> Any:
-    """Return the regular expression that a pre-tokenizer splits by.
+    """Return the regular expression by which a pre-tokenizer splits texts.
 
-    Returns None if there is none, or if it changes the text or splits it in other ways.
+    Returns None if there is none, or if the pre-tokenizer changes texts or splits them otherwise.
     """
     if told is None:
         return None
@@ -121,7 +122,7 @@ def _pattern_of(told: dict[str, Any] | None) -> Any:
 
 
 def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> str:
-    """Return the pattern with its classes written as explicit characters."""
+    """Replace the character classes in a pattern with explicit characters."""
     inside = False
     parts = []
     for part in _CLASSES.findall(pattern):
@@ -137,7 +138,7 @@ def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> st
 
 
 class _UnicodeClasses:
-    """Character classes of categories that have not changed since Unicode 3.2, so engines agree."""
+    """Characters whose category is the same as in Unicode 3.2, on which both engines agree."""
 
     def __init__(self) -> None:
         old, now = unicodedata.ucd_3_2_0.category, unicodedata.category
@@ -170,7 +171,7 @@ def _wide(pattern: str) -> re.Pattern[str]:
 
 
 def _ranges(codes: list[int]) -> str:
-    """Return characters as the ranges of a regular expression's class."""
+    """Return characters as ranges for a character class of a regular expression."""
     return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in _runs(codes))
 
 

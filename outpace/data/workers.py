@@ -1,4 +1,4 @@
-"""Worker processes that load data: how they start, and why they fail."""
+"""Worker processes that load data: how to start them, and how to explain their failures."""
 
 import errno
 import gc
@@ -20,7 +20,7 @@ from outpace.records.errors import BadInputError
 
 Begin = Callable[[int], None]
 
-# Exit codes of workers that cannot hand over a batch, by the resource that they lack.
+# Exit codes of workers that cannot send a batch, one for each missing resource.
 _NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT, _NO_SOCKET = 101, 102, 103, 104
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
@@ -28,7 +28,7 @@ _FILES = ("too many open files", "ancdata")
 
 
 def start_method() -> str | None:
-    """Return the start method of workers: fork if that is safe and the user has not chosen another.
+    """Return "fork" on Linux, unless the user chose a start method; None otherwise.
 
     With fork, a script needs no main guard, and a worker's death is noticed immediately. None
     leaves the choice to Python.
@@ -38,17 +38,17 @@ def start_method() -> str | None:
 
 
 def forks_workers() -> bool:
-    """Return whether `start_method`, or Python's default, forks workers."""
+    """Return whether workers are forked, by `start_method` or by the chosen start method."""
     return "fork" in (start_method(), multiprocessing.get_start_method(allow_none=True))
 
 
 @contextmanager
 def starting_workers() -> Iterator[Begin]:
-    """Yield the `worker_init_fn` of a DataLoader whose workers start in this context.
+    """Yield the `worker_init_fn` for a DataLoader whose workers start in this context.
 
-    Workers never collect their parent's garbage: it may refer to threads and memory that a fork
-    does not have, and freeing them would crash. Without collections, pages shared with the parent
-    also stay shared.
+    Workers never collect garbage of their parent: it may refer to threads and memory that do not
+    exist after a fork, and freeing it would crash. Without such collections, pages shared with the
+    parent also stay shared.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -66,7 +66,10 @@ def starting_workers() -> Iterator[Begin]:
 
 
 def _abandon(error: OSError) -> None:
-    """End the workers of an iterator that could not start all, and cannot end them itself."""
+    """Terminate the workers of an iterator that could not start all of them.
+
+    Such an iterator cannot terminate them itself.
+    """
     step = error.__traceback__
     while step is not None:
         found = step.tb_frame.f_locals.get("self")
@@ -82,14 +85,13 @@ def _begin(collects: bool, worker: int) -> None:
     gc.freeze()
     if collects:
         gc.enable()
-    # Otherwise, the thread that passes batches on would only print its error, and training would
-    # hang.
+    # Otherwise, the thread that sends batches would only print its error, and training would hang.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(_leave)
 
 
 def _leave(error: BaseException, _batch: object) -> None:
-    """End this worker so that its parent notices. Its batch is lost."""
+    """Exit this worker so that its parent notices; its batch is lost."""
     codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
     code = codes.get(_scarce_resource(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
@@ -99,7 +101,10 @@ def _leave(error: BaseException, _batch: object) -> None:
 
 
 def _scarce_resource(error: BaseException) -> str | None:
-    """Return the resource that an error lacks: shared memory, open files, a short name, memory."""
+    """Return which resource an error says is missing: "files", "memory", "socket" or "processes".
+
+    Returns None for other errors.
+    """
     number = getattr(error, "errno", None)
     said = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
@@ -117,10 +122,11 @@ def _scarce_resource(error: BaseException) -> str | None:
 def worker_troubles(
     workers: int, exit_codes: Callable[[], Sequence[int | None]] = tuple, elsewhere: bool = False
 ) -> Iterator[None]:
-    """Raise a BadInputError with advice for errors that torch raises about `workers`.
+    """Convert errors that torch raises about `workers` to BadInputError, with advice.
 
-    `exit_codes`: the workers' exit codes, None if running. `elsewhere`: the code does not wait for
-    batches, but torch's signal handler may report the end of a worker at any point.
+    `exit_codes` returns the workers' exit codes, None for running ones. Set `elsewhere` for code
+    that does not wait for batches, where torch's signal handler may still report the death of a
+    worker.
     """
     try:
         yield
@@ -148,7 +154,7 @@ def worker_troubles(
 def _explain_failure(
     error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
 ) -> str | None:
-    """Explain why workers delivered no batch; None if the error has another cause."""
+    """Explain why workers delivered no batch; return None if the error has another cause."""
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
         return (
@@ -176,7 +182,7 @@ def _explain_failure(
 
 
 def _suggest_main_guard() -> str:
-    """Suggest the __main__ guard that a script needs if each starting worker runs it."""
+    """Suggest the __main__ guard if each worker runs the user's script again."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -197,7 +203,7 @@ _SENTENCES = {
 
 
 def _describe_shared_memory() -> str:
-    """Describe how much shared memory there is, if known."""
+    """Describe the size of shared memory, if known, and how to need less of it."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
