@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from outpace.parallel.refusals import refuse_between_steps
 from outpace.records.errors import BadInputError
 
-# Functions that need no values. Of properties, `_WITH_VALUES` lists those that do need values.
+# Functions that need no values. For properties, `_WITH_VALUES` lists those that do need values.
 _WITHOUT_VALUES = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
     "is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "has_names",
@@ -37,9 +37,9 @@ _MOST_FRAMES = 12  # from an optimizer's method to where it reads a gradient
 
 
 class Owner(NamedTuple):
-    """The owner of a parameter: its name in the module, the stage that has it, and its rank.
+    """The pipeline stage and the rank that have a parameter, and the parameter's name.
 
-    `outside`: it is in no block, so the first and the last stage both have it.
+    `outside`: the parameter is in no block, so the first and the last stage both have it.
     """
 
     name: str
@@ -49,9 +49,10 @@ class Owner(NamedTuple):
 
 
 class AbsentParameters:
-    """The parameters that this rank's stages do not have. `owners` maps their `id`s to owners.
+    """The parameters that this rank's stages do not have.
 
-    They may be used until `refuse_use`, and after it only inside `allow`.
+    `owners` maps the `id` of each parameter of the model to its owner. Absent parameters may be
+    used until `refuse_use` is called, and afterwards only inside `allow`.
     """
 
     def __init__(self, owners: Mapping[int, Owner], rank: int) -> None:
@@ -76,7 +77,7 @@ class AbsentParameters:
         return refuse_between_steps(sentence) if self.refused else BadInputError(sentence)
 
     def replace(self, stub: nn.Parameter, parameter: Tensor) -> nn.Parameter:
-        """Return a stub that refuses what needs values, if another stage has the parameter."""
+        """Return `stub` with uses of its values refused, if `parameter` has an owner."""
         owner = self.owners.get(id(parameter))
         if owner is None or has_torch_function_unary(stub) or isinstance(stub, FakeTensor):
             return stub
@@ -189,10 +190,10 @@ def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
 
 
 def _needs_no_gradient(frame: FrameType | None, here: bool) -> bool:
-    """Return whether a gradient is read by code that treats each gradient separately.
+    """Return whether the code that reads a gradient also works without it.
 
-    Optimizers skip parameters without a gradient, so each rank's steps only its own stages'.
-    `here`: the parameter is trained on this rank, so an optimizer would miss it.
+    Optimizers skip parameters without a gradient, so on each rank they update only its own stages.
+    `here`: this rank trains the parameter, so an optimizer would wrongly skip it.
     """
     for _ in range(_MOST_FRAMES):
         if frame is None:

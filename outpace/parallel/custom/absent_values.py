@@ -12,7 +12,7 @@ from outpace.parallel.tensors import parameter_like
 
 
 def nan_of(device: torch.device, leaf: Any) -> Any:
-    """Return a tensor of the same form filled with NaN (0 for integers); other values unchanged."""
+    """Return NaN (0 for integers) in a tensor's shape and dtype; other values unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.full(leaf.shape, _absent_value(leaf.dtype), dtype=leaf.dtype, device=device)

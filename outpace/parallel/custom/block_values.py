@@ -26,7 +26,7 @@ _CONSTANTS = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a value: where its tensors are, and the parts that never change.
+    """The structure of a value: the positions of its tensors, and its constants.
 
     Complex tensors are sent as real tensors, because not every backend supports complex numbers.
     """
@@ -113,9 +113,9 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 class UnsentValue(Tensor):
-    """A NaN placeholder for a block's value that is not sent to a stage; it records its use.
+    """A NaN placeholder for a block's value that is not sent to this stage.
 
-    `used` collects the keys of placeholders that operations read.
+    Operations on it add its key to `used`.
     """
 
     key: Key
@@ -140,14 +140,14 @@ class UnsentValue(Tensor):
 
 
 class ReadLog:
-    """A record of which of the attributes `keys` are read."""
+    """A record of attributes that are read; `found` has their keys."""
 
     def __init__(self) -> None:
         self.found: set[Key] = set()
 
     @contextmanager
     def record_reads(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Record reads of the attributes inside the context, by changing the modules' classes."""
+        """Record reads of the attributes `keys` inside the context, by subclassing the modules."""
         wanted: dict[nn.Module, dict[str, list[Key]]] = {}
         for key in keys:
             wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)
@@ -202,12 +202,12 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
 
 
 def can_travel(modules: Mapping[str, nn.Module], key: Key) -> bool:
-    """Return whether a value consists of tensors and constants."""
+    """Return whether a value can be sent, because it has only tensors and constants."""
     return split(_value(modules, key)) is not None
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether a value is a number, string or None, which is the same on all ranks."""
+    """Return whether a value is a number, a string or None."""
     return isinstance(value, _CONSTANTS)
 
 

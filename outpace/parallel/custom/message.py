@@ -38,7 +38,7 @@ class Message:
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
     def select(self, keys: Sequence[Key]) -> "Message":
-        """Return a message with only these values, whose tensors take no memory."""
+        """Return a message with only the values of `keys`, on the meta device."""
         values = {key: self.values[key] for key in keys}
         return Message(self.form, self.tensors, values, self.returned).to_meta()
 
@@ -57,9 +57,9 @@ class Message:
 
 
 class _DetachableCopy(torch.autograd.Function):
-    """A copy of a tensor that torch's split backward may detach in place.
+    """An identity function whose output torch's split backward may detach in place.
 
-    The original must not be detached: it may be a view, a parameter, or saved for a backward.
+    The input must not be detached: it may be a view, a parameter, or saved for a backward.
     """
 
     @staticmethod
@@ -93,9 +93,9 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
 
 
 def refuse_transforms(name: str, output: Any) -> None:
-    """Refuse an output that torch.func has wrapped: wrappers are invalid outside a transform.
+    """Refuse a block's output inside a torch.func transform, outside of which it is invalid.
 
-    This includes tangents of forward-mode derivatives.
+    Outputs with tangents of forward-mode derivatives are refused as well.
     """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and (
@@ -109,12 +109,12 @@ def refuse_transforms(name: str, output: Any) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor of any dtype."""
+    """View a contiguous tensor of any dtype as bytes."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message after its form, from which the receiver allocates it; None is a refusal."""
+    """Send a message's form, then its tensors; None tells the receiver that this rank failed."""
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:
@@ -123,7 +123,7 @@ def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
-    """Receive a message from rank `source` of the group; None is a refusal."""
+    """Receive a message from rank `source` of the group; None if the sender has failed."""
     told: list[Message | None] = [None]
     with warnings.catch_warnings():  # torch warns when it unpickles its own types
         warnings.simplefilter("ignore", FutureWarning)

@@ -3,8 +3,8 @@
 Stages are in stage.py, the inspection with the first batch in pipeline_inspection.py. This module
 splits the model, and sends messages between stages as the schedule requires.
 
-The first and the last rank both hold the parameters outside of the blocks (embedding, head), and
-their gradients are summed over the two.
+The ranks of the first and the last stage both hold the parameters outside of the blocks (embedding,
+head). The gradients of these parameters are summed over the two ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +197,7 @@ class CustomPipeline(SpreadLayout):
         measure_all_stages(self, self._place)
 
     def _list_watched(self) -> set[nn.Module]:
-        """Return the user's module and its blocks, of which stages may run copies."""
+        """Return the user's module and its blocks, because stages may run copies of them."""
         return {self._user_module, *self._user_blocks}
 
     @contextmanager
@@ -236,7 +236,7 @@ class CustomPipeline(SpreadLayout):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save; a stage without parameters may have none."""
+        """Return the model and the optimizer to save; None for either if it has no state."""
         if any(parameter.requires_grad for parameter in all_parameters(self.model)):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
@@ -247,11 +247,11 @@ class CustomPipeline(SpreadLayout):
             self._extra.share(self._at, self._group)
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine the messages' forms for the schedule, and the buffers of each stage."""
+        """Determine from a batch the forms of messages, and each stage's buffers."""
         self._schedule_for(self.rows.cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do what `learn_forms` does, by running all stages, without values, on this rank alone."""
+        """Do the same as `learn_forms` on this rank alone, by running all stages without values."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -310,7 +310,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def plain_draws(self) -> PlainDraws:
-        """Return the seeding with which a plain module draws what the stages draw in a step."""
+        """Return seeds that make a plain module draw the same random numbers as the stages."""
         told = gather_objects(self._draws.peek(), self._group)
         if self._draws.shared:
             after = {name: number + 1 for number, name in enumerate(self._names)}
@@ -338,7 +338,7 @@ class CustomPipeline(SpreadLayout):
         self._draws.shared = self._inspection.shares_draws
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Return the value that the last stage's backward starts from, and add to the totals."""
+        """Add a micro-batch's loss to the totals; return the scaled loss for its backward."""
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
@@ -369,7 +369,10 @@ class CustomPipeline(SpreadLayout):
         return totals
 
     def _pass_on(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run a micro-batch through this rank's stages."""
+        """Run a micro-batch through this rank's stages.
+
+        Returns the totals on the last stage's rank, and zeros on other ranks.
+        """
         output: Message | Tensor | None = None
         ranks = self._ranks_of
         for number, stage in self._stages.items():
@@ -415,12 +418,15 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, and prepare `whole_model` to receive others'."""
+        """Replace weights with master weights, and widen the model that `whole_model` fills."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Send all blocks' parameters to the first rank; no other rank may request them."""
+        """Send all stages' parameters to the first rank; return the whole model if `wanted`.
+
+        All ranks must call this. Only the first rank may set `wanted`.
+        """
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
         wanted_state = self._meta_model.state_dict(keep_vars=True)
@@ -450,9 +456,9 @@ class CustomPipeline(SpreadLayout):
         return self._meta_model
 
     def _choose_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Choose one name for each tensor to be sent, as it may have several.
+        """Map each name in a state dict to the name under which its tensor is sent.
 
-        Names in blocks are preferred.
+        A tied tensor has several names, but is sent only once, if possible by a name in a block.
         """
         names: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -465,7 +471,10 @@ class CustomPipeline(SpreadLayout):
         return {name: main.get(id(value), name) for name, value in state.items()}
 
     def _first_of(self, value: Any, owner: int) -> Any:
-        """Return the owner's value of a non-tensor entry on the first rank; elsewhere `value`."""
+        """Send a non-tensor value from its owner to the first rank, and return it there.
+
+        Other ranks return `value`.
+        """
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)
@@ -474,7 +483,11 @@ class CustomPipeline(SpreadLayout):
         return given[0]
 
     def _owner(self, name: str) -> int:
-        """Return the rank that has an entry; the first rank if two have it."""
+        """Return the rank that sends an entry of the state dict.
+
+        Entries outside of blocks come from the first stage, except extra state and buffers that
+        change, which come from the last stage.
+        """
         rank = self._rank_of_block(name)
         if name in self._inspection.buffers or (rank is None and is_extra_state(name)):
             return self._ranks_of[-1]
@@ -492,17 +505,17 @@ _group_as_torch = _backward.get_param_groups
 
 
 def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict[str, Any]]:
-    """Group parameters as torch's split backward does, but never with a node in two groups.
+    """Group parameters as torch's split backward does, but without a node in two groups.
 
-    torch's own groups may overlap if a parameter is used in several places, depending on the order
-    of a set. Then a gradient is computed twice, or from a graph that has been freed. The weight
-    backward of a parameter with several uses also runs the nodes between them. Raises BadInputError
-    if this torch version cannot do that.
+    torch's groups may overlap if a parameter is used in several places, depending on the order of a
+    set. In that case, a gradient is computed twice, or from a graph that has been freed. The weight
+    backward of a parameter with several uses also has to run the nodes between them. Raises
+    BadInputError if this torch version cannot do that.
     """
     merged: list[dict[str, Any]] = []
     for group in _group_as_torch(inputs, params, reverse_edges):
         whole = {kind: set(group[kind]) for kind in ("params", "intermediates")}
-        while True:  # what a merged group shares with others may lie between the uses of both
+        while True:  # merging adds nodes between the uses of both, which other groups may share
             between = _nodes_between(whole["intermediates"], reverse_edges)
             whole["nodes"] = whole["intermediates"] | between
             touching = [

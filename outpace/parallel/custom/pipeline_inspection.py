@@ -42,8 +42,8 @@ class StageFindings:
     """Results of the inspection for one stage."""
 
     left: tuple[Key, ...] = ()  # values that its own blocks store
-    read: tuple[Key, ...] = ()  # values of earlier stages
-    moved: tuple[Key, ...] = ()  # buffers outside of blocks
+    read: tuple[Key, ...] = ()  # values of earlier stages that it reads
+    moved: tuple[Key, ...] = ()  # buffers outside of blocks that change
     nan: tuple[Key, ...] = ()  # those of `moved` that became NaN
     shares_draws: bool = False
     refusal: str | None = None
@@ -129,7 +129,7 @@ class PipelineInspection:
 
     @contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
-        """Restore the model and the random generators on exit."""
+        """Disable gradients inside the context; restore the model and the generators on exit."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
@@ -146,7 +146,7 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages; pass any refusal on to the next ones."""
+        """Run the micro-batch through this rank's stages; if one fails, tell those after it."""
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -230,7 +230,7 @@ class PipelineInspection:
     ) -> dict[int, StageFindings]:
         """Gather the findings of all stages. Raises on every rank if any has an error.
 
-        If the cause is unknown, the micro-batch `given` is run by a single process for comparison.
+        If the cause is unknown, a single process runs the micro-batch in `given` for comparison.
         """
         refused = str(error) if isinstance(error, BadInputError) else None
         failed = None
@@ -295,7 +295,7 @@ class PipelineInspection:
             raise BadInputError(refusal)
 
     def _broadcast_from_last(self, said: Any) -> Any:
-        """Return the last stage's answer on all ranks. Collective."""
+        """Broadcast `said` from the last stage's rank, and return it. Collective."""
         told = [said]
         dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
         return told[0]
@@ -332,7 +332,7 @@ class PipelineInspection:
                 found = stage.inspect_whole(batch, borrow)
             except Exception as error:
                 found = error
-                for number in lent:  # that other ranks send
+                for number in lent:  # receive what other ranks still send
                     if number not in stage.mine:
                         self._received_tensors(number)
         return found
@@ -340,7 +340,7 @@ class PipelineInspection:
     def _received_tensors(self, number: int) -> list["_Held"]:
         """Return a block's parameters and buffers, received from the rank that runs it.
 
-        The sender lists them first, because a forward may replace its buffers.
+        The sender first sends a list of them, because a forward may have replaced buffers.
         """
         source = self._owner(number)
         if source == self._rank:
@@ -376,9 +376,10 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Set which values stages pass on, from the stage that stores a value to its last reader.
+        """Make each stage send the values that later stages read.
 
-        Returns an error if one of this rank's stages cannot send its values.
+        A value is sent on from the stage that stores it up to its last reader. Returns an error if
+        one of this rank's stages cannot send its values.
         """
         unsendable: BadInputError | None = None
         ends = {key: max((s for s in seen if key in seen[s].read), default=0)
@@ -486,10 +487,10 @@ def _say(staged: Tensor, whole: Tensor) -> str:
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:
-    """Find a borrowed parameter in the graph of a loss whose block outputs are detached.
+    """Return the name of a borrowed parameter in the graph of a loss; None if there is none.
 
-    The loss then depends on the parameter in another way than through what its block returns and
-    stores.
+    Block outputs are detached from this graph, so the loss uses such a parameter in another way
+    than through what its block returns and stores.
     """
     lent = (
         getattr(getattr(node, "variable", None), "lent_as", None) for node in graph_nodes(totals)

@@ -49,7 +49,7 @@ from outpace.records.errors import BadInputError, first_names
 
 
 class StageExit(BaseException):
-    """An exception that leaves a user's forward, carrying the output of the stage's last block.
+    """An exception that exits a user's forward and carries the output of the stage's last block.
 
     It does not derive from Exception, so the user's code is unlikely to catch it.
     """
@@ -64,8 +64,9 @@ class CustomStage(nn.Module):
 
     Parameters and buffers are shared with the original objective. `holds_rest`: this stage has the
     real parameters outside of blocks. `in_place`: use the objective itself instead of a copy, for
-    losses that refer to the module not only by their argument. `splits`: the backward is split.
-    `draws` seeds the random numbers of stage `number`. `absent` are the parameters of other stages.
+    losses that hold another reference to the module. `splits`: the schedule splits the backward
+    into gradients of inputs and of weights. `draws` seeds the random numbers of stage `number`.
+    `absent` are the parameters of other stages.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class CustomStage(nn.Module):
         self.given: Message | None = None
         self.recomputes = False  # whether the user's forward uses checkpointing around blocks
         self.records = False  # whether to record the forms of blocks' outputs
-        # Whether this stage depends on random numbers that code outside of blocks draws before it
-        # begins (set by an inspection).
+        # Whether this stage depends on random numbers that code outside of blocks draws before its
+        # first block (set by an inspection).
         self.reads_early_draws = False
         self._draws_early = self._is_early = self._moves_draws = False
         self._borrow: Callable[[int], Any] | None = None
@@ -104,7 +105,7 @@ class CustomStage(nn.Module):
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
-        self._micro_batch: int | None = None  # the block whose forward is running
+        self._micro_batch: int | None = None  # the micro-batch whose forward is running
         self._past: dict[int, Message] = {}
         self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
@@ -144,7 +145,7 @@ class CustomStage(nn.Module):
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """Return the message to the next stage for a micro-batch; on the last stage, the totals."""
+        """Run a micro-batch; return the tensors to send or, on the last stage, the totals."""
         self._micro_batch = micro_batch = int(number)
         message = None
         if self._draws is not None and (self.first or self._draws.shared):
@@ -162,7 +163,7 @@ class CustomStage(nn.Module):
         return tuple(output.flat())
 
     def _require_alike(self, message: Message) -> None:
-        """Raise BadInputError if `message` differs from the first batch's message (`given`).
+        """Raise BadInputError if the form of `message` differs from the first batch's (`given`).
 
         The inspection of the first batch recorded its structure and shapes.
         """
@@ -198,7 +199,7 @@ class CustomStage(nn.Module):
             )
 
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
-        """Run the stage as `forward` does, on a given micro-batch."""
+        """Run the stage on a micro-batch; return the message to the next stage, or the totals."""
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
         # Other stages of this rank and micro-batches that share memory must see the batch
@@ -230,10 +231,10 @@ class CustomStage(nn.Module):
     def inspect(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
-        """Run the stage with the random numbers that all stages draw in inspections.
+        """Run the stage with the fixed seeds of inspections; find out what it stores and reads.
 
-        The message has all values that blocks store. Also returns the keys of earlier stages'
-        values that this stage reads, and of changing buffers outside of blocks.
+        Returns a message with all values that blocks store (or the totals), the keys of earlier
+        stages' values that this stage reads, and the keys of buffers outside of blocks that change.
         """
         reads, rest, places = ReadLog(), self._rest(), self._places()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
@@ -252,7 +253,7 @@ class CustomStage(nn.Module):
         return found, reads.found, moved
 
     def _places(self) -> dict[str, int]:
-        """Return the module that each name in the model refers to."""
+        """Return the `id` of the module that each name in the model refers to."""
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return {name: id(part) for name, part in model.named_modules(remove_duplicate=False)}
 
@@ -271,7 +272,7 @@ class CustomStage(nn.Module):
     def _is_moved_by_draws(
         self, batch: Batch, received: Message | None, found: "Message | Tensor"
     ) -> bool:
-        """Return whether different random draws before this stage change what it returns."""
+        """Return whether different random draws before this stage change its output."""
         self._moves_draws = True
         try:
             again = self.run(batch, received)
@@ -281,10 +282,10 @@ class CustomStage(nn.Module):
         return not all(torch.allclose(one, other, 0, 0, equal_nan=True) for one, other in pairs)
 
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
-        """Return the totals of a single process.
+        """Run all blocks on this rank, as a single process would, and return the totals.
 
-        Inside `borrow(number)`, that block has its parameters. The graph of the totals reaches back
-        only to the outputs of blocks and to values that are sent.
+        Inside `borrow(number)`, that block has its parameters. The outputs of blocks, and values
+        that are sent, are detached from the graph of the totals.
         """
         self._borrow, self._inspects = borrow, True
         try:
@@ -310,10 +311,10 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        """Seed the generators in an inspection; record whether any were used since the last call.
+        """Seed the generators in an inspection; record whether code before this stage drew numbers.
 
-        Block n starts with seed 2n and ends with seed 2n + 1; the forward starts with the next
-        number after the last block's.
+        The seed is 2n before block n and 2n + 1 after it. Before the first block, it is twice the
+        number of blocks.
         """
         if not self._inspects:
             return
@@ -390,7 +391,7 @@ class CustomStage(nn.Module):
         return output
 
     def _cut_off(self, number: int, output: Any) -> Any:
-        """Detach a block's output from the graph, and the values that it stores for this stage."""
+        """Detach a block's output, and its values that this stage receives, from the graph."""
         parts = self._parts[number]
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
@@ -415,7 +416,7 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return another stage's block output and store its values: those received, or NaN."""
+        """Return the output of another stage's block and set its values, as received or NaN."""
         if message is None:
             return nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
@@ -464,7 +465,7 @@ class CustomStage(nn.Module):
 
 
 def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
-    """Run modules that contain blocks without compiling, which would trace the stage's own code.
+    """Disable compilation of modules that contain blocks, because it would trace the stage's code.
 
     Blocks wrapped by `torch.compile` stay compiled, but those compiled by their `compile()` do not.
     """
@@ -492,7 +493,7 @@ def _tensors_of(found: Message | Tensor) -> list[Tensor]:
 
 
 def _form_of(leaf: Any) -> Any:
-    """Return a value's structure: tensors on meta, numbers and strings, None for other leaves."""
+    """Return a leaf without its data: a tensor on meta, a constant as it is, otherwise None."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None

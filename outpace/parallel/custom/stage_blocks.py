@@ -44,7 +44,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
 
 
 def _find_stage_blocks(model: nn.Module) -> list[str]:
-    """Return all children of an nn.Sequential, or of the container of the repeated blocks."""
+    """Return the names of the children of an nn.Sequential, or of the container of blocks."""
     inside = set(model.children())
     if not isinstance(model, nn.Sequential):
         inside = set(found_blocks(model))
@@ -60,7 +60,8 @@ def require_separate_blocks(
 ) -> None:
     """Refuse blocks that cannot be on separate stages.
 
-    These share a parameter, end a stage with a backward hook, or leave a BatchNorm outside.
+    This is the case if stages share a parameter, if a stage other than the last ends with a block
+    that has a backward hook, or if a BatchNorm is outside of the blocks.
     """
     where: dict[int, int] = {}
     everything = [id(p) for p in parameters_outside(model, blocks).values()]

@@ -11,17 +11,17 @@ from torch import Tensor
 class _NotReentrant:
     """A replacement for torch's CheckpointFunction, which implements `use_reentrant=True`.
 
-    CheckpointFunction runs its part without a graph, runs a backward within the backward, and
-    passes on only the gradients of its inputs. So a stage that ends inside it would have no
-    gradient, and a split backward could not use it. Values and gradients are the same here.
-    `always`: checkpoint with gradients even if no input requires them.
+    CheckpointFunction runs the checkpointed code without a graph, runs a backward within the
+    backward, and passes on only the gradients of its inputs. A stage that ends inside this code
+    would get no gradient, and a split backward could not use it. Values and gradients are the same
+    with this replacement. `always`: checkpoint with gradients even if no input requires them.
     """
 
     def __init__(self, reentrant: Any, always: bool) -> None:
         self._reentrant, self._always = reentrant, always
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Checkpoint without reentry if gradients are needed, else as CheckpointFunction."""
+        """Checkpoint without reentry if gradients are needed, otherwise call CheckpointFunction."""
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if not (self._always or any(needed)):
             return self._reentrant.apply(function, preserve_rng_state, *args)

@@ -21,7 +21,7 @@ def explain_known(error: Exception) -> str | None:
 
 
 def explain_cut_graph(error: Exception) -> str | None:
-    """Return advice about `torch.autograd.grad` in a forward, whose graph a stage cuts."""
+    """Return advice if a stage cuts the graph of `torch.autograd.grad` in the forward, or None."""
     cut = any(words in str(error) for words in _CUT_GRAPH)
     if cut and _is_raised_in(error, torch.autograd.grad.__code__):
         return (

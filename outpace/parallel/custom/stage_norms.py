@@ -1,9 +1,9 @@
 """Norms of gradients over all stages of a pipeline, for loops that call torch's functions.
 
-`torch.nn.utils.clip_grad_norm_` clips by the norm of the gradients that it gets, here only those of
-this rank's stages. It calls `_get_total_norm` of its module. This function and `get_total_norm`,
-its public name, are replaced while pipelines exist. A loop that imported `get_total_norm` before
-`parallelize` keeps torch's function.
+`torch.nn.utils.clip_grad_norm_` clips by the norm of the gradients that it gets, which in a
+pipeline are only those of this rank's stages. While pipelines exist, the function that it calls,
+`clip_grad._get_total_norm`, is replaced, and so is the public `get_total_norm`. A loop that
+imported `get_total_norm` before `parallelize` keeps torch's function.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import CommonPlace
 from outpace.records.errors import BadInputError, first_names
 
-_SAME = 1e-5  # relative difference of a norm that ranks have each computed
+_SAME = 1e-5  # tolerated relative difference between norms that ranks compute separately
 
 
 def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
@@ -51,8 +51,9 @@ def _find_stage_norms() -> "StageNorms | None":
 class _GivenGradients:
     """Norms of the gradients that one rank's loop has passed, by pipeline number.
 
-    `norms` are of the passed gradients that count on this rank. `left_out` are parameters whose
-    gradients were not passed. `other` is the norm of gradients that belong to no pipeline.
+    `norms` cover those passed gradients that are counted on this rank. `left_out` names the
+    parameters whose gradients were not passed. `other` is the norm of gradients that belong to no
+    pipeline.
     """
 
     order: float
@@ -62,7 +63,7 @@ class _GivenGradients:
 
 
 class StageNorms:
-    """A replacement of torch's `get_total_norm` that covers all stages of pipelines."""
+    """A replacement for torch's `get_total_norm` that covers all stages of pipelines."""
 
     def __init__(self, place: CommonPlace) -> None:
         self._place = place
@@ -87,12 +88,12 @@ class StageNorms:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the norm of tensors, or of all stages if they are all of this rank's gradients.
+        """Return the norm of tensors; for a pipeline's gradients, the norm over all of its stages.
 
-        A single tensor (not in a list) and other modules' gradients get torch's norm. Otherwise
-        this is collective, and raises BadInputError on all ranks if one passes only some of its
-        gradients, because ranks cannot know what others select. On a rank without gradients, an
-        empty list stands for its gradients.
+        A single tensor (not in a list) and other modules' gradients get torch's norm. Otherwise,
+        this is collective, and raises BadInputError on all ranks if a rank passes only some of its
+        gradients, because ranks cannot know what others have selected. A rank without gradients
+        passes an empty list.
         """
         alone = _is_one_tensor(tensors)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -115,7 +116,8 @@ class StageNorms:
 def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
     """Return whether a loop has passed one tensor, not a list, here or to `clip_grad_norm_`.
 
-    The latter makes a list of it, so the arguments of the calls in torch's module are inspected.
+    `clip_grad_norm_` wraps a tensor in a list, so the arguments in torch's calling frames are
+    inspected.
     """
     if isinstance(tensors, Tensor):
         return True
@@ -129,7 +131,10 @@ def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
 
 
 def _concerns(given: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
-    """Return whether gradients belong to a pipeline; [] may stand for a rank without gradients."""
+    """Return whether gradients belong to a pipeline.
+
+    An empty list does if a pipeline has no gradients on this rank.
+    """
     ids = {id(tensor) for tensor in given}
     held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]
     return any(ids & some if ids else not some for some in held)
@@ -158,7 +163,7 @@ def _measure_given(
 def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
     """Return the norm of the gradients of all ranks together, in float64.
 
-    Raises BadInputError, on all ranks, if it does not cover whole pipelines.
+    Raises BadInputError, on all ranks, if the gradients do not cover whole pipelines.
     """
     if any(one.order != order for one in told) or order <= 0:
         seen = ", ".join(f"{one:g}" for one in sorted({one.order for one in told}))

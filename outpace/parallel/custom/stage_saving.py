@@ -14,7 +14,7 @@ from outpace.parallel.tensors import save_held_alone
 
 
 def drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
-    """Remove the buffers of blocks that other ranks run, because only those save and load them."""
+    """Remove the buffers of blocks that other ranks run, because those ranks save and load them."""
     kept = {part for number in mine for part in blocks[number].modules()}
     for number, block in enumerate(blocks):
         for part in () if number in mine else block.modules():
@@ -26,8 +26,9 @@ def drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
 class StageExtraState:
     """The extra state (`get_extra_state`) of this rank's `stages`, saved and loaded through `held`.
 
-    The stage that runs a block saves its state. Each stage runs the code outside of blocks as far
-    as its own blocks need; only the last of `count` stages runs all of it, so its state is saved.
+    The stage that runs a block saves its state. Each stage runs the code outside of blocks only as
+    far as its own blocks need; only the last of `count` stages runs all of this code, so the last
+    one saves the state outside of blocks.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ LAYOUTS = (*_STYLES, *_WHOLE)
 class CustomTensorParallel(ShardedLayout):
     """A custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares`: whole parameters whose gradients must be summed.
+    `shares`: unsplit parameters whose gradients must be summed over the ranks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CustomTensorParallel(ShardedLayout):
         self._shares = shares
 
     def _list_watched(self) -> set[nn.Module]:
-        """Return the module and its submodules that communicate."""
+        """Return the module, and its submodules with split parameters, which communicate."""
         split = (
             part for part in self.model.modules()
             if any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
@@ -150,7 +150,8 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
     """Resolve a transformers model's plan, except for modules with a child that cannot be split.
 
     The children of a module belong together, because each expects the previous one to be split.
-    Embeddings and heads are independent of these, because their inputs and outputs are whole.
+    Embeddings and heads do not depend on other children, because their inputs and outputs are
+    whole.
     """
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
@@ -175,7 +176,7 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
 
 
 def _holders(model: nn.Module) -> Counter[int]:
-    """Count the modules that hold each parameter."""
+    """Count the modules that hold each parameter, by the parameter's `id`."""
     return Counter(id(p) for part in model.modules() for p in part._parameters.values())
 
 
@@ -258,7 +259,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def _named_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters of the module of this name, or the parameter of this name."""
+    """Return the parameters of the named module, or the named parameter."""
     alone = dict(model.named_parameters()).get(name)
     return list(all_parameters(model.get_submodule(name))) if alone is None else [alone]
 

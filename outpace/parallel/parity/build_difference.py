@@ -1,9 +1,9 @@
-"""Modules that ranks have built differently, in state that ranks do not send each other.
+"""Check that all ranks have built the same module, including state that they do not synchronise.
 
-All ranks start from rank 0's parameters and buffers, but a random projection in a plain attribute
-differs on ranks with different seeds, and `hash` of a string differs in each process. Comparing
-with a copy on the same rank cannot show this. So here all ranks compute the loss of the same
-samples.
+Ranks start with rank 0's parameters and buffers, but keep their own plain attributes. There, a
+random projection differs between ranks with different seeds, and the `hash` of a string differs
+between processes. Comparing a module with a copy on the same rank cannot reveal this, so all ranks
+compute the loss of the same samples.
 """
 
 import math
@@ -34,14 +34,18 @@ _BY_PROCESS = ("hash", "urandom", "getpid", "gethostname", "uuid1", "uuid4", "Sy
 
 @dataclass(frozen=True)
 class BuildDifference:
-    """The relative difference of ranks' losses on the same samples, and attributes that differ."""
+    """A difference between ranks' modules.
+
+    `apart` is the largest relative difference from the first rank's loss, on the same samples.
+    `names` are the attributes whose values differ.
+    """
 
     apart: float = 0.0
     names: tuple[str, ...] = ()
 
 
 def may_differ_by_process(in_use: NamesInUse) -> bool:
-    """Return whether code that a step can reach uses values that differ between processes."""
+    """Return whether code that a step can reach names a function such as `hash` or `getpid`."""
     return any(in_use.mentions(name) for name in _BY_PROCESS)
 
 
@@ -53,11 +57,11 @@ def compare_builds(
     strategy: str,
     suspected: bool,
 ) -> BuildDifference:
-    """Return how the ranks' copies of a module with the same weights differ. Collective.
+    """Compare attributes and losses between ranks with the same weights. Collective.
 
-    A forward of two samples runs only if attributes differ or a rank has `suspected` a difference.
-    It does not run if the module's own generators differ, because ranks then draw different numbers
-    anyway.
+    The loss of two samples is computed only if attributes differ, or if `suspected` is set on any
+    rank. If the module's own random generators differ, the result is empty, because ranks then draw
+    different numbers anyway.
     """
     told = gather_objects((kept_attributes(plain), suspected))
     attributes = [one for one, _ in told]
@@ -93,7 +97,7 @@ def _compute_loss(
     drops: bool,
     strategy: str,
 ) -> float:
-    """Return the mean loss of samples, with the same seeds on all ranks; NaN if it fails."""
+    """Return the mean loss of packed samples with fixed seeds; NaN if it cannot be computed."""
     with suppress(Exception), trial_forward(plain, drops):  # such as too few samples for a norm
         if packed is not None:
             torch.manual_seed(0)

@@ -20,10 +20,10 @@ from outpace.records.errors import first_names
 from outpace.records.pipelines import Schedule
 from outpace.records.plan import Plan
 
-# Number of random weights of a projection, which are repeated. It is prime, so equal rows get
-# different weights.
+# Number of random weights of a projection, repeated for larger gradients. It is prime, so equal
+# rows get different weights.
 _WEIGHTS = 8_191
-_ROWS = 2_048  # rows of weights multiplied at once: 64 MiB in fp32
+_ROWS = 2_048  # rows of a gradient multiplied by the weights at once: 64 MiB in fp32
 
 Taker = Callable[[str, Tensor], None]  # called with a parameter's name and its gradient
 
@@ -34,11 +34,11 @@ MISSING = "is missing, but exists in one process"
 class ComparisonLimits:
     """Tolerances for comparing two computations at a given precision.
 
-    All are relative. A tensor may differ by `relative` times its scale, and its projection by
-    `projection`. The scale is at least `floor` times the largest scale among the tensors, since
-    gradients of many samples may cancel. `loss` is the tolerance for sums of losses, `micro_loss`
-    for one micro-batch's loss. If splitting the batch changes the loss by at least `cut`, this is
-    reported.
+    All limits are relative. A tensor may differ by `relative` times its scale, and its projection
+    by `projection` times its scale. Each scale is at least `floor` times the largest scale of all
+    tensors, because gradients of many samples may cancel. `loss` applies to sums of losses, and
+    `micro_loss` to the loss of one micro-batch. Splitting the batch causes a warning if it changes
+    the loss by more than `cut`.
     """
 
     precision: str
@@ -61,9 +61,9 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, given the bytes per element of the narrowest parameter.
 
-    Under autocast they are close to those of fp32, because the same samples go through the same
-    kernels, and sums over samples and ranks are in fp32. This does not hold for split matmuls (tp)
-    and for weights that are gathered in 16 bits.
+    Under autocast, they are close to those of fp32: the layout and the single process run the same
+    kernels on the same samples, and sum over samples and ranks in fp32. If tp splits matmuls, or
+    weights are gathered in 16 bits, the tolerances of bf16 apply instead.
     """
     found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # rounds gradients before ranks sum them
@@ -81,17 +81,20 @@ def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
 
 
 def parts_tolerance(plan: Plan, allowed: ComparisonLimits) -> ComparisonLimits:
-    """Return the tolerances between a batch and its parts, which may use different kernels."""
+    """Return the tolerances for comparing a batch with its parts, which may run other kernels."""
     return HALF if plan.precision not in ("fp32", "fp64") else allowed
 
 
 def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
-    """Return the tolerance between the loss of a batch and the loss of its halves."""
+    """Return the tolerance for the difference in loss between a batch and its halves."""
     return parts_tolerance(plan, allowed).cut
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
-    """Return the tolerance of a micro-batch's loss, given the narrowest parameter's bytes."""
+    """Return the tolerance for the loss of one micro-batch.
+
+    `narrowest`: bytes per element of the narrowest parameter. `casts`: forwards run under autocast.
+    """
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
@@ -107,10 +110,10 @@ def difference(one: float, other: float) -> float:
 class Projection:
     """Inner products of gradients with fixed random weights, the same on all ranks.
 
-    They are linear, so they can be summed over micro-batches, shards and ranks without gathering
-    whole gradients. A lost or doubled gradient changes the sum by its own product. The weights have
-    magnitudes between 1/2 and 3/2 and random signs, so that every element counts, and equal
-    elements do not cancel.
+    Projections are linear, so they can be summed over micro-batches, shards and ranks without
+    gathering gradients. A gradient that is lost or counted twice changes the sum by its projection.
+    The weights have random signs and magnitudes between 1/2 and 3/2, so every element counts, and
+    equal elements do not cancel.
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
@@ -123,11 +126,11 @@ class Projection:
         self._single = self._weights.float()
 
     def project(self, gradient: Tensor) -> Tensor:
-        """Return the inner product for a whole gradient, in float64."""
+        """Return the projection of a whole gradient as a float64 scalar."""
         return self._project_from(_flat(gradient), 0)
 
     def project_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """Return the inner product for this rank's part of a parameter's gradient."""
+        """Return the projection of this rank's shard of a parameter's gradient."""
         values = local(gradient)
         if values is gradient:
             return self.project(gradient)
@@ -139,9 +142,9 @@ class Projection:
         return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
 
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
-        """Return the inner product for consecutive elements of a gradient, from index `begin` on.
+        """Return the projection of consecutive elements of a gradient, the first at index `begin`.
 
-        `weights`, if given, has one weight for each element.
+        `weights`, if given, are used instead of the repeated random ones: one for each element.
         """
         if weights is not None:
             return torch.dot(values.double(), weights.double())
@@ -165,7 +168,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def square(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, as one float64."""
+    """Return a gradient's sum of squares as a float64 scalar."""
     values = gradient.to_dense() if gradient.is_sparse else gradient
     wide = torch.promote_types(values.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(values.detach(), dtype=wide)
@@ -174,7 +177,11 @@ def square(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoundDifference:
-    """A difference under a layout, its likely cause, and the relative difference of losses."""
+    """A difference between a layout and the plain module.
+
+    `what` describes the difference, `cause` its likely cause, and `loss_apart` is the relative
+    difference of the losses.
+    """
 
     what: str
     cause: str
@@ -193,14 +200,14 @@ LOST_IN_SPLIT = (
 
 
 class LayoutComparison:
-    """A comparison of a single process with a layout, by this rank's sums. Collective.
+    """A comparison of a layout with a single process, by sums over all ranks.
 
-    `plain` contains the sums of losses, targets and absolute losses, then the gradient's inner
-    product for each name, then the number of gradients for each name. `layout` contains the sums of
-    losses and targets. `gradients` (3, names) contains the inner products of the layout's
-    gradients, their squares, and the number of ranks that have them. `schedule` is the pipeline's
-    schedule, if any. `tp` is the number of tensor-parallel ranks, whose gradients of whole
-    parameters are averaged.
+    The constructor is collective and takes this rank's sums. `plain` contains the sums of losses,
+    targets and absolute losses, then the projection of each parameter's gradient, then each
+    parameter's number of gradients. `layout` contains the sums of losses and targets. `gradients`
+    (3, names) contains the projections and squares of the layout's gradients, and 1 for each
+    gradient that this rank has. `schedule` is the pipeline's schedule, if any. `tp` is the number
+    of tensor-parallel ranks; gradients of parameters that they do not split are averaged over them.
     """
 
     def __init__(
@@ -251,12 +258,12 @@ class LayoutComparison:
         largest = max([*self._sizes, *map(abs, plain)], default=0.0)
         lost: list[str] = []
         off: list[str] = []
-        # of `off`: right if summed over tensor-parallel ranks, and if divided by their number
+        # names in `off`: gradients that are right if multiplied (parts) or divided (repeated) by tp
         parts: list[str] = []
         repeated: list[str] = []
         for number, name in enumerate(self._names):
             size, wanted = self._sizes[number], abs(plain[number])
-            # Rounding never makes a whole gradient 0, so even a small one is known to be lost.
+            # Rounding never turns a whole gradient into zeros, so even a small one must be lost.
             if not size and wanted > self._allowed.cut * largest:
                 lost.append(name)
                 continue
@@ -304,7 +311,11 @@ class LayoutComparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """Return each tensor's largest value, but at least `floor` times the largest of all tensors."""
+    """Return the scale of each tensor, by name.
+
+    The scale is the tensor's largest absolute value, but at least `floor` times the largest
+    absolute value in any tensor.
+    """
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -325,9 +336,10 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """Return the largest difference divided by the scale; None if the two cannot be compared.
+    """Return the largest difference divided by `scale`; None if the tensors cannot be compared.
 
-    A gradient that is missing in the single process counts as zeros.
+    They cannot if their shapes differ, or if the single process has no such tensor (`known` is
+    None) and `tensor` is not all zeros.
     """
     if known is None:
         return 0.0 if not largest(tensor) else None
@@ -352,7 +364,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Explain why a tensor cannot be compared with that of a single process."""
+    """Explain why a tensor cannot be compared with the single process's."""
     if known is None:
         return "exists, but does not in one process"
     if known.numel() and not tensor.numel():
@@ -361,7 +373,7 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe how a gradient is wrong (a multiple, or another parameter's); None if unknown."""
+    """Describe how a gradient is wrong, for example by a constant factor; None if unknown."""
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

@@ -1,8 +1,8 @@
-"""Values in which a step counts or averages samples, for the loop to read between steps.
+"""Detection of values in which forwards count or average samples, to be read between steps.
 
-Examples are a router's load, a histogram, and how often each code is used. They may be in buffers,
-or in numbers and tensors in plain attributes, also within lists and dicts. Each data-parallel rank
-updates its own copy with its own samples. Buffers keep rank 0's values.
+Examples are a router's load, a histogram, and the usage of a codebook. Such values may be buffers,
+or numbers and tensors in plain attributes, lists and dicts. Each data-parallel rank updates its own
+copy from its own samples. Later steps and checkpoints use rank 0's buffers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ _MOST_SENT = 4_096  # values of a buffer
 
 
 def batchnorm_state(model: nn.Module) -> Collection[int]:
-    """Return the `id`s of all batch normalisations' buffers, which training never reads."""
+    """Return the `id`s of the buffers of all BatchNorm layers, which training never reads."""
     return {
         id(buffer)
         for part in model.modules()
@@ -47,16 +47,17 @@ def find_counted_buffers(
     attributes: Collection[str] | None = (),
     backward: bool = False,
 ) -> list[str] | None:
-    """Return the buffers (of `names`, if given) whose new values depend on a forward's samples.
+    """Return the names of buffers whose values after a forward depend on its samples.
 
-    They depend on which samples there are, or on how many. Each forward begins with the same
-    buffers and random numbers, so a count of calls or a random mask does not depend on samples.
-    Batch normalisations are left out, and so are values that no checkpoint contains and each
-    forward sets again, such as caches. Returns None if no forward with parts of the batch succeeds.
+    `names` restricts the search to these buffers. A few samples and their halves run with the same
+    initial buffers and random numbers, so a count of calls or a random mask does not differ between
+    them. Buffers of batch normalisations are left out, as are values that no checkpoint contains
+    and that each forward sets again, such as caches. Returns None if these forwards fail.
 
-    Names of `attributes` (None: all) whose numbers or tensors depend on samples follow, as in
-    `kept_attributes`. A list or dict must keep its length and keys, so a log of losses does not
-    count. `backward`: also run the backward, whose hooks may count.
+    The result also has the names, as in `kept_attributes`, of plain attributes whose numbers or
+    tensors depend on the samples. `attributes` restricts these; None means all. A list or dict must
+    keep its length and keys, so a log of losses does not count. `backward`: also run the backward,
+    because its hooks may count samples.
     """
     model = model_of(plain)
     known, saved = batchnorm_state(model), model.state_dict(keep_vars=True)
@@ -92,7 +93,10 @@ def _prints_after(
     attributes: Collection[str] | None,
     backward: bool,
 ) -> dict[str, Any]:
-    """Return values in comparable form after forwards of all batches, and restore everything."""
+    """Run forwards of `batches`; return the values after them in comparable form.
+
+    Everything is restored.
+    """
     model, device = model_of(plain), next(plain.parameters()).device
     dropping = without_dropout(plain) if drops else nullcontext()
     state = ModuleState(plain)
@@ -114,7 +118,7 @@ def _prints_after(
 
 
 def _only_numbers_change(value: Any, later: Any) -> bool:
-    """Return whether a forward changes a value's numbers or a buffer's fingerprint, and no more."""
+    """Return whether two states of a value differ only in numbers or in a buffer's fingerprint."""
     alike = type(value) is int or _form_of(value) == _form_of(later)
     return bool(value != later and alike)
 
@@ -131,9 +135,10 @@ def _has_numbers(value: Any) -> bool:
 
 
 def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
-    """Return the largest difference between ranks' buffers, by their first values. Collective.
+    """Return the largest relative difference between ranks' buffers. Collective.
 
-    It is relative to a buffer's largest value.
+    Only the first values of each buffer are compared. Differences are relative to the largest of
+    them.
     """
     values = gather_objects(
         {n: b.flatten()[:_MOST_SENT].cpu() for n, b in mine.items() if b is not None}
@@ -150,8 +155,8 @@ def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
 def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> str:
     """Return a message about buffers that cover only a rank's samples.
 
-    `apart` is the relative difference between ranks, 0 if unknown; `shares` is the number of parts
-    of a global batch.
+    `apart` is the relative difference between ranks, 0 if unknown. `shares` is the number of
+    data-parallel ranks.
     """
     differ = f", and in the first batch ranks differ by {100 * apart:.3g} %" if apart else ""
     kept = "The next step and checkpoints use rank 0's values"

@@ -1,4 +1,4 @@
-"""Causes of a difference between the loss of a batch and that of its parts, and their cures."""
+"""Find out why splitting a batch changes its loss, and what to do about it."""
 
 import math
 import warnings
@@ -21,9 +21,10 @@ from outpace.parallel.parity.plain_copy import model_of
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 
-# "places": tensors refer to samples by their position in the batch. "samples": the loss is a mean
-# over samples, but its parts are weighted by other counts. "sum": it is a sum over samples.
-# "counts": it is a mean over something else. "batch": it depends on all samples together.
+# "places": tensors refer to samples by position in the batch. "samples": the loss is a mean over
+# samples, but parts of the batch are weighted by other counts. "sum": it is a sum over samples.
+# "counts": it is a mean over something else. "batchnorm": BatchNorm normalises each part by itself.
+# "batch": the loss depends on all samples together.
 # "": unknown.
 CutCause = Literal["places", "samples", "sum", "counts", "batchnorm", "batch", ""]
 _MOST = 4  # samples
@@ -37,7 +38,7 @@ _MeanOf = Callable[[Batch], float]  # returns the mean loss of a part of a batch
 def find_cut_cause(
     plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
 ) -> CutCause:
-    """Find why the loss of a batch differs from that of its parts, from a few samples.
+    """Return why splitting a batch changes its loss; "" if unknown.
 
     Runs only forwards, of at most four samples at a time.
     """
@@ -65,8 +66,9 @@ def find_cut_cause(
 def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
     """Detect tensors without a row per sample that refer to samples by their position in the batch.
 
-    The loss then depends on the order of the samples, because these tensors keep theirs. Unlike a
-    loss that mixes neighbouring samples, it also differs between one sample and copies of it.
+    The loss then changes if the samples are reversed, because these tensors are not reversed with
+    them. Unlike a loss that mixes neighbouring samples, it also differs between one sample and a
+    batch of its copies.
     """
     if not explain_lengths(some):
         return ""
@@ -87,9 +89,9 @@ def _join(one: Batch | None, other: Batch) -> Batch | None:
 def _find_over_samples(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Detect a mean over samples whose counts are of something else.
+    """Detect a loss that is a mean over samples, although its counts are not numbers of samples.
 
-    The loss of a few samples is then the mean of their separate losses, whatever their counts.
+    The loss of several samples is then the unweighted mean of their losses, whatever their counts.
     """
     pieces = cut(some, samples_in(some))
     totals = [total_of(plain, hooks, drops, [piece], alike=False) for piece in pieces]
@@ -103,7 +105,7 @@ def _find_over_samples(
 def _find_batchnorm(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Detect a difference that disappears if batch normalisations use fixed statistics."""
+    """Detect a difference in loss that disappears if batch normalisations use fixed statistics."""
     if not _normalises(plain) or samples_in(some) % 2:
         return ""
     with fixed_statistics(plain):
@@ -113,16 +115,16 @@ def _find_batchnorm(
 
 
 def _normalises(plain: nn.Module) -> bool:
-    """Return whether a batch normalisation uses the statistics of its batch."""
+    """Return whether any batch normalisation normalises by the statistics of its batch."""
     norms = batch_norms(model_of(plain)).values()
     return any(part.training or part.running_mean is None for part in norms)
 
 
 @contextmanager
 def fixed_statistics(plain: nn.Module) -> Iterator[None]:
-    """Make batch normalisations use their moving averages inside the context.
+    """Make batch normalisations use their running statistics inside the context.
 
-    Those without averages use a mean of 0 and a variance of 1.
+    Layers without running statistics use a mean of 0 and a variance of 1.
     """
     parts = list(batch_norms(plain).values())
     held = [(part.training, part.running_mean, part.running_var) for part in parts]
@@ -140,16 +142,16 @@ def fixed_statistics(plain: nn.Module) -> Iterator[None]:
 
 
 def _rounding(plain: nn.Module) -> float:
-    """Return the relative difference that rounding may make between two computations of a loss."""
+    """Return the relative difference that rounding may cause between two computations of a loss."""
     widest = max(torch.finfo(one.dtype).bits for one in plain.parameters())
     return 1e-10 if widest == 64 else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
 def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
-    """Tell from pairs of samples whether the loss is a weighted mean of theirs, a sum, or neither.
+    """Determine from pairs of samples whether the loss is a sum, a weighted mean, or neither.
 
-    A weighted mean lies between the two losses, and the weights' ratios among three samples,
-    computed from their pairs, are consistent.
+    A weighted mean of two losses lies between them. The ratios of the weights of three samples,
+    computed from each pair, must also be consistent.
     """
     samples = cut(some, samples_in(some))[:3]
     places = list(combinations(range(len(samples)), 2))
@@ -223,7 +225,7 @@ def explain_cut(apart: float, how: str, norm_cure: str = "", cause: CutCause = "
 
 
 def is_halved(apart: float) -> bool:
-    """Return whether a loss changes as a sum over samples does for half of them."""
+    """Return whether a relative difference is about 1/2, as if the loss were a sum over samples."""
     return abs(apart - _HALF) < _NEARLY
 
 
@@ -250,7 +252,8 @@ def explain_cause(cause: CutCause, norm_cure: str = "") -> str:
 def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
     """Return the settings with which batch normalisations use all samples of a step.
 
-    `micro_batches`: their number in a step. `where`: a phrase for where to set `sync_batchnorm`.
+    `micro_batches` is the number of micro-batches in a step. `where` is a phrase that says where to
+    set `sync_batchnorm`.
     """
     if plan.data_parallel == 1:
         return "one micro-batch per step"
@@ -258,7 +261,10 @@ def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
 
 
 def synchronised_cure(names: Sequence[str], setting: str) -> str:
-    """Return the advice `setting`, and why the shared statistics of layers do not cover a step."""
+    """Return advice to use `setting`, because shared statistics cover only one micro-batch.
+
+    `names` are the layers whose statistics ranks share.
+    """
     return (
         f"{setting}, because with sync_batchnorm the statistics of {first_names(names)} cover one "
         "micro-batch of all ranks"
@@ -266,6 +272,6 @@ def synchronised_cure(names: Sequence[str], setting: str) -> str:
 
 
 def common_cause(causes: Sequence[CutCause]) -> CutCause:
-    """Return the cause that ranks have found; "" if none has, or they differ."""
+    """Return the only cause that ranks have found; "" if there is none, or more than one."""
     known = {cause for cause in causes if cause}
     return known.pop() if len(known) == 1 else ""

@@ -1,7 +1,7 @@
 """The difference between the loss of a batch and the loss of its parts.
 
 If a loss is not a mean over samples, or samples affect each other (batch normalisation, in-batch
-negatives), one process with the whole batch trains differently from several with parts of it.
+negatives), one process with the whole batch trains differently from processes that split it.
 """
 
 import math
@@ -56,11 +56,11 @@ _Compare = Callable[[], float | None]  # returns a difference, if it can be comp
 class FirstPiece:
     """A rank's first micro-batch, `piece`.
 
-    `mean` is its loss and `halves` has the loss sum and count of each half, if known. `drops`: the
-    module uses dropout, which is disabled for the losses of halves. `buffers` are the saved buffers
-    that the micro-batch changed. `two`: the first two micro-batches, each with its loss sum and
-    count, if there are two and no forward changes anything. `affected`: on some rank, the loss of a
-    few samples is not the mean of their separate losses.
+    `mean` is its mean loss, and `halves` has the loss sum and count of each half, if known.
+    `drops`: the module uses dropout, which is disabled when the losses of halves are computed.
+    `buffers` are the saved buffers that the micro-batch changed. `two` has up to two micro-batches,
+    each with its loss sum and count; it is empty if forwards change state. `affected`: on some
+    rank, the loss of a few samples is not the mean of their separate losses.
     """
 
     piece: Batch
@@ -74,7 +74,7 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CountDifference:
-    """The number of targets of some samples together, and the sum over their two halves."""
+    """Numbers of targets of some samples, counted together (`count`) and in halves (`parts`)."""
 
     count: float
     parts: float
@@ -82,12 +82,13 @@ class CountDifference:
 
 @dataclass(frozen=True)
 class CutDifference:
-    """Differences between a batch and its parts: in the `loss`, and in `buffers` that change.
+    """Differences between a batch and its parts.
 
-    `read`: the buffers on which the loss depends, so not BatchNorm's running statistics in
-    training. `counts`: numbers of targets of a batch and its halves that do not add up.
-    `cause`: why the loss differs, if known. `swapped`: the loss is that of the same samples with
-    some swapped between ranks.
+    `loss` is the relative difference of their losses. `buffers` are those that the batch changes
+    differently from its parts, and `read` those that training depends on, which excludes
+    BatchNorm's running statistics. `counts` is set if the halves' numbers of targets do not add up
+    to the batch's. `cause`: why the losses differ, if known. `swapped`: the losses are those before
+    and after ranks swap some samples.
     """
 
     loss: float = 0.0
@@ -100,12 +101,12 @@ class CutDifference:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """A request to compare the loss of a plain module's batch with the loss of its parts.
+    """A request to compare the loss of a batch with the loss of its parts, in the plain module.
 
-    `passes` are this rank's, which the `plan` splits. `first` is this rank's first micro-batch, or
-    None if the rank has run none or should run no more: ranks with the same samples examine
-    different micro-batches. `synchronised`: forwards communicate, so that all ranks must run the
-    same number.
+    `passes` are this rank's batches, which the `plan` splits into micro-batches. `first` is the
+    first micro-batch that this rank has run; None if it has run none, or should run no more. Ranks
+    with the same samples examine different micro-batches. `synchronised`: forwards communicate, so
+    all ranks must run the same number of them.
     """
 
     plain: nn.Module
@@ -123,10 +124,10 @@ class CutRequest:
 
 
 def compare_cut(asked: CutRequest) -> CutDifference:
-    """Compare the loss of a batch with the loss of its two halves, if the batch is split.
+    """Compare the loss of a batch with the loss of its two halves, if the plan splits the batch.
 
-    The effects on buffers are also compared if the losses agree. Errors raised by halves (BatchNorm
-    with one sample) are ignored.
+    If the losses agree, the effects on buffers are compared as well. Errors raised for parts of the
+    batch (by BatchNorm with one sample) are ignored.
     """
     if not asked.passes or (asked.plan.data_parallel == 1 and asked.micro_batches == 1):
         return CutDifference()
@@ -139,10 +140,11 @@ def compare_cut(asked: CutRequest) -> CutDifference:
 
 
 def _compare_beside_norms(asked: CutRequest, first: FirstPiece) -> CutDifference:
-    """Compare a batch with its halves where ranks share the statistics of batch normalisations.
+    """Compare a batch with its halves if ranks share the statistics of batch normalisations.
 
-    Shared statistics are the same however ranks split the batch, so they are fixed to find what
-    else mixes samples. They do depend on the split into micro-batches.
+    Shared statistics do not depend on how ranks split the batch, so they are fixed while other
+    effects between samples are searched for. They do depend on the split into micro-batches, which
+    is compared without fixing them.
     """
     plain, hooks, by_norms = asked.plain, asked.hooks, 0.0
     if asked.micro_batches > 1:
@@ -163,7 +165,7 @@ def _compare_beside_norms(asked: CutRequest, first: FirstPiece) -> CutDifference
 
 
 def _compare(asked: CutRequest, first: FirstPiece) -> CutDifference:
-    """Compare the first micro-batch with its halves, or other parts, as `compare_cut` does."""
+    """Compare the first micro-batch with its halves or other parts: first losses, then buffers."""
     plain, plan, hooks, tolerance = asked.plain, asked.plan, asked.hooks, asked.tolerance
     passes, synchronised = asked.passes, asked.synchronised
     counts = _compare_counts(first, tolerance)
@@ -201,11 +203,11 @@ def _compare(asked: CutRequest, first: FirstPiece) -> CutDifference:
 
 
 def _compare_swapped(asked: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> CutDifference:
-    """Compare the ranks' samples with samples swapped between ranks. Collective.
+    """Compare the loss of all ranks' samples before and after a swap of samples. Collective.
 
-    Halves of a rank's samples show nothing if forwards gather something of all ranks' samples:
-    nobody computes halves, and other samples of the same ranks have the same mean loss. But the
-    loss of half of the samples is half as large if it is a sum.
+    This is for forwards that communicate between ranks. If they gather values of all ranks'
+    samples, comparing halves proves nothing, because forwards in training never gather halves.
+    Halves still reveal a loss that is a sum over samples, because it is then half as large.
     """
     totals = torch.zeros(2, 2, dtype=torch.float64)
     mixed = mix_samples_of_ranks([first.piece], next(asked.plain.parameters()).device)
@@ -231,7 +233,10 @@ def _compare_swapped(asked: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> 
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Add the loss of `first` if its halves' losses are known; None if it draws random numbers."""
+    """Compute the loss of `first` if only those of its halves are known.
+
+    Returns None if the forward draws random numbers.
+    """
     if first.mean is not None or first.halves is None or first.two:
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -244,7 +249,10 @@ def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPie
 
 
 def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
-    """Return the first result that a comparison in `ways` can compute; 0 if none can."""
+    """Return the result of the first comparison in `ways` that succeeds; 0 if none does.
+
+    Also returns 0 if a comparison draws random numbers.
+    """
     for compare in ways:
         with suppress(Exception), keep_values(model_of(plain).named_parameters()):
             try:
@@ -259,9 +267,9 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
 def compare_accumulated(
     plain: nn.Module, plan: Plan, passes: Sequence[Batch], hooks: StepHooks
 ) -> str | None:
-    """Return a warning if accumulating micro-batches changes the loss of a single process, or None.
+    """Return a warning if splitting a single process's batch changes its loss; None if not.
 
-    Also warn about a loss that returns a pair whose second value is not a count.
+    If the loss returns a pair whose second value is not a count, the warning is about that pair.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
@@ -285,7 +293,7 @@ def _compare_buffers(
 ) -> Names:
     """Return the floating-point buffers that `first` changes differently from its halves.
 
-    Counters of calls, which a half changes just as the whole does, are left out.
+    Counters of calls are left out: a single half changes them just as the whole does.
     """
     if first.drops or samples_in(first.piece) % 2:
         return ()
@@ -319,10 +327,10 @@ def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | No
 def _compare_alone(
     plain: nn.Module, passes: Sequence[Batch], hooks: StepHooks, tolerance: float
 ) -> CountDifference | None:
-    """Compare a single process's number of targets with the sum over the batch's halves.
+    """Compare the number of targets of a batch with the sum over its halves, in a single process.
 
     A few samples are compared first. As they may be a special case, a difference is confirmed with
-    the whole first pass.
+    all samples of the batch.
     """
     found = None
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -345,7 +353,10 @@ def _compare_alone(
 def _find_count_difference(
     whole: Totals, halves: Sequence[Totals], tolerance: float
 ) -> CountDifference | None:
-    """Return counts that do not add up over samples, or that are 0 for samples with a loss."""
+    """Return the counts of a batch and of its halves if they are inconsistent, otherwise None.
+
+    They are inconsistent if they do not add up, or if they are 0 although the loss is not.
+    """
     loss_sum, count = whole
     parts = sum(one for _, one in halves)
     lacks = count == parts == 0 and loss_sum != 0 and math.isfinite(loss_sum)
@@ -382,7 +393,7 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first micro-batch with parts not compared so far; None if there are none.
 
-    A loss that is capped per batch may be below its cap in the whole and in two of its parts.
+    This may reveal a loss that is capped for each batch: the cap may apply only in these parts.
     """
     piece, samples = first.piece, samples_in(first.piece)
     if samples % 4:
@@ -401,8 +412,8 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare two small micro-batches with their concatenation; None if losses are not known.
 
-    A single small micro-batch may hide class weights: among two samples with different labels, no
-    class is rarer than another.
+    A single small micro-batch may hide class weights: if its two samples have different labels,
+    both classes are equally frequent.
     """
     if len(first.two) < 2:
         return None
@@ -414,7 +425,10 @@ def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_pair(
     mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
-    """Compare a pipeline's first two micro-batches with their concatenation, or return None."""
+    """Compare the first two micro-batches of a pipeline with their concatenation.
+
+    Returns None without a pipeline, or if the micro-batches do not form pairs.
+    """
     samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)
     if micro_batches == 1 or samples % size:
         return None
@@ -449,6 +463,9 @@ def _mean_of(
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:
-    """Return the difference; None if a loss is not finite (such as the deviation of one sample)."""
+    """Return the relative difference of two mean losses; None if one of them is not finite.
+
+    The standard deviation of a single sample, for example, is not finite.
+    """
     finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
     return difference(whole_mean, parts_mean) if finite else None

@@ -1,13 +1,15 @@
 """Check of the first global batch: compare a strategy with the plain module before any step.
 
 A copy of the user's module, made before it is laid out, runs forward and backward on the same
-samples, split as in the plan; every rank runs some of the micro-batches. Then the layout does the
-same. The check compares the sums of losses, a projection of each parameter's gradient
+samples, split as in the plan; every rank runs some of the micro-batches. Then the layout runs on
+the same samples. The check compares the sums of losses, a projection of each parameter's gradient
 (comparison.py), and what the forward itself writes to parameters. Generators, buffers, and weights
 that the forward changes are restored. If the plain module and the layout use the same dropout
 masks, the layout's pass becomes the first step and is not repeated.
-Tensor-parallel ranks use different masks. Their plain pass combines samples differently from the
-layout, so if the results are equal, no further forwards are needed.
+
+Where possible, the plain pass combines samples differently from the plan (`PlainPass.run_apart`).
+If its results still equal the layout's, samples do not affect each other, and no further forwards
+are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,9 +109,9 @@ class FirstBatch:
     """A one-time comparison of a layout with the plain module, before the first step.
 
     Create this before the objective is laid out, because it copies the objective's structure. `say`
-    is called with warnings on rank 0. `by_command`: messages name flags of the command line, not
-    arguments of a user's loop. `blocks` names the blocks that recompute, if the user named them.
-    Set `resumed` if earlier steps were done.
+    receives warnings, on rank 0 only. `by_command`: messages refer to command-line flags instead of
+    Python arguments. `blocks` names the blocks that recompute activations, if the user chose them.
+    Set `resumed` if the run was resumed.
     """
 
     def __init__(
@@ -138,11 +140,13 @@ class FirstBatch:
     ) -> Tensor | None:
         """Compare the layout with the plain module on this rank's `passes`. Collective.
 
-        Raises BadInputError on all ranks if they differ. `run` runs forward and backward of the
-        first step (None: the layout's own). If the plain module draws the same random numbers as
-        the layout, and with `reuse`, the layout's pass is used for the step: this returns its
-        totals and leaves gradients, buffers and generators as the pass left them. Otherwise, it
-        returns None and restores everything. `ready` is called before the layout's pass.
+        Raises BadInputError on all ranks if they differ. `run` computes the forward and backward of
+        the first step; None means `layout.gradients`. `ready` is called before the layout runs.
+
+        With `reuse`, the layout's pass becomes the first step where possible, which requires that
+        the plain module draws the same random numbers. This returns the step's totals, and keeps
+        the gradients, buffers and generators as the pass leaves them. Otherwise, it returns None
+        and restores everything.
         """
         self._compiled = self._plan.compile or has_compiled_parts(layout.objective)
         with run_eagerly(self._compiled):
@@ -175,7 +179,7 @@ class FirstBatch:
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
         apart = self._plain.run_apart(*asked, parts)
-        loss_apart = 0.0  # difference in loss between samples combined differently
+        loss_apart = 0.0  # difference in loss between two combinations of the samples
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))
@@ -214,10 +218,11 @@ class FirstBatch:
         allowed: ComparisonLimits,
         reuse: bool,
     ) -> tuple[FoundDifference | None, Tensor | None]:
-        """Run the layout, and return the first difference, or None if there is none.
+        """Run the layout; return its first difference from `found` and the totals. Collective.
 
-        Also returns the step's totals if this was the first step. Collective. Raises BadInputError
-        if the layout fails, or changes parameters unlike the plain module.
+        The difference is None if the results are equal. The totals are None if this pass is not the
+        first step. Raises BadInputError if the layout fails, or changes parameters differently from
+        the plain module.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
@@ -248,10 +253,10 @@ class FirstBatch:
     def _tell_differences(
         self, found: PlainSums, allowed: ComparisonLimits, count: int, loss_apart: float
     ) -> None:
-        """Report differences from one process with the whole batch that are not errors.
+        """Warn about effects of splitting the batch, and about unsaved state, that are not errors.
 
-        `count` is the number of micro-batches in a step, `loss_apart` the difference in loss
-        between the same samples combined differently.
+        `count` is the number of micro-batches in a step. `loss_apart` is the relative difference in
+        loss between two combinations of the same samples.
         """
         apart = max(report.cut.loss for report in found.reports)
         counts = [report.cut.counts for report in found.reports if report.cut.counts]
@@ -288,21 +293,21 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _tell_repetitions(self, found: PlainSums, count: int) -> None:
-        """Report what each micro-batch draws or writes by itself. Collective."""
+        """Warn about random draws and writes that each micro-batch repeats. Collective."""
         if any(report.state.draws for report in found.reports):
             self._tell_draws(found.sums.device, count)
         if found.written and count > 1:
             self._say(explain_repeated_writes(sorted(found.written), count))
 
     def _tell_draws(self, device: torch.device, count: int) -> None:
-        """Report random numbers that differ from one process's with the whole batch. Collective."""
+        """Warn that the plan draws other random numbers than one process. Collective."""
         states = [state.cpu().numpy().tobytes() for state in random_state(device)[2:]]
         alike = all(one == states for one in gather_objects(states))
         if self._plan.data_parallel > 1 or count > 1:
             self._say(explain_draws(alike and self._plan.data_parallel > 1))
 
     def _tell_counted_buffers(self, found: PlainSums) -> None:
-        """Report values that cover only a rank's samples and that no loss reads. Collective."""
+        """Warn about values that cover only a rank's samples and that no loss reads. Collective."""
         reports = found.reports
         counted = {name for report in reports for name in report.counted}
         unsure = {name for report in reports for name in report.unsure}
@@ -319,8 +324,9 @@ class FirstBatch:
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
         """Return buffers that the loss depends on and that parts of the batch change differently.
 
-        If a rank has several micro-batches, any buffer that changes counts: unlike in one process
-        with all samples, each micro-batch reads what the previous ones left.
+        If a rank has several micro-batches, these are all changing buffers that the loss depends
+        on: unlike in one process with all samples, each micro-batch reads what the previous ones
+        have left.
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
@@ -330,11 +336,12 @@ class FirstBatch:
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
 
     def _require_alike(self, found: PlainSums) -> None:
-        """Refuse writes to parameters that are sharded, or that ranks change differently.
+        """Refuse writes by the forward or backward that strategies cannot reproduce.
 
-        Also refuse writes that have not changed anything yet (of an embedding with max_norm),
-        parameters that the forward creates, and buffers that a backward changes. Raises
-        BadInputError on all ranks.
+        These are writes to sharded parameters, writes that differ between ranks or may do so later
+        (by an embedding with max_norm), and writes that cannot be observed. Also refuse new
+        parameters, writes to modules in plain attributes, saved buffers that change shape, and
+        buffers that a backward changes. Raises BadInputError on all ranks.
         """
         reports = found.reports
         made = next((report.made for report in reports if report.made), None)
@@ -369,11 +376,11 @@ class FirstBatch:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
     def _require_one_loss(self, found: PlainSums) -> None:
-        """Refuse a loss that differs between ranks, or gradients that do not scale with it.
+        """Refuse a loss that differs between ranks, or gradients that do not scale with the loss.
 
-        The latter include gradients of a backward that the loss itself runs. Tensors that refer to
-        samples by position are refused too: a rank would use other samples' targets. Raises
-        BadInputError on all ranks.
+        This includes gradients from a backward that the forward or the loss runs itself. Tensors
+        that refer to samples by position are refused too, because on a rank they would refer to
+        other samples. Raises BadInputError on all ranks.
         """
         if any(one.cut.cause == "places" for one in found.reports):
             raise _on_all_ranks(f"{PLACED}. {WAYS_OUT[self._by_command]}")
@@ -391,7 +398,7 @@ class FirstBatch:
             raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that depends on a rank's own samples."""
+        """Refuse state in attributes that each rank would compute from its own samples."""
         least = halves_tolerance(self._plan, allowed)
         if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
             ways_out = WAYS_OUT[self._by_command]
@@ -408,13 +415,12 @@ class FirstBatch:
     ) -> tuple[Tensor, bool]:
         """Run the layout as `_run_layout` does; `watch` records changes.
 
-        Raises BadInputError if the layout fails.
+        Raises BadInputError if the layout fails. It may fail because a backward needs a value that
+        another micro-batch in flight has overwritten, even with an equal value (max_norm, while no
+        row exceeds the limit).
 
-        Operators are observed only if those of the plain module have written to parameters on some
-        rank. Otherwise, the version counters suffice, and they cost nothing.
-
-        The layout may fail because a micro-batch needs a value that another one in flight has
-        changed, or has written to without changing it (max_norm, while no row exceeds the limit).
+        Operators are observed only if the plain module has written to parameters on some rank.
+        Otherwise, version counters suffice, which cost nothing.
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
@@ -451,9 +457,9 @@ class FirstBatch:
         allowed: ComparisonLimits,
         again: bool,
     ) -> bool:
-        """Refuse a layout whose forward changes parameters unlike the plain module's. Collective.
+        """Refuse a layout that changes parameters differently from the plain module. Collective.
 
-        Returns whether the step has to be computed `again` on any rank.
+        Returns whether `again` is set on any rank: the step then has to be computed again.
         """
         moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
@@ -496,7 +502,7 @@ class FirstBatch:
         return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
-        """Return the factor by which gradients are scaled, besides the averaging over ranks."""
+        """Return the ratio of the layout's gradients to the plain module's."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)
@@ -505,10 +511,10 @@ class FirstBatch:
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
-        """Return this rank's sums of loss and count in the layout, and keep its gradients.
+        """Run the layout; return this rank's sums of losses and counts. Collective.
 
-        Also returns whether the step has to be computed again, because this run was not the
-        training step. Collective.
+        Gradients are kept. Also returns whether the step has to be computed again, because this
+        pass ran without compilation or dropout.
         """
         averages = layout.averages
         if self._plan.precision in SCALED:
@@ -553,7 +559,10 @@ class FirstBatch:
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
-    """Return names whose fingerprints differ, or are missing on a rank unless `holders_alone`."""
+    """Return the names whose fingerprints differ between ranks.
+
+    A name that is missing on some ranks counts as different, unless `holders_alone`.
+    """
     names = sorted(set().union(*prints))
     return [
         name

@@ -1,4 +1,4 @@
-"""Messages of the check of the first batch about what a module's forward does."""
+"""Messages about a module's forward, from the check of the first batch."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def explain_gradient_cut(mixed: MixedDifference) -> str:
 
 
 def explain_hidden(names: Sequence[str]) -> str:
-    """Return a message about a forward that changes a module that is not registered."""
+    """Return a message about a forward that writes to parameters of an unregistered module."""
     return (
         f"the module's forward changes the values of {first_names(names)}, which belong to a "
         "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
@@ -40,7 +40,7 @@ def explain_hidden(names: Sequence[str]) -> str:
 
 
 def explain_moved_buffers(names: Sequence[str]) -> str:
-    """Return a message about buffers that no rank updates with all samples."""
+    """Return a message about buffers that training depends on and each rank updates separately."""
     what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
         f"the forward updates {first_names(names)}, {what} on which the loss or its gradient "
@@ -66,7 +66,7 @@ def explain_repeated_writes(names: Sequence[str], count: int) -> str:
 def explain_draws(alike: bool) -> str:
     """Return a message about a forward that draws random numbers.
 
-    `alike`: the generators of all data-parallel ranks are in one state.
+    `alike`: the generators of all data-parallel ranks are in the same state.
     """
     numbers = (
         "the same numbers for different samples, since the ranks' generators are in one state "

@@ -1,7 +1,7 @@
-"""A number that changes with a loss's gradient, for effects that the loss does not show.
+"""A number that depends on a loss's gradient, to detect effects that the loss does not show.
 
-Gradient reversal by a growing factor, or features detached until some step, change how a module
-trains, but not the loss at given weights.
+A gradient reversal whose factor grows, or features that are detached until some step, affect
+training but not the loss at given weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from outpace.parallel.tensors import all_parameters
 
 
 class GradientMeasure:
-    """A measure of the gradients of a model's trained parameters, as a single number.
+    """A single number that measures the gradients of a model's trained parameters.
 
-    It is their inner product with random weights plus twice their norm, so that it is more than
-    rounding errors even if the product cancels.
+    It is their inner product with random weights plus twice their norm, so it exceeds rounding
+    errors even if the inner product cancels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class GradientMeasure:
                     squares.add_(square(gradient))
             return (None,)
 
-        # Kept alive, since reentrant checkpoints create their graphs in the backward.
+        # The nodes must stay alive: reentrant checkpoints create their graphs in the backward.
         nodes = [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
         with ExitStack() as stack:
             for node in nodes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators, and the position of the argument that holds their indices.
+# Operators that take a list of index tensors, indices along a dimension, or numbers of rows.
 _LISTS = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 _ALONG = frozenset({
     "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
@@ -28,7 +28,7 @@ def require_bounds(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class IndexBounds(TorchDispatchMode):
-    """A mode that checks the bounds of indices; on a GPU, each check waits for the device."""
+    """A dispatch mode that checks the bounds of indices; each check waits for the GPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,7 +41,7 @@ class IndexBounds(TorchDispatchMode):
 
 
 def _indices_of(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield an operator's indices, each with the lowest allowed index and the dimension's size."""
+    """Yield each index tensor of an operator, with the lowest index allowed and the size."""
     if name in _LISTS:
         dim = 0
         for one in args[1]:

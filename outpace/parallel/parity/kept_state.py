@@ -3,7 +3,7 @@
 Running means, counters, recurrent state and generators may be in plain attributes, unsaved buffers,
 globals and closures. A resumed run and an exported model start without them, and each rank has its
 own. Values that every forward sets again (an auxiliary loss, a cache) or that no loss depends on
-(logs) do not count. State is detected by its effect on losses, even if it cannot be named.
+(logs) do not count. State is detected by its effect on losses, even where outpace cannot name it.
 """
 
 import copy
@@ -47,13 +47,13 @@ from outpace.parallel.tensors import all_parameters
 
 _FEW = 2  # samples
 _FORWARDS = 9  # forwards in a row, for state such as a queue that is used only after a few calls
-_ENTRIES = 1_000  # added to lists, which may be used only once they are long
-_LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set to
+_ENTRIES = 1_000  # entries added to lists, which may be used only once they are long
+_LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that are added to counters
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
-_ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
+_ROUNDING = 1e-4  # relative difference of losses that nondeterministic kernels cause
 _CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor for each parameter's first values
-_SEED = 7_919  # unlikely to be the one that the run uses
-_OF_NOISE = 10  # differences up to this multiple of that between identical passes count as noise
+_SEED = 7_919  # unlikely to be the run's seed
+_OF_NOISE = 10  # differences up to 10 times those between identical forwards count as noise
 
 
 Totals = tuple[float, float]  # the loss's sum and count
@@ -61,19 +61,21 @@ Totals = tuple[float, float]  # the loss's sum and count
 
 @dataclass(frozen=True)
 class KeptState:
-    """State that the loss depends on, and the module's generators, named as in `kept_attributes`.
+    """State that a module or its loss keeps, named as in `kept_attributes`.
 
-    `found`: the loss of samples changes with previous samples although everything in a checkpoint
-    is the same. `unseen`: the cause is something that outpace could not restore, perhaps numbers
-    drawn each time. `apart`: how much the loss changes after other samples, as on other
+    `found`: the loss of some samples depends on which samples ran before, although everything that
+    a checkpoint contains is the same. `names`: the state that the loss depends on. `generators`:
+    the module's own random generators. `unseen`: outpace could not restore the cause, which may be
+    random numbers. `apart`: how much the loss changes after other samples, as on other
     data-parallel ranks; 0 for counters, and for recurrent state that is separate for each sample.
-    `failure`: why the check failed, although the samples have a loss. `writes`: a forward writes to
-    parameters or saved buffers, or none has finished. `halves`: loss sum and count of each half of
-    the batch, if known and if the first half leaves nothing that may affect the second. `reshaped`:
-    saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
-    or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
-    state, but the loss does not. `unused`: what changes from forward to forward without any effect.
-    `draws`: the loss depends on random numbers from a common generator, not counting dropout.
+    `failure`: why the check failed, although a first forward succeeded. `writes`: a forward writes
+    to parameters or saved buffers, or none has finished. `halves`: loss sum and count of each half
+    of the batch, if known and if the first half leaves nothing that may affect the second.
+    `reshaped`: saved buffers whose shape a forward changes. `backwards`: parameters that accumulate
+    gradients from a backward that the forward or the loss runs. `of_gradient`: the gradient depends
+    on the state, but the loss does not. `unused`: state that changes from forward to forward
+    without any effect. `draws`: the loss depends on random numbers from a common generator, not
+    counting dropout.
     """
 
     found: bool = False
@@ -114,14 +116,16 @@ def find_kept_state(
 ) -> KeptState:
     """Find state that an objective keeps, by running forwards of a few samples of a micro-batch.
 
-    The loss of samples is compared with their loss after other samples, with the same buffers,
-    parameters and random numbers. `other` is another micro-batch, if any; its first sample runs
-    before a micro-batch of one. `alone`: there is a single process, whose checkpoints contain the
-    result of get_extra_state as well as buffers (with several ranks, it would be only one rank's
-    state). `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
-    Everything within reach is restored afterwards. `in_halves`: use the halves of the micro-batch,
-    whose losses the caller needs. `share`: a rank's index among the ranks that check, and their
-    number; each does a part of the search for state that matters later.
+    The loss of some samples is compared with their loss after other samples, with the same buffers,
+    parameters and random numbers. Everything within reach is restored afterwards.
+
+    `other` is another micro-batch, if any, to run before a micro-batch of one sample. `alone`:
+    there is a single process, whose checkpoints contain the result of get_extra_state as well as
+    buffers (of several ranks, only one rank's state would be saved). `writes`: outpace itself
+    writes to parameters. `drops`: the module may use dropout, which is disabled. `in_halves`: use
+    the halves of the micro-batch, because the caller needs their losses. `share`: this rank's index
+    among the ranks that search, and their number; they divide the search for state that matters
+    only later.
 
     Two kinds of state are not found: state other than counters that matters only after more than
     eight calls, and counters that matter only at certain calls, such as from 200 to 500 or every
@@ -157,9 +161,10 @@ def find_kept_state(
 def _choose_samples(
     piece: Batch, other: Batch | None, halved: bool
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield samples with other samples to run before them, for the caller to try in this order.
+    """Yield pairs of samples to compare and samples to run before them, in the order to try.
 
-    The first are few, with which a module may fail. `halved`: yield the halves before those.
+    The first pairs are the smallest, which a module may not support. `halved`: yield the two halves
+    first.
     """
     samples = samples_in(piece)
     if halved:
@@ -182,7 +187,7 @@ def _choose_samples(
 def _find_by_gradient(
     search: "_Comparison", piece: Batch, other: Batch | None, state: KeptState
 ) -> KeptState:
-    """Return the state that only the gradient of a few samples depends on, or else `state`."""
+    """Return state that affects only the gradient of a few samples; `state` if there is none."""
     batch, before = next(_choose_samples(piece, other, halved=False))
     with suppress(Exception):  # such as normalisation over too few samples
         found = search.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
@@ -192,7 +197,7 @@ def _find_by_gradient(
 
 
 class _Comparison:
-    """Losses of an objective on samples, with and without running other samples first.
+    """A comparison of an objective's losses with and without running other samples first.
 
     `by_gradient`: compare a measure of the loss's gradients instead of the loss.
     """
@@ -232,9 +237,9 @@ class _Comparison:
         self._made_first: dict[str, Any] = {}  # state that the other samples' forward changed
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Search for state that a forward of `other` leaves for the loss of `batch`.
+        """Search for state that a forward of `other` leaves and that affects the loss of `batch`.
 
-        `whole` has samples that would differ between ranks; `more`: another micro-batch, if any.
+        `whole` and `more` (another micro-batch, if any) provide the samples for `KeptState.apart`.
         """
         with without_dropout(self._plain) if self._drops else nullcontext():
             begin = self._begin.attributes()
@@ -275,7 +280,11 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return how much identical forwards differ; compare again if the cause may be rounding."""
+        """Return the relative difference between the losses of identical forwards.
+
+        If a repetition shows none, but the effect of other samples is as small as rounding, both
+        are repeated once more.
+        """
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -283,7 +292,7 @@ class _Comparison:
         return max(noise, difference(self._loss_after(other, batch)[0], after))
 
     def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
-        """Return the names of values that other samples change and the next ones do not restore."""
+        """Return the names of state that a forward of other samples changes."""
         with self._without_effects():
             self._mean(other)
             left = self._begin.attributes()
@@ -292,9 +301,9 @@ class _Comparison:
     def _loss_after(
         self, other: Batch | None, batch: Batch, begin: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of a batch after another one, and the state kept afterwards.
+        """Return the mean loss of `batch`, with `other` run before it, and the state after it.
 
-        If `begin`, the state before both, is given, record what the other batch changes.
+        If `begin`, the state before both, is given, record what `other` changes.
         """
         with self._without_effects():
             drawn = random_state(self._device)
@@ -312,15 +321,16 @@ class _Comparison:
             return mean, self._begin.attributes()
 
     def _loss_of_seed(self, seed: int, batch: Batch) -> float:
-        """Return the mean loss of a batch with the random numbers of a seed."""
+        """Return the mean loss of a batch after seeding all generators."""
         with self._without_effects():
             seed_all_generators(self._device, seed)
             return self._mean(batch)
 
     def _keeps_weights(self, batch: Batch) -> bool:
-        """Return whether a loss depends on the weights that the first forward has used.
+        """Return whether the loss of a later forward depends on the weights of the first one.
 
-        A table that is computed once, but not from weights, does not count.
+        This detects values that are computed from weights once and then cached. A cached table that
+        does not depend on weights does not count.
         """
         few = take_first(batch, _FEW)
         with suppress(Exception):  # such as normalisation over too few samples
@@ -343,11 +353,11 @@ class _Comparison:
         return self._find_later(changed, batch, fresh)
 
     def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
-        """Return the changed values that affect losses some steps later; None if none do.
+        """Return the changed state that affects losses some steps later; None if none does.
 
-        This runs several forwards in a row, and sets all counters to much later values at once.
-        With several ranks, the first one runs the forwards, and the others share the counter
-        values.
+        Several forwards run in a row; others run with counters set to much later values, or with
+        longer lists. Of several ranks, the first runs the forwards in a row and those with longer
+        lists, and the others divide the values of counters among them.
         """
         number, ranks = self._share
         calls = 0 if number else self._count_calls(batch, fresh)
@@ -370,7 +380,7 @@ class _Comparison:
         return None
 
     def _is_changed_by_lists(self, names: Sequence[str], batch: Batch, fresh: float) -> bool:
-        """Return whether a batch's loss changes once the lists of these names are long."""
+        """Return whether longer lists in these attributes change a batch's loss."""
         names = [name for name in names if has_lists(self._plain, name)]
         if not names:
             return False
@@ -392,7 +402,7 @@ class _Comparison:
     def _count_calls(self, batch: Batch, fresh: float) -> int:
         """Return the number of forwards after which a batch's loss changes; 0 if it never does.
 
-        A change in which parameters have gradients counts as well.
+        A change in which parameters require gradients counts as well.
         """
         forwards = self._forwards_in_a_row(batch)
         for calls, (loss, trained) in enumerate(forwards):
@@ -403,7 +413,7 @@ class _Comparison:
         return 0
 
     def _forwards_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
-        """Return the loss of each forward, and the parameters that have gradients after it."""
+        """Run several forwards; return each loss and the parameters that then require gradients."""
         forwards: list[tuple[float, set[str]]] = []
         with self._without_effects():
             drawn = random_state(self._device)
@@ -418,9 +428,10 @@ class _Comparison:
     def _matters(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
-        """Return whether changing the counters of these names affects the forward of a batch.
+        """Return whether changing the counters in these attributes affects a forward of the batch.
 
-        It does if the loss changes, or the set of parameters that have gradients.
+        It does if the forward fails, or if the loss or the set of parameters that require gradients
+        changes.
         """
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
@@ -447,10 +458,11 @@ class _Comparison:
         return counts and not self._matters([name], partial(add, calls), batch, fresh)
 
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
-        """Return the difference between a batch's loss after itself and after other samples.
+        """Compare the loss of a second forward of a batch with its loss after other samples.
 
-        The other samples are half of the batch or, for a single sample, two others. State that is
-        kept for each sample then changes its shape, and does not count as shared.
+        The other samples are half of the batch or, for a single sample, `more` twice. Their number
+        differs from the batch's, so state kept for each sample has another shape, and does not
+        count as shared. Returns the relative difference.
         """
         samples = samples_in(batch)
         if samples == 1 and more is None:
@@ -464,7 +476,7 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return the shapes of the state after another batch, and the loss of `batch` with it."""
+        """Run `other`; return the shapes of the state after it, and then the loss of `batch`."""
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
@@ -486,7 +498,7 @@ class _Comparison:
             yield
 
     def _mean(self, batch: Batch) -> float:
-        """Return the mean loss of a forward, and restore everything that checkpoints contain."""
+        """Return a forward's mean loss (or gradient measure); restore what checkpoints contain."""
         put_back = self._put_back_saved()
         is_first, self._is_first = self._is_first, False
         noted = note_backwards(self._model, self.backwards)
@@ -510,7 +522,7 @@ class _Comparison:
         return totals[0] / totals[1] if totals[1] else math.nan
 
     def _put_back_saved(self) -> Callable[[], None]:
-        """Return a function that restores saved buffers and the extra state in checkpoints."""
+        """Return a function that restores the buffers and extra state that checkpoints contain."""
         held = [
             (
                 f"{name}.{buffer}".removeprefix("model.").removeprefix("."),
@@ -562,7 +574,7 @@ class _Comparison:
         return put_back
 
     def _find_new_buffers(self, known: set[str]) -> set[str]:
-        """Return the names of saved buffers, except those in `known`, that forwards registered."""
+        """Return the names of saved buffers that forwards have registered: those not in `known`."""
         found = set()
         for name, part in self._model.named_modules():
             for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
@@ -600,11 +612,11 @@ def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor
 
 
 def _later_multiple(number: Any, calls: int) -> Any:
-    """Return a late value for a counter: a multiple of many numbers, minus `calls`."""
+    """Return a much later value for a counter: a multiple of many numbers, minus `calls`."""
     return number - number % _MULTIPLE + _MULTIPLE - calls
 
 
-# The multiples suit counters that are read before or after they are increased.
+# 0 and 1 are for counters that are read before and after they are increased.
 _CHANGES: tuple[Callable[[Any], Any], ...] = (
     *(partial(add, calls) for calls in _LATER),
     *(partial(_later_multiple, calls=calls) for calls in (0, 1)),

@@ -20,9 +20,10 @@ _MOST_ADDED_BYTES = 1 << 28  # limit on the size of tensors in a list's new entr
 
 
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change integers in the attribute `name` of `kept_attributes`; return whether it has any.
+    """Apply `change` to the integers in an attribute; return whether there are any.
 
-    These include single-element tensors and arrays, and entries of dicts and lists.
+    `name` is as in `kept_attributes`. Single-element tensors and arrays, floats without a fraction,
+    and entries of dicts and lists count as well.
     """
     return bool(sum(_change(value, put, change) for value, put in _find_named(module, name)))
 
@@ -34,9 +35,10 @@ def has_lists(module: nn.Module, name: str) -> bool:
 
 
 def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
-    """Append varied copies of the last entry to lists in `name`; return whether it has any.
+    """Append copies of the last entry to the lists in an attribute; return whether there are any.
 
-    Appended numbers are slightly larger. For large tensors, fewer than `entries` are appended.
+    Floating-point numbers and tensors are slightly larger in the copies. Of large tensors, fewer
+    than `entries` copies are appended.
     """
     values = [value for value, _ in _find_named(module, name)]
     values += [one for value in values if type(value) in MAPPINGS for one in value.values()]
@@ -55,7 +57,7 @@ def _vary(entry: Any) -> Any:
 
 
 def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
-    """Return the values of this name in `kept_attributes`, each with its setter."""
+    """Return the values with this name in `kept_attributes`, each with a function that sets it."""
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
         return [(place.get(), place.put) for place in places]
@@ -67,7 +69,7 @@ def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any],
 
 
 def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
-    """Change a value, by `put` or in place, if it is an integer or contains integers."""
+    """Apply `change` to integers in a value, in place or by `put`; return whether it has any."""
     if type(value) in (*MAPPINGS, *SEQUENCES):
         keys = list(value) if type(value) in MAPPINGS else range(len(value))
         if len(value) > _MOST_COUNTERS:

@@ -1,10 +1,10 @@
-"""Forwards that first write to parameters after the check of the first batch.
+"""Detection of forwards that start to write to parameters after the check of the first batch.
 
 An embedding with max_norm in a branch that is taken later, or weights that are clipped from some
-step on, would silently train differently under most strategies. Reading a tensor's `_version` shows
-in every step whether it was written to, except through `.data`. So in steps 2, 4, 8, … the
-operators that write are observed as they run. Compiled code does not call these operators, so its
-writes through `.data` go unnoticed.
+step on, would silently train differently under most strategies. In every step, a tensor's
+`_version` shows whether it was written to, except through `.data`. To detect these writes too,
+operators are observed in steps whose number is a power of two. Compiled code does not call these
+operators, so its writes through `.data` go unnoticed.
 """
 
 import sys
@@ -45,9 +45,9 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")
 class LaterWrites:
     """A monitor of writes to a layout's parameters during the forwards and backwards of all steps.
 
-    `known` are writes that the comparison in the first step accepted; `steps` steps are already
-    done. ddp and zero1 also accept later writes if all ranks write the same; otherwise, the rank
-    that finds one raises BadInputError.
+    `known` are the parameters to which the check of the first batch has allowed writes. `steps` is
+    the number of steps already done. ddp and zero1 also allow later writes if all ranks write the
+    same values; otherwise, the rank that finds a write raises BadInputError.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LaterWrites:
         self._seen: _Writes | None = None
 
     def begin(self) -> None:
-        """Start monitoring with the next step, unless the layout itself writes between forwards."""
+        """Start monitoring with the next step, unless the layout itself writes to parameters."""
         plan = self._plan
         if plan.optimizer_in_backward or plan.offload_parameters != "none":
             return
@@ -76,7 +76,7 @@ class LaterWrites:
             self._use.find_writes = self._find_writes
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run the layout's `gradients`. Raises BadInputError if a forward writes to parameters."""
+        """Run the layout's `gradients`. Raises BadInputError for new writes to parameters."""
         self._step += 1
         self._looks = self._step & (self._step - 1) == 0
         if self._looks:
@@ -99,7 +99,7 @@ class LaterWrites:
         return totals
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parameters, and the gathered tensors of those that are sharded."""
+        """Yield this rank's parameters and the unsharded tensors of `fully_shard`, with names."""
         names: dict[Any, str] = {}
         for name, parameter in self._layout.named_parameters():
             names[parameter] = name
@@ -123,7 +123,7 @@ class LaterWrites:
         return bool(self._written)
 
     def _refuse_unequal(self) -> None:
-        """Refuse the writes unless all ranks have written the same. Collective if any are found."""
+        """Refuse writes unless all ranks have written the same values. Collective if all wrote."""
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:
             raise self._refusal(names)
@@ -151,7 +151,7 @@ class LaterWrites:
 
 
 class _Writes(TorchDispatchMode):
-    """A record of the names of tensors that operators other than collectives write to."""
+    """A dispatch mode that records which tensors operators write to, except collectives."""
 
     supports_higher_order_operators = True
 
@@ -168,7 +168,7 @@ class _Writes(TorchDispatchMode):
         self._names: set[str] = set()
 
     def find_names(self) -> set[str]:
-        """Return the names recorded so far, and those whose memory was replaced (p.data = …)."""
+        """Return the recorded names, and those of tensors with other memory now (p.data = …)."""
         for name, tensor, storage in self._tensors:
             if storage_id(local(tensor)) != storage._cdata:
                 self._names.add(name)
@@ -188,7 +188,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _gathers() -> bool:
-    """Return whether `fully_shard` itself runs the current operator, to fill gathered tensors."""
+    """Return whether `fully_shard` itself calls the current operator, to fill unsharded tensors."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back  # skip the mode's frame

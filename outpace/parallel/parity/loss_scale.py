@@ -1,8 +1,8 @@
 """Gradients that do not scale with the loss, because a user's backward adds to or clips them.
 
-Strategies scale the loss before its backward and gradients after it. This has no effect on
-autograd's own derivatives, but it does on a Function that adds the gradient of an auxiliary loss
-(of size one, whatever the loss is scaled by), and on hooks that clip or normalise gradients.
+Strategies scale the loss before its backward and the gradients after it. For autograd's own
+derivatives, the two are equivalent. They are not for a Function that adds an auxiliary loss's
+gradient (which ignores the scale of the loss), or for hooks that clip or normalise gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from outpace.records.errors import first_names
 
 _FEW = 2  # samples
 _SCALE = 0.125  # a power of two, so gradients that scale with the loss are bitwise equal
-_LEAST = 1e-3  # relative difference of a gradient; in 16 bits, `projection` applies
+_LEAST = 1e-3  # tolerated relative difference of a gradient; in 16 bits, `projection` applies
 
 
 def has_user_backward(loss: Tensor) -> bool:
@@ -42,8 +42,8 @@ def find_unscaled_gradients(
 ) -> list[str]:
     """Return the parameters whose gradients do not scale with the loss.
 
-    `divert` passes the gradients of a backward of `plain` to a function. A few samples of `piece`
-    run one forward and two or three backwards. Empty if they cannot run.
+    `divert` passes gradients of `plain` to a function instead of storing them. A few samples of
+    `piece` run one forward and two or three backwards. Returns an empty list if these fail.
     """
 
     def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def _list_apart(
 
 @contextmanager
 def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Add to `names` the parameters that get a gradient inside the context, such as a forward."""
+    """Add to `names` the parameters whose gradients are accumulated inside the context."""
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name))
         for name, parameter in model.named_parameters()

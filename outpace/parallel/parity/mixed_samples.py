@@ -63,12 +63,12 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """A comparison of a few samples of two ranks, run together on one and separately on both.
+    """A comparison of a few samples of two ranks: together on one rank, separately on the other.
 
-    It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
-    backward of `plain` to a function instead of storing them; None restores storing. `strategy` is
-    named when a collective in the user's code is refused. `piece` is this rank's micro-batch, or
-    None if its samples are not needed; `order` is the rank's index among those with a micro-batch.
+    Each of the two ranks runs two samples and, if necessary, four more. `divert` passes gradients
+    of `plain` to a function instead of storing them; `divert(None)` undoes this. `strategy` is
+    named in the error about a collective in the user's code. `piece` is this rank's micro-batch, or
+    None if its samples are not needed. `order` is the rank's index among those with a micro-batch.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class MixedSamples:
     def show_none(self, allowed: ComparisonLimits) -> bool:
         """Return whether samples affect neither other samples' losses nor later losses. Collective.
 
-        Besides the comparison, this runs a sample together with the samples that this rank has
-        already run, and before and after them. False if micro-batches are too small to tell.
+        Besides the comparison, this runs another sample by itself, then together with the samples
+        that this rank has already run, then by itself again. False if micro-batches are too small
+        to tell.
         """
         piece = self._piece
         few = piece is None or samples_in(piece) < FEWEST
@@ -112,7 +113,7 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference; an empty one if some rank may have another cause. Collective."""
+        """Return the difference; an empty one if any rank has set `other_cause`. Collective."""
         if self._found is None:
             return self._compare(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found
@@ -122,9 +123,9 @@ class MixedSamples:
 
         All ranks skip the comparison if any sets `leave_out`.
 
-        A single sample may be a special case, so a difference is confirmed with two samples if
-        micro-batches have at least four. If single samples have no loss (as with deviations over
-        the batch), two are compared.
+        A single sample may be a special case, so a difference is confirmed with two samples of each
+        rank if micro-batches have at least four. If single samples have no loss (as with a standard
+        deviation over the batch), two samples of each rank are compared.
         """
         piece, order = self._piece, self._order
         samples = 0 if piece is None else samples_in(piece)

@@ -47,7 +47,7 @@ class _Values(NamedTuple):
 
 
 class _Draws(NamedTuple):
-    """The state of a random generator, in a comparable form, which ranks may send each other."""
+    """The state of a random generator, in a comparable form that ranks can send each other."""
 
     state: Any
 
@@ -55,7 +55,8 @@ class _Draws(NamedTuple):
 class ModuleState:
     """A snapshot of a module's state, which can be restored any number of times.
 
-    `attributes` reads the current state. Outer variables that the module may use are found once.
+    `attributes` returns the current state, not the snapshot. Variables outside of the module are
+    searched for only once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,10 +68,10 @@ class ModuleState:
 
     @contextmanager
     def preserve(self, device: torch.device) -> Iterator[Callable[[], None]]:
-        """Restore the state, all generators, and which parameters require gradients, on exit.
+        """Restore the state, all generators, and parameters' gradients and `requires_grad` on exit.
 
-        Call the yielded function to keep the new state instead. Existing gradients are set aside
-        inside the context. Parameter values are not restored.
+        Call the yielded function to keep the new state instead. Parameters have no gradients at the
+        start of the context. Their values are not restored.
         """
         gradients = [(p, p.grad, p.requires_grad) for p in self._parameters]
         drawn = random_state(device)
@@ -91,7 +92,7 @@ class ModuleState:
                     parameter.grad = gradient
 
     def restore_draws(self) -> None:
-        """Restore the module's own generators."""
+        """Restore only the module's own random generators."""
         for step in self._undo_draws:
             step()
 
@@ -103,17 +104,18 @@ class ModuleState:
 def preserve_state(
     module: nn.Module, device: torch.device
 ) -> AbstractContextManager[Callable[[], None]]:
-    """Return `ModuleState.preserve` of the module's current state."""
+    """Return a context that restores the module's state on exit (see `ModuleState.preserve`)."""
     return ModuleState(module).preserve(device)
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what an objective keeps outside of parameters and saved buffers, in comparable form.
+    """Return an objective's state outside of parameters and saved buffers, by name.
 
-    Keys are names. Values are numbers, tensors, generators, and the contents of containers and
-    objects of the user's classes in plain attributes; buffers that are not in checkpoints; and
-    globals, class attributes and closure variables that functions in the user's files use. The
-    names of values that are not plain attributes include their kind in parentheses.
+    It covers plain attributes (numbers, tensors, generators, and the contents of containers and of
+    objects of the user's classes), buffers that are not in checkpoints, and globals, class
+    attributes and closure variables that functions in the user's files use. Values are in a
+    comparable form. Unless a value is in a plain attribute, its name ends with its kind in
+    parentheses.
     """
     return _list_attributes(module, find_places(module))
 
@@ -173,7 +175,10 @@ def _version(buffer: Tensor) -> tuple[int, int]:
 
 
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
-    """Describe a buffer of an objective's module `name` that is not saved; None if it is saved."""
+    """Return a phrase for why a buffer of an objective is not saved; None if it is saved.
+
+    `part` is the module called `name` in the objective.
+    """
     if buffer in part._non_persistent_buffers_set:
         return "a buffer with persistent=False"
     of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")
@@ -223,7 +228,7 @@ def _comparable(value: Any, seen: set[int]) -> Any:
 
 
 def _sample_of(value: Any) -> Any:
-    """Return a tensor or an array; of a large one, evenly spaced elements.
+    """Return a tensor or an array, or evenly spaced elements of it if it is large.
 
     The stride is odd, so that the sample covers all columns of a table with 2^n columns.
     """
@@ -266,7 +271,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
         return type(value).__name__, len(value)
     seen.add(id(value))
     if type(value) in MAPPINGS:
-        # In brackets, so that a key that is a number does not pass for a value.
+        # In brackets, so that a key that is a number is not mistaken for a value.
         return tuple((f"[{key!r}]", _comparable_entry(one, seen)) for key, one in value.items())
     if type(value) is set:
         return frozenset(map(repr, value))
@@ -274,7 +279,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return the comparable form of a container's entry, with the attributes of an object."""
+    """Return the comparable form of a container's entry, possibly a module or user's object."""
     if not (isinstance(value, nn.Module) or is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
@@ -288,7 +293,7 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
 def _find_undo(
     module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Any, Undo]]:
-    """Yield values that a module's buffers, attributes and functions refer to, with restorers."""
+    """Yield each value that buffers, attributes and functions reach, with its `Undo`."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
     seen: dict[int, Any] = {id(p): p for p in parameters}
@@ -379,7 +384,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
 
 def _undo_tensor(tensor: Tensor) -> Undo | None:
-    """Return a function that restores a tensor only if it changed, to keep its version."""
+    """Return a function that restores a tensor, without a write if it has not changed."""
     if tensor.is_meta or tensor.is_inference():
         return None
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)

@@ -1,8 +1,8 @@
 """Parameters whose values a user's forward changes: clipped weights, teachers, max_norm.
 
-torch counts writes to a tensor in `_version`, but not those through `.data`, and comparing values
-would need a copy of all parameters. So writes are observed as operators run, and only tensors that
-are written to are copied.
+PyTorch counts writes to a tensor in `_version`, but not writes through `.data`, and comparing
+values would need a copy of all parameters. So operators are observed as they run, and only tensors
+that they write to are copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ NEEDED_BEFORE = "other micro-batches in flight need the old value"
 
 
 class MovedParameters(TorchDispatchMode):
-    """A record of named tensors that are written to inside the context, with previous values."""
+    """A dispatch mode that records writes to named tensors, and their previous values."""
 
     supports_higher_order_operators = True
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched: dict[int, list[tuple[str, Tensor]]] = {}
-        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # the tensor as it was, and its values
+        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # each tensor, and its local values
         for name, tensor in named:
             held = local(tensor).detach()
             if held.numel() and not held.is_meta:
@@ -41,7 +41,7 @@ class MovedParameters(TorchDispatchMode):
                 self._tensors[name] = tensor, held
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions = self._count_writes()
-        self.replaced: set[str] = set()  # names of those with other memory now (p.data = …)
+        self.replaced: set[str] = set()  # names of tensors whose memory was replaced (p.data = …)
         self.written: set[str] = set()  # including writes that changed no value
         self.written_by_samples: set[str] = set()
         self.communicates = False  # whether a forward called a collective
@@ -62,7 +62,7 @@ class MovedParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, TracedOperatorError):
-            torch._dynamo.reset()  # otherwise, code met under a mode is never compiled
+            torch._dynamo.reset()  # otherwise, code that ran under this mode is never compiled
 
     def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
@@ -86,15 +86,15 @@ class MovedParameters(TorchDispatchMode):
     def written_unseen(self) -> list[str]:
         """Return the names of tensors that unobserved operators have written to.
 
-        Operators are not observed in other threads, such as a backward on CUDA. If nothing was
-        observed, all written tensors count.
+        Operators are not observed in other threads, such as a backward on CUDA. If this mode was
+        never entered, the result has all tensors that were written to.
         """
         self._note_replaced()
         now = self._count_writes()
         return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
 
     def _count_writes(self) -> dict[str, int]:
-        """Return the version counters of tensors, and of sharded tensors' local parts."""
+        """Return each tensor's version counter plus that of its local shard, by name."""
         return {
             name: held._version + tensor._version
             for name, (tensor, held) in self._tensors.items()
@@ -102,7 +102,7 @@ class MovedParameters(TorchDispatchMode):
         }
 
     def put_back(self) -> dict[str, Tensor]:
-        """Restore all parameters; return the new values, by parameter name."""
+        """Restore all tensors; return the new values of those that had changed, by name."""
         moved = {name: now.clone() for name, now in self.changes().items()}
         for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]
@@ -133,7 +133,7 @@ class MovedParameters(TorchDispatchMode):
 
 
 class TracedOperatorError(BadInputError):
-    """A call to an operator that the compiler must trace, made while operators are observed."""
+    """A call to an operator that the compiler must trace, while outpace observes operators."""
 
 
 # Operators with branches or loop bodies that torch's compiler traces.
@@ -170,7 +170,7 @@ def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operator call writes to, if they have their own memory."""
+    """Yield the tensors that an operator call writes to, except those without memory."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -185,7 +185,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def is_lost_value(error: BaseException) -> bool:
-    """Return whether a backward failed because its inputs were overwritten after the forward."""
+    """Return whether a backward failed because a tensor that it needs was modified in place."""
     return "modified by an inplace operation" in str(error.__cause__ or error)
 
 
@@ -212,7 +212,7 @@ def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
 
 
 def advise_change(strategy: str) -> str:
-    """Return where to change parameters under a strategy."""
+    """Return advice on where to change parameters under a strategy."""
     if strategy in SCHEDULES:
         return (
             "Change parameters between steps instead; each rank changes those of its own stages "

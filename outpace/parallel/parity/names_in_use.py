@@ -1,8 +1,8 @@
-"""Names that a training step can read: those in the code of a module's forward and loss.
+"""Names in the code that a training step can reach: a module's forward, its hooks and its loss.
 
-Unused attributes are found without running code: an attribute whose name occurs in no function that
-a forward, a hook or the loss can reach is not read. If code looks names up as it runs (`getattr`,
-`vars`), any name may be read.
+They reveal unused attributes without running code: a step does not read an attribute whose name
+occurs in none of these functions. If the code looks up names dynamically (`getattr`, `vars`), it
+may read any name.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,7 +29,7 @@ _HOOKS = (
 class NamesInUse:
     """Names in the functions that a module's forward, its hooks and its loss can call.
 
-    A function counts as called if its name occurs in a called function, on any object.
+    A method counts as called if its name occurs in a called function, on whatever object.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any] | None = None) -> None:
@@ -41,7 +41,7 @@ class NamesInUse:
         return bool(self._names & _DYNAMIC) or name in self._names
 
     def mentions(self, name: str) -> bool:
-        """Return whether any of the functions has this name in its code."""
+        """Return whether this name occurs in the code of any of the functions."""
         return name in self._names
 
     @cached_property
@@ -63,7 +63,7 @@ class NamesInUse:
         return names
 
     def _list_first(self) -> list[FunctionType]:
-        """Return the loss, the hooks, and functions in the submodules' attributes."""
+        """Return the functions to start from: the loss, hooks, and functions in attributes."""
         first: list[Any] = [self._loss]
         for part in self._parts:
             first += list(vars(part).values())
@@ -122,9 +122,10 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
 
 
 def _find_globals(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
-    """Return the functions of these names in a function's package and in the user's files.
+    """Return the functions that these names refer to in a function's globals.
 
-    Functions of other libraries do not refer to attributes of the user's classes.
+    Only functions of the same package or of the user's files count: other libraries do not refer to
+    attributes of the user's classes.
     """
     values = [function.__globals__.get(name) for name in names]
     for value in list(values):

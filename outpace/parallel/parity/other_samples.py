@@ -1,7 +1,7 @@
-"""Checks of whether losses depend on which samples are computed together, or earlier.
+"""Check whether a sample's loss depends on other samples in its batch or in earlier batches.
 
-If a rank's first batch contains samples of other ranks, the plain pass combines samples differently
-from the plan. Then one comparison with the layout shows that there is no such dependence.
+The plain pass may combine samples differently from the plan, for example by swapping samples
+between ranks. If its results still equal the layout's, there is no such dependence.
 """
 
 import math
@@ -38,25 +38,26 @@ from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.parallel.rank_objects import gather_objects
 
-AFFECTED = "samples affect each other"  # a reason of explain_dependence
+AFFECTED = "samples affect each other"  # one of the reasons that explain_dependence returns
 FEWEST = 4  # samples of a micro-batch, since a single sample may be a special case
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes with samples of other ranks (`mix_samples_of_ranks`). Collective.
+    """Return this rank's passes after ranks have swapped samples. Collective.
 
-    The first pass is returned in two halves.
+    Samples of the first two passes are swapped (`mix_samples_of_ranks`), and the first pass is
+    returned as two halves. Returns None on all ranks if samples cannot be swapped.
     """
     mixed = mix_samples_of_ranks(passes[:2], device)
     return None if mixed is None else [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
 
 
 def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return one or two passes of this rank, each with a sample of another rank. Collective.
+    """Replace the first sample of each of one or two passes by one of the next rank. Collective.
 
-    Each begins with the first sample of the next rank's other pass (of two) instead of its own.
-    Returns None on all ranks if a pass has fewer than four samples or an odd number of them, or if
-    samples of several ranks cannot form a batch.
+    Of two passes, each gets the first sample of the next rank's other pass. Returns None on all
+    ranks if a pass has fewer than four samples or an odd number of them, or if samples of several
+    ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -80,9 +81,10 @@ def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[
 
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
-    """Send bytes to the previous rank; return the bytes, of these sizes, from the next one.
+    """Send bytes to the previous rank, and return those received from the next rank. Collective.
 
-    In this way, no rank holds the samples of all ranks. Collective.
+    `sizes` are the lengths of the received bytes. Unlike with a gather, no rank holds the samples
+    of all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -98,10 +100,11 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
 
 
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
-    """Return a pipeline's micro-batches, each starting with the last sample of the previous one.
+    """Return a pipeline's micro-batches after rotating the samples of all passes by one.
 
-    The first one starts with the last sample of the last pass. Returns None if a micro-batch has
-    fewer than four samples or an odd number of them, or if samples cannot be combined.
+    The last sample of the last pass becomes the first sample of the first pass. Returns None if a
+    micro-batch has fewer than four samples or an odd number of them, or if samples cannot be
+    combined.
     """
     turned = []
     for number, batch in enumerate(passes):
@@ -117,17 +120,17 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
 
 
 def _is_enough(samples: int) -> bool:
-    """Return whether a micro-batch has enough samples for halves that are not special cases."""
+    """Return whether a number of samples is even and at least four."""
     return samples >= FEWEST and samples % 2 == 0
 
 
 def explain_dependence(
     plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
 ) -> str | None:
-    """Return what the losses of a few samples depend on besides the sample and the weights.
+    """Return why a sample's loss depends on more than the sample and the weights; None if not.
 
-    Returns None if there is nothing else. The samples are computed together and one by one.
-    Everything is restored afterwards. `drops`: dropout is disabled and does not count.
+    A few samples run together and one by one, with dropout disabled. Everything is restored
+    afterwards. `drops`: accept a module that uses dropout.
     """
 
     def compare(run: _Run) -> bool:
@@ -146,11 +149,12 @@ def explain_company(
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return what a sample's loss depends on besides the sample and the weights, or None.
+    """Return why the loss of `sample` depends on more than itself and the weights; None if not.
 
-    `others` are other samples, each with its own loss, if known. The sample's loss must be bitwise
-    equal before and after a forward of all of them together, and the loss of all together must
-    equal their separate losses. Dropout is disabled, and everything is restored afterwards.
+    `others` are other samples, each with its loss sum and count, if known. The loss of `sample`
+    must be bitwise equal before and after a forward of all samples together, and that forward must
+    give the mean loss of separate forwards. Dropout is disabled, and everything is restored
+    afterwards.
     """
 
     def compare(run: _Run) -> bool:
@@ -179,9 +183,10 @@ def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
 def _explain_forwards(
     plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_Run], bool]
 ) -> str | None:
-    """Return why `compare`, called with a forward without dropout, shows a dependence.
+    """Return why `compare`, called with a function that runs forwards, fails; None if it succeeds.
 
-    Returns None if `compare` returns True and no forward draws random numbers or changes anything.
+    It succeeds if it returns True, and no forward draws random numbers or changes anything. Dropout
+    is disabled, and everything is restored afterwards.
     """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())
@@ -215,7 +220,7 @@ def _explain_forwards(
 
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
-    """Return what forwards may change apart from parameters and saved buffers, for comparison."""
+    """Return the state outside of parameters and saved buffers, in comparable form."""
     trained = [one.requires_grad for one in plain.parameters()]
     return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 

@@ -1,6 +1,6 @@
 """Variables outside of a user's module that its functions and its loss use and may change.
 
-These are globals of the user's files that code names, attributes of the user's classes and
+These are globals of the user's files that code refers to, attributes of the user's classes and
 functions, closure variables, and default arguments. Installed packages are left out.
 """
 
@@ -44,7 +44,7 @@ class OuterVariable:
 def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> list[OuterVariable]:
     """Return all variables that functions of a module, its submodules, hooks and loss can use.
 
-    An objective's loss is an attribute; for a user's module, it is an argument.
+    Pass the `loss` of a user's module; an objective has its loss as an attribute.
     """
     walk = _Walk()
     walk.add(loss)
@@ -60,7 +60,7 @@ def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> li
 
 
 class _Walk:
-    """A walk from code to the code that it refers to."""
+    """A traversal of code and the code that it refers to, which collects variables in `places`."""
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
@@ -68,7 +68,7 @@ class _Walk:
         self._variables: set[tuple[int, str]] = set()
 
     def add(self, value: Any) -> None:
-        """Walk over a function, a class, or a callable object."""
+        """Visit a function, a class or a callable object, and the code that it refers to."""
         value = value.func if isinstance(value, partial) else value
         if isinstance(value, MethodType):
             self.add(type(value.__self__))
@@ -169,7 +169,7 @@ def _functions_of(one: type) -> Iterator[FunctionType]:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a value is callable, or part of a class, rather than data."""
+    """Return whether a value is code (a function, class, Python module or descriptor), not data."""
     described = isinstance(value, staticmethod | classmethod | property)
     return described or isinstance(value, FunctionType | MethodType | type | ModuleType | partial)
 
@@ -207,12 +207,12 @@ def _same(value: Any) -> Any:
 
 
 def _keep(value: Any) -> None:
-    """Do nothing, since no call replaces a default argument."""
+    """Do nothing, because calls do not replace default arguments."""
 
 
 @cache
 def is_user_file(name: str | None) -> bool:
-    """Return whether code is in a user's file, not in an installed package, Python or outpace."""
+    """Return whether a file is the user's, not an installed package's, Python's or outpace's."""
     if name is None or name.startswith(("<frozen", "<string")):
         return False
     paths = sysconfig.get_paths()

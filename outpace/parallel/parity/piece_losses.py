@@ -23,11 +23,11 @@ def total_of(
 ) -> Totals:
     """Return the loss sum and the count over several parts of a batch (`pieces`).
 
-    Dropout is disabled, and all state is restored. Gradients are enabled, because the forward may
+    `drops`: disable dropout. All state is restored. Gradients are enabled, because the forward may
     compute some (forces, penalties) or register hooks.
 
-    Raises DrawsError if random numbers are drawn and the parts are not `alike`, because different
-    parts then draw different numbers.
+    Raises DrawsError if `drops` is set and random numbers are still drawn, because different parts
+    then draw different numbers; not if the parts are `alike`.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -47,7 +47,7 @@ def total_of(
 def run_forward(plain: nn.Module, piece: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss sum and count of a part of a batch, even if its loss has no gradient.
 
-    A part may have no targets. Only a step refuses a loss without a gradient.
+    A part may have no targets. A loss without a gradient is an error only in a training step.
     """
     try:
         loss_sum, count, *_ = plain(piece)

@@ -1,4 +1,4 @@
-"""A plain copy of a user's module that has been laid out, with the layout's values."""
+"""A plain copy of a user's module, filled with the values of a layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 
 _REGISTERS = frozenset(vars(nn.Module()))
-_MESSAGE_BYTES = 32 << 20  # limit on a message between ranks
+_MESSAGE_BYTES = 32 << 20  # a message ends with the tensor that reaches this size
 _MOST_OF_FREE = 0.8
 
 
@@ -32,10 +32,10 @@ def model_of(objective: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """A rank's part of a module: the dtypes of its parameters and buffers, by name.
+    """The dtypes of the parameters and buffers that a rank holds, by name.
 
-    `narrowest`: bytes per element of its narrowest floating-point parameter. `has_sums`: see
-    `Layout`. `frozen`: names of parameters that need no gradient now.
+    `narrowest`: bytes per element of the rank's narrowest floating-point parameter. `has_sums`: see
+    `Layout`. `frozen`: names of parameters that do not require gradients now.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -48,11 +48,11 @@ class ModuleDtypes:
 def fill_copy(
     plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> Iterator[list[str]]:
-    """Fill a copy that has no data with a layout's weights and buffers; yield parameter names.
+    """Fill a copy on the meta device with a layout's tensors; yield parameter names. Collective.
 
-    Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest:
-    `holders` describes what each rank holds. Servers have no samples and need no values.
-    Collective.
+    The copy shares tensors that this rank holds whole, gathers shards, and receives the rest from
+    other ranks. `holders` describes what each rank holds. Parameter servers run no samples, so
+    their copies stay without values.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
@@ -79,7 +79,7 @@ _Registered = list[tuple[dict[str, Any], str, Any]]
 def _register(
     plain: nn.Module, parameters: Mapping[int, nn.Parameter], values: Mapping[int, Tensor]
 ) -> _Registered:
-    """Register new parameters and buffer values, by the `id` of the tensors that they replace.
+    """Replace registered parameters and buffers, given new tensors by the `id` of the old ones.
 
     Returns each replaced attribute with its previous tensor.
     """
@@ -105,9 +105,10 @@ def _register(
 def _swap_parameters(
     model: nn.Module, values: Mapping[int, Tensor]
 ) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace a copy's parameters by their values wherever code refers to them, even as dict keys.
+    """Swap values into a copy's parameters inside the context.
 
-    Yields replacements, by `id`, for parameters that torch cannot swap.
+    The parameters stay the same objects, so references to them, such as dict keys, remain valid.
+    Yields new parameters, by the `id` of the old ones, where torch cannot swap.
     """
     made = {p: parameter_like(values[id(p)], p) for p in all_parameters(model)}
     swapped = [p for p, parameter in made.items() if _swap(p, parameter)]
@@ -116,7 +117,7 @@ def _swap_parameters(
         yield {id(p): parameter for p, parameter in made.items() if p not in done}
     finally:
         for p in swapped:
-            # Hooks move with the tensor's values, and would count as registered on the new values.
+            # Hooks move with the values, and would count as registered on the layout's tensors.
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             p._backward_hooks = None
             _swap(p, made[p])  # otherwise it would stay in memory as long as the copy
@@ -133,9 +134,10 @@ def _swap(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Redirect references to the trained module's submodules (in a loss's closure) to the copy.
+    """Redirect references to the trained module's submodules to the copy inside the context.
 
-    `trained`: the modules that `plain` was copied from, in order.
+    A loss may have such references in its closure. `trained`: the modules that `plain` was copied
+    from, in the order of `modules()`.
     """
     before = [vars(part) for part in trained]
     try:
@@ -150,10 +152,7 @@ def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Itera
 def _values(
     model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> dict[int, Tensor]:
-    """Return whole values for each parameter and buffer of a meta model, by `id`.
-
-    Collective.
-    """
+    """Return whole tensors for the parameters and buffers of a meta model, by `id`. Collective."""
     device = layout._device()
     held = _tensors_of(layout)
     readers = [rank for rank in range(ranks.world_size) if plan.data_rank(rank) is not None]
@@ -171,7 +170,7 @@ def _values(
         elif mine is not None and (everywhere or is_spread(mine)):
             values[key] = whole(mine).to(device)
         else:
-            # If no rank has the tensor, the check is skipped.
+            # Some rank has the tensor: otherwise, the check is skipped (`explain_lost_tensors`).
             owner = next(rank for rank, has in enumerate(holders) if name in has.dtypes)
             dtype = holders[owner].dtypes[name]
             if mine is None:
@@ -210,7 +209,7 @@ def _send(sent: _Alike, rank: int) -> None:
 
 
 def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield groups of tensors that fit in one message."""
+    """Yield groups of tensors, each to be sent as one message."""
     some: list[tuple[int, Tensor]] = []
     for one in alike:
         some.append(one)
@@ -239,7 +238,7 @@ def _tensors_of(layout: Layout) -> dict[str, Tensor]:
 
 
 def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> str | None:
-    """Name the module's tensors that no rank has; None if there are none."""
+    """Return a message that names the module's tensors that no rank has; None if there are none."""
     held = set().union(*(one.dtypes for one in holders))
     named = (*model.named_parameters(), *model.named_buffers())
     lost = [name for name, _ in named if name not in held]
@@ -247,7 +246,7 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 
 
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
-    """Explain why the weights of other ranks do not fit in memory; None if they do.
+    """Return a message if the weights of other ranks do not fit in memory; None if they do.
 
     Gradients need hardly any memory, because only one exists at a time.
     """

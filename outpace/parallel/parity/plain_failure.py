@@ -21,9 +21,9 @@ _FAILS = "a copy of the module fails"
 
 @dataclass(frozen=True)
 class PlainFailure:
-    """The reason why there are no sums.
+    """The reason why the plain module's pass has no sums.
 
-    `by_cut`: the module works if the batch is not split, so training must not start.
+    `by_cut`: the module fails only because the batch is split, so training must not start.
     """
 
     reason: str
@@ -33,7 +33,7 @@ class PlainFailure:
 def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
     """Return whether a forward over a batch completes; None if there is not enough memory.
 
-    It computes gradients only if it fails without them: some forwards need them.
+    Gradients are enabled only if the forward fails without them, because some forwards need them.
     """
     model = model_of(plain)
     device = next(model.parameters()).device
@@ -71,7 +71,7 @@ def _is_advice(error: Exception) -> bool:
 
 
 def gather_first(reason: str | None) -> str | None:
-    """Return the first rank's reason, if any rank has one. Collective."""
+    """Return the reason of the first rank that has one; None if no rank has. Collective."""
     return next((one for one in gather_objects(reason) if one is not None), None)
 
 
@@ -83,10 +83,10 @@ def explain_failure(
     pieces: Pieces,
     synchronised: bool,
 ) -> PlainFailure:
-    """Find out whether the module fails because a batch is split, or split unevenly. Collective.
+    """Find out whether the module fails because the batch is split. Collective.
 
-    It does if the copy runs on the whole batch. If this cannot be tried, an uneven split counts as
-    a possible cause.
+    It does if the copy runs on the whole batch. If this cannot be tried, tensors without a row per
+    sample, which stay whole in each part, are named as a possible cause.
     """
     if reason.startswith(COLLECTIVE):
         return PlainFailure(reason, by_cut=True)

@@ -77,9 +77,9 @@ from outpace.records.ranks import Ranks
 
 
 class PlainPass:
-    """The plain module's pass, on a copy of an objective that is made before it is laid out.
+    """The plain module's pass, on a copy that is made before the objective is laid out.
 
-    `blocks` names the blocks that recompute, if the user named them.
+    `blocks` names the blocks that recompute activations, if the user chose them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PlainPass:
         self.shared_norms = [n for n, m in norms.items() if isinstance(m, SynchronisedBatchNorm)]
         self.synchronised = bool(self.shared_norms)
         self._recomputes = False
-        self.draws_alike = False  # whether the copy draws what the layout will
+        self.draws_alike = False  # whether the copy draws the same random numbers as the layout
         self._affected = False  # whether a few samples affect each other's losses
         self._copy: nn.Module | None = None
         self._trained: list[nn.Module] = []
@@ -121,7 +121,7 @@ class PlainPass:
 
     @property
     def model(self) -> nn.Module:
-        """The copy of the user's module, until it has run."""
+        """The copied user's module; available until `run` has freed the copy."""
         assert self._copy is not None
         return model_of(self._copy)
 
@@ -138,7 +138,7 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | PlainFailure:
-        """Return this rank's sums, or the reason why some rank has none. Collective.
+        """Run the plain module; return this rank's sums, or why some rank has none. Collective.
 
         `holders` describes what each rank holds. `allowed`: the tolerances between a batch and its
         parts. Call this only once, because it frees the copy.
@@ -155,7 +155,7 @@ class PlainPass:
             if self.pieces.ranks_per_share > 1:  # each rank runs some of the micro-batches
                 piece = _reduce(self.pieces.find_first(passes), has_dropout(plain))
                 state = self._find_state(plain, piece, passes, hooks)
-            # The module's buffers, counters and generators depend on the previous micro-batches.
+            # If state depends on previous micro-batches, each rank runs all of them in order.
             in_order = state is not None and any(gather_objects(state.is_any or state.writes))
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
@@ -201,7 +201,7 @@ class PlainPass:
         hooks: StepHooks,
         allowed: ComparisonLimits,
     ) -> PlainReport:
-        """Return this rank's report, except `spread`; runs a few more forwards. Collective."""
+        """Run a few more forwards, and return this rank's report without `spread`. Collective."""
         asked_cut = passes, hooks, self.synchronised, allowed.cut
         apart = compare_cut(CutRequest(plain, self._plan, first, *asked_cut))
         found.backwards.update(state.backwards)
@@ -229,7 +229,8 @@ class PlainPass:
     ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
         """Return buffers and attributes whose changes depend on samples, and buffers that may.
 
-        In a module that communicates, a forward on only some ranks would hang.
+        If the module communicates, a forward on only some ranks would hang, so only the latter are
+        returned.
         """
         if self._plan.data_parallel == 1 or found.first is None:
             return (), (), ()
@@ -254,9 +255,9 @@ class PlainPass:
     def _compare_company(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether testing a few samples of several ranks finds no dependence. Collective.
+        """Return whether a few samples of several ranks do not affect each other. Collective.
 
-        False without a test if the pass changed something on any rank.
+        Returns False, without a test, if the pass changed something on any rank.
         """
         changed = any((
             found.keeps, found.written, found.unseen, found.hidden, found.buffers,
@@ -267,7 +268,7 @@ class PlainPass:
     def _has_other_cause(
         self, found: PlainSums, report: PlainReport, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether something else that is reported or refused may also affect samples."""
+        """Return whether something that is reported separately may also make samples differ."""
         return bool(
             self.synchronised or report.state.is_any or report.made or report.unseen
             or found.written or found.moved_back or report.cut.read
@@ -282,12 +283,12 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | None:
-        """Return this rank's sums over samples that are combined differently. Collective.
+        """Run the plain module on samples that are combined differently from the plan. Collective.
 
-        If the layout, which runs whole micro-batches, computes the same sums, then neither other
-        samples nor previous calls affect a sample. Returns None if samples cannot be separated, if
-        a few of them show that a forward draws or changes something or that samples affect each
-        other (by more than `allowed`), or if a forward of the parts changes something.
+        If the layout, which runs the plan's micro-batches, computes the same sums, then neither
+        other samples nor previous calls affect a sample. Returns None if samples cannot be combined
+        differently, if a few of them show that a forward draws random numbers or changes state, or
+        that samples affect each other (by more than `allowed`), or if this pass changes state.
         """
         if not self._recombines:
             return None
@@ -333,9 +334,10 @@ class PlainPass:
     def _explain_dependence(
         self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
     ) -> str | None:
-        """Return why a pass over other batches would be inconclusive, using a few samples; or None.
+        """Return why `run_apart` would be inconclusive, judging by a few samples, or None.
 
-        Not tested if the layout's pass is not the step itself, because that leaves no time for it.
+        Under tensor parallelism, modules with dropout are not tested, to save time: their step has
+        to be computed again.
         """
         splits = self._plan.tp > 1
         if splits and has_dropout(plain):
@@ -344,7 +346,7 @@ class PlainPass:
             return explain_dependence(plain, take_first(part, 2), hooks, allowed.cut, drops=splits)
 
     def _recombine(self, passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-        """Return this rank's samples in batches other than the plan's. Collective.
+        """Combine this rank's samples into other batches than the plan's. Collective.
 
         Returns None if that is impossible.
         """
@@ -356,7 +358,7 @@ class PlainPass:
         if turned is None:
             return None
         mine = turned[self.pieces.place :: self.pieces.ranks_per_share]
-        # The pieces are unequal, because a gradient may also depend on the number of samples.
+        # The parts differ in size, because a gradient may also depend on the number of samples.
         return mine if self.pieces.place else [*cut(mine[0], 2), *mine[1:]]
 
     def release(self) -> None:
@@ -366,9 +368,9 @@ class PlainPass:
     def _fill(
         self, layout: Layout, holders: Sequence[ModuleDtypes]
     ) -> Iterator[tuple[nn.Module, PlainSums]]:
-        """Give the copy the layout's values; yield it and empty sums. Collective.
+        """Fill the copy with the layout's values; yield it with empty sums. Collective.
 
-        Generators and buffers are restored afterwards.
+        The layout's generators and buffers are restored afterwards.
         """
         plain, device = self._copy, layout._device()
         assert plain is not None
@@ -380,7 +382,7 @@ class PlainPass:
             yield plain, PlainSums(names, model_of(plain), device)
 
     def _let_recompute(self, model: nn.Module) -> None:
-        """Make the copy recompute activations as the run does, to save memory. Called once."""
+        """Apply activation checkpointing to the copy, to save memory; later calls do nothing."""
         if not self._recomputes:
             named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
             apply_checkpointing(model, "full", named)
@@ -389,12 +391,12 @@ class PlainPass:
     def _first_of(
         self, found: PlainSums, state: KeptState, in_order: bool, state_piece: Batch | None
     ) -> FirstPiece | None:
-        """Return this rank's first micro-batch, ready for comparison with its parts.
+        """Return this rank's first micro-batch, to be compared with its parts.
 
-        If the search for state used only a part of it, `state_piece`, that part is compared. Among
-        ranks with the same samples, all but the first compare half of their micro-batch with its
-        quarters, because halves with equal numbers of targets show nothing. `in_order`: its loss
-        was computed after other micro-batches.
+        If the search for state used only a part of the micro-batch, `state_piece`, that part is
+        compared. Among ranks with the same samples, all but the first compare half of their
+        micro-batch with its quarters, because halves with equal numbers of targets reveal nothing.
+        `in_order`: the micro-batch's loss was computed after other micro-batches.
         """
         if found.first is None:
             return None
@@ -412,7 +414,7 @@ class PlainPass:
     def _find_unscaled(
         self, plain: nn.Module, found: PlainSums, hooks: StepHooks, allowed: ComparisonLimits
     ) -> Sequence[str]:
-        """Return parameters whose gradients do not scale with the loss, by the user's backward."""
+        """Return parameters whose gradients do not scale with the loss (see loss_scale.py)."""
         if found.first is None or not (self._has_hooks or found.user_backward):
             return ()
         return find_unscaled_gradients(
@@ -421,9 +423,10 @@ class PlainPass:
         )  # fmt: skip
 
     def _compare_ranks(self, plain: nn.Module, found: PlainSums, hooks: StepHooks) -> float:
-        """Return how much the loss changes with the rank, if the user's code reads the rank.
+        """Return how much the loss changes with the rank; 0 if user code does not read the rank.
 
-        Not tested with the user's own collectives, in which no rank can act as another one.
+        Not tested if the module communicates, because a rank cannot act as another one in
+        collectives.
         """
         if found.first is None or not self._asks_for_rank or self.synchronised:
             return 0.0
@@ -451,7 +454,7 @@ class PlainPass:
             )  # fmt: skip
 
     def _guard_forwards(self) -> AbstractContextManager[object]:
-        """Return the context for forwards that not all ranks run at the same time."""
+        """Return a context that refuses collectives if only some ranks run forwards in it."""
         alone = self.pieces.ranks_per_share == 1
         return nullcontext() if alone else NoCollectives(self._plan.strategy)
 
@@ -465,11 +468,12 @@ class PlainPass:
         watch: MovedParameters,
         keeps: bool = False,
     ) -> str | None:
-        """Run the `pieces` of `Pieces.select` and add up their sums; return why that failed.
+        """Run the `pieces` of `Pieces.select`, and add up their sums; return why that failed.
 
-        `draws` makes ranks with the same samples draw the layout's random numbers; without it,
-        dropout is disabled. `watch` observes forwards only: in a backward it would keep gradients
-        alive, so that each would be copied. `keeps`: record whether attributes change.
+        Returns None on success. `draws` makes ranks with the same samples draw the layout's random
+        numbers. Dropout is disabled unless `draws_alike`. `watch` observes forwards only: in a
+        backward, it would keep gradients alive, and each would be copied. `keeps`: record whether
+        attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -525,9 +529,10 @@ def _run_backward(
     count: Tensor,
     versions: Mapping[str, Any],
 ) -> None:
-    """Run a micro-batch's backward and add its results; record the buffers that change.
+    """Run a micro-batch's backward, and add its results to `found`.
 
-    `versions`: the versions of buffers before the first micro-batch.
+    Also record the buffers that the first micro-batch changes. `versions`: the buffers' versions
+    before the first micro-batch.
     """
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:
@@ -549,10 +554,10 @@ def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, .
 
 
 def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return half or a quarter, with at least four samples, of a micro-batch with dropout.
+    """Return half or a quarter of a micro-batch with dropout, with at least four samples.
 
-    Its loss without dropout is unknown, so the part is all that has to be computed. Return other
-    micro-batches unchanged.
+    The loss of the micro-batch without dropout is not known, so a part is enough to compare. Other
+    micro-batches are returned unchanged.
     """
     if piece is None or not drops or samples_in(piece) % 8:
         return piece

@@ -25,7 +25,7 @@ class Pieces:
 
     @property
     def share(self) -> int | None:
-        """Return which share of a global batch this rank reads; None if it reads nothing."""
+        """Return the index of this rank's share of the global batch; None if it reads nothing."""
         return self._plan.data_rank(self._ranks.rank)
 
     @property
@@ -41,16 +41,16 @@ class Pieces:
         return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
 
     def find_first(self, passes: Sequence[Batch]) -> Batch | None:
-        """Return the first micro-batch, on the rank that runs it."""
+        """Return the first micro-batch if this rank runs it, otherwise None."""
         if not passes or self.place:
             return None
         return cut(passes[0], self._plan.pp_microbatches)[0]
 
     def choose(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
-        """Return the micro-batch that this rank takes samples from, and the rank's index.
+        """Return the micro-batch from which this rank provides samples, and the rank's index.
 
-        Returns None if the plan does not split batches, or if other ranks take the same samples. If
-        all ranks have the same samples, they use different micro-batches.
+        The micro-batch is None if the plan does not split batches, or if another rank provides the
+        same samples. If all ranks have the same samples, they use different micro-batches.
         """
         share = self.share
         if share is None or not passes or not self.is_cut(passes):
@@ -62,9 +62,10 @@ class Pieces:
         return cut(passes[number // parts], parts)[number % parts], self.place
 
     def select(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """Return this rank's micro-batches in the order of one process: number, batch and True.
+        """Yield (number, micro-batch, True) for each micro-batch of this rank, in order.
 
-        `in_order`: also return those that other ranks run on the same samples, with False.
+        `in_order`: also yield the micro-batches that other ranks with the same samples run, with
+        False.
         """
         plan, number = self._plan, 0
         for batch in passes:
@@ -78,9 +79,10 @@ class Pieces:
     def find_other(
         self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
     ) -> Batch | None:
-        """Return a micro-batch other than a rank's first: its second, or one of another rank.
+        """Return this rank's second micro-batch or, if it has only one, another rank's. Collective.
 
-        Other ranks' are available only if they are single samples, from two ranks. Collective.
+        Only the ranks that read the first two shares send their micro-batch, and only if it is a
+        single sample. Returns None if there is no other micro-batch.
         """
         mine = self.share
         sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)

@@ -23,15 +23,21 @@ from outpace.parallel.tensors import all_parameters, copies
 class PlainReport:
     """A rank's report to the others about its plain pass.
 
-    `cut`: differences between a batch and its halves. The next fields are names of parameters:
-    those `made` by the forward; those `written` by it, and of these, those `spread` over ranks,
-    those whose values depend on samples (`by_samples`), and those written without an observed
-    operator (`unseen`). `prints` are fingerprints of the parameters that changed, `buffer_prints`
-    of saved buffers that the first micro-batch changed; None without samples. `counted`: buffers,
-    and `attributes`, whose changes depend on samples; `unsure`: buffers that may. `moved_back`:
-    buffers that a backward changes and that the loss depends on. `unscaled`: parameters whose
-    gradients do not scale with the loss. `by_rank`: by how much the loss changes with the rank.
-    `hidden`: parameters of modules in plain attributes that the forward writes to.
+    `cut`: differences between a batch and its halves. `state`: state that forwards keep.
+
+    These fields are names of parameters: `made`, created by the forward; `written`, written to by
+    the forward; `spread`, those of `written` that are sharded; `by_samples`, those of `written`
+    whose values depend on samples; `unseen`, written to without an observed operator; `unscaled`,
+    whose gradients do not scale with the loss; and `hidden`, parameters of modules in plain
+    attributes that the forward writes to.
+
+    These are names of buffers: `counted`, whose changes depend on samples; `unsure`, whose changes
+    may; and `moved_back`, which a backward changes and the loss depends on. `attributes` are names
+    of plain attributes whose changes depend on samples.
+
+    `prints` are fingerprints of the parameters that changed, and `buffer_prints` those of the saved
+    buffers that the first micro-batch changed; None without samples. `by_rank`: how much the loss
+    changes with the rank.
     """
 
     cut: CutDifference
@@ -55,8 +61,8 @@ class PlainReport:
 class PlainSums:
     """The plain module's results on this rank.
 
-    `sums` has the sums of losses, counts and absolute losses, then each parameter's inner product
-    (`projection`), then its number of gradients.
+    `sums` has the sums of losses, counts and absolute losses, then the projection of each
+    parameter's gradient (`projection`), then each parameter's number of gradients.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
@@ -73,13 +79,13 @@ class PlainSums:
         self.unseen: Sequence[str] = ()  # those written without an observed operator
         self.hidden: list[str] = []  # written parameters of modules in plain attributes
         self.buffers: dict[str, Tensor] = {}  # saved buffers that the first micro-batch changed
-        self.moved_buffers: set[str] = set()  # likewise, including buffers that are not saved
-        self.moved_back: dict[str, Tensor] = {}  # saved buffers that only its backward has changed
+        self.moved_buffers: set[str] = set()  # the same, including buffers that are not saved
+        self.moved_back: dict[str, Tensor] = {}  # saved buffers that only the backward changed
         self.drops = True  # whether forwards draw random numbers, or would if dropout were on
-        self.user_backward = False  # whether the first graph has a Function in Python
+        self.user_backward = False  # whether the first graph has an autograd Function in Python
         self.keeps = False  # whether forwards change attributes, if recorded
         self.in_forward = False  # whether a forward is running
-        self.backwards: set[str] = set()  # parameters that a forward's own backward has reached
+        self.backwards: set[str] = set()  # parameters that a backward in a forward has reached
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # equal on all ranks
         self.builds = BuildDifference()  # equal on all ranks, too
@@ -90,7 +96,7 @@ class PlainSums:
 
     @property
     def states(self) -> list[KeptState]:
-        """Return the state in attributes that each rank has found."""
+        """Return what ranks have found about kept state, where there is something to report."""
         return [report.state for report in self.reports if report.state.is_any]
 
     def take_writes(self, watch: MovedParameters) -> None:
@@ -126,7 +132,7 @@ class PlainSums:
         self._taker = taker
 
     def add_up(self) -> None:
-        """Write inner products and numbers of gradients of all micro-batches to the sums."""
+        """Write the accumulated inner products and numbers of gradients to `sums`."""
         for place, product in enumerate(self._products):
             if product is not None:
                 self.sums[3 + place] = product
@@ -146,7 +152,11 @@ class PlainSums:
 def sum_gradients(
     layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
 ) -> Tensor:
-    """Return this rank's share of inner products, squares and numbers of gradients, (3, names)."""
+    """Return this rank's terms of the projections, squares and numbers of gradients, (3, names).
+
+    Gradients that several ranks have are divided by the number of these ranks. `factor` is the
+    ratio of the layout's gradients to the plain module's.
+    """
     named = dict(layout.named_parameters()) if layout.has_sums else {}
     sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
     for number, name in enumerate(plain.names):

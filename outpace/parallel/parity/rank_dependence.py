@@ -1,8 +1,8 @@
 """Losses that depend on the rank that computes them, or on the number of ranks.
 
-`if dist.get_rank() == 0: loss = loss + penalty` gives ranks different losses, and `loss *
-dist.get_world_size()` gives them another loss than one process. A copy of the module on the same
-rank does the same, so comparing with it shows nothing.
+With `if dist.get_rank() == 0: loss = loss + penalty`, ranks compute different losses, and with
+`loss * dist.get_world_size()`, they compute another loss than one process. A copy of the module on
+the same rank does the same, so comparing the two reveals nothing.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Saved buffers that a module's training depends on, now or some steps later.
 
-A bank of embeddings may be read once it is full, a running mean after a warm-up that another buffer
-counts, and a factor may change only the gradient. One process updates such buffers once per step
-with all samples; ranks and micro-batches update them with their own samples.
+A bank of embeddings may be read only once it is full, and a running mean only after a warm-up that
+another buffer counts; a factor may change only the gradient. One process updates such buffers once
+per step with all samples; ranks and micro-batches update them with their own samples.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,8 +27,8 @@ _Outcome = tuple[float, float]  # a mean loss, and a measure of its gradients
 _FEW = 2  # samples
 _MOST_NAMED = 32  # buffers that are tried one by one
 _FORWARDS = 8  # in a row, for a bank that is read once it has a few rows
-_CALLS = (17, 107, 709, 1_009, 10_007, 251_999, 252_000)  # to which counters are set
-_ROUNDING = 1e-4  # relative difference by kernels that are not deterministic
+_CALLS = (17, 107, 709, 1_009, 10_007, 251_999, 252_000)  # after which counters are tried
+_ROUNDING = 1e-4  # relative difference that nondeterministic kernels cause
 
 
 def find_read_buffers(
@@ -41,9 +41,9 @@ def find_read_buffers(
 ) -> Names:
     """Return the `moved` buffers that training on a few samples of a batch depends on.
 
-    These are buffers whose new values affect the loss. With `later`, they include buffers that
-    affect only its gradient, or the loss some steps later; ranks may then run unequal numbers of
-    forwards. Each forward draws the same random numbers.
+    These are buffers whose new values affect the loss. If there are none and `later` is set, these
+    are buffers that affect only the gradient, or the loss some steps later; ranks may then run
+    unequal numbers of forwards. Each forward draws the same random numbers.
     """
     if not moved:
         return ()
@@ -97,7 +97,7 @@ class _Search:
         return tuple(alone) or tuple(moved)
 
     def find_later(self) -> Names:
-        """Return the buffers whose new values change the gradient, or whose later values matter."""
+        """Return the buffers that affect the gradient now, or training some steps later."""
         names = list(self._list_unknown())
         if not names:
             return ()
@@ -120,14 +120,18 @@ class _Search:
         return self._list_used(after, {n: self._held[n].detach().clone() for n in after}, fresh)
 
     def _list_unknown(self) -> Iterable[str]:
-        """Return the moved buffers except torch's own statistics, which training never reads."""
+        """Return the moved buffers, except BatchNorm's, which training never reads."""
         known = batchnorm_state(self._model)
         return [name for name in self._moved if id(self._held[name]) not in known]
 
     def _list_used(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return the names of values that change the outcome: without any of them it differs."""
+        """Return the names of values that change the outcome from `fresh`.
+
+        Without any one of these values, the outcome differs. If no single value matters, all are
+        returned.
+        """
         outcome = self._run(values)
         if not _are_apart(outcome, fresh):
             return ()
@@ -136,7 +140,7 @@ class _Search:
         return tuple(n for n in some if _are_apart(without[n], outcome)) or tuple(values)
 
     def _run(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
-        """Return the outcome with these values of buffers; restore everything."""
+        """Run a forward with these buffer values, restore everything, and return the outcome."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping:
             with torch.no_grad():
@@ -149,7 +153,7 @@ class _Search:
             return mean, self._measure.take(loss_sum) if gradient else 0.0
 
     def _values_after(self) -> dict[str, Tensor]:
-        """Return the values that several forwards give to saved buffers."""
+        """Return the values of saved buffers after several forwards."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping, torch.enable_grad():
             begin = {name: buffer.detach().clone() for name, buffer in self._held.items()}
@@ -174,7 +178,7 @@ def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
     """Return the value of a counter after many calls, or of another buffer after the first call.
 
     Counters are integers, or a single float (a fraction of progress). `alike`: entries that the
-    first call does not change (classes without a sample) increase as fast as the others.
+    first call does not change (classes without a sample) increase as fast as the fastest entry.
     """
     if moved.dtype == torch.bool or moved.is_complex():
         return moved

@@ -1,10 +1,10 @@
-"""Causes of differences under tensor parallelism: what a custom model's layouts leave in parts."""
+"""Messages about differences that a custom model's tensor-parallel layouts cause."""
 
 from collections.abc import Sequence
 
 from outpace.records.errors import first_names
 
-# The layout of whole modules between split ones, and of whole modules whose output meets parts.
+# Layouts of unsplit modules whose weights, or whose output, get only a part of their gradient.
 SUMS_WEIGHTS = "replicated_with_grad_allreduce"
 SUMS_OUTPUT = "replicated_with_output_grad_allreduce"
 
@@ -24,9 +24,9 @@ _MIXED = (
 def explain_parts(parts: Sequence[str], before: bool, tp: int, repeated: Sequence[str] = ()) -> str:
     """Explain gradients that are wrong although the loss is right.
 
-    `parts` are whole parameters whose gradients, summed over ranks, are right; `repeated` those
-    whose gradients are `tp` times the right ones. `before`: whether gradients of other parameters
-    are wrong, too.
+    `parts` are unsplit parameters whose gradients are right once they are summed over ranks.
+    `repeated` are those whose gradients are `tp` times too large. `before`: gradients of other
+    parameters are wrong, too.
     """
     if repeated and not parts:
         return (
@@ -50,7 +50,7 @@ def explain_parts(parts: Sequence[str], before: bool, tp: int, repeated: Sequenc
 
 
 def explain_split_failure(said: str, tp: int) -> str:
-    """Advise on a forward that fails under tensor parallelism with the message `said`."""
+    """Return advice about a forward that fails under tensor parallelism with the message `said`."""
     if "DTensor" in said:
         return _MIXED
     return (

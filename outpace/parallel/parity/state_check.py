@@ -15,11 +15,11 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """FirstBatch's counterpart for a single process.
+    """The counterpart of `FirstBatch` for a single process.
 
     It finds state outside of checkpoints, and losses that change when a batch is accumulated in
-    micro-batches. `say` is called with warnings. `by_command`: messages name flags of the command
-    line, not arguments of a user's loop.
+    micro-batches. `say` receives warnings. `by_command`: a command started the run, so messages
+    refer to its checkpoints instead of `state_dict()`.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
@@ -27,9 +27,10 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times. Returns None, because this is no step.
+        """Run a few samples of the first pass several times.
 
-        Raises BadInputError for a loss that itself runs a backward.
+        Returns None, because no part of the step is computed. Raises BadInputError for a forward or
+        a loss that itself runs a backward.
         """
         writes = self._plan.offload_parameters != "none"
         with run_eagerly(self._plan.compile or has_compiled_parts(layout.objective)):

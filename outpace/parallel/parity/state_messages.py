@@ -22,8 +22,8 @@ def explain_kept_state(
 ) -> str:
     """Return a warning about state that ranks have `found`.
 
-    `by_command`: name flags of the command line, not arguments of a user's loop. `resumed`: earlier
-    steps were done.
+    `by_command`: a command started the run, so refer to its checkpoints instead of `state_dict()`.
+    `resumed`: this run was resumed.
     """
     said = []
     states = [one for one in found if one.found]
@@ -144,7 +144,7 @@ def _names_of(found: Sequence[KeptState]) -> list[str]:
 
 
 def name_attributes(names: Sequence[str]) -> str:
-    """Return the first of the attributes' names as a phrase for the user."""
+    """Return a phrase that names the first few attributes."""
     shown = [_strip_model(name) for name in names]
     if not shown:
         return "something that outpace cannot name"
