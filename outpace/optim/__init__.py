@@ -1,1 +1,1 @@
-"""Optimizers by the names that plans use, built over a layout's parameters."""
+"""The optimizers that plans name, built over a layout's parameters."""

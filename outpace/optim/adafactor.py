@@ -1,9 +1,9 @@
 """Adafactor over tensors that may be DTensors.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
-algorithms 4 and 5, as in torch.optim.Adafactor: the learning rate is the upper bound of the
-relative step. torch's own version needs operations that DTensors lack, and reads values back from
-the device for each parameter.
+algorithms 4 and 5. As in torch.optim.Adafactor, the learning rate is the upper bound of the
+relative step. torch's implementation is not used: it needs operations that DTensors lack, and reads
+values back from the device for each parameter.
 """
 
 from collections.abc import Hashable
@@ -22,11 +22,11 @@ MEANS = ("variance", "row_var", "col_var")  # means of squares, by their names i
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor with torch's settings and states; sums over sharded dimensions span all ranks.
+    """Adafactor with torch's settings and states; sums over sharded dimensions include all ranks.
 
-    `compiled`: plain (not sharded) parameters are updated by kernels of torch.compile. `together`:
-    small parameters of one shape are stacked and updated as one, which is faster on a GPU. Compiled
-    updates do not stack, since Inductor fails on stacks.
+    `compiled`: kernels of torch.compile update plain (not sharded) parameters. `together`: small
+    parameters of one shape are stacked and updated as one, which is faster on a GPU. Compiled
+    updates are not stacked, because Inductor fails on stacks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Adafactor(torch.optim.Adafactor):
         self._together = together
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's initial state, with zeros for the running means of squares."""
+        """Return a parameter's initial state: step count and running means of squares, all zero."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if parameter.ndim < 2:
             return {**state, "variance": torch.zeros_like(parameter)}
@@ -66,8 +66,7 @@ class Adafactor(torch.optim.Adafactor):
         states = [self.state[parameter] for parameter in stepped]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        # Sizes are global: all ranks must stack the same parameters, whichever part of them they
-        # hold.
+        # Sizes are global, because all ranks must stack the same parameters, whatever their shards.
         sizes = [parameter.numel() for parameter in stepped]
         kinds = [
             None if self._compiled and not is_spread(parameter) else _kind(parameter, count)
@@ -98,7 +97,7 @@ class Adafactor(torch.optim.Adafactor):
     def _update_stacked(
         self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
-        """Update parameters of one shape as one stacked copy."""
+        """Stack parameters of one shape, update the stack, and copy the result back."""
         gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
         names = [name for name in MEANS if name in states[0]]
         held = [[local(p) for p in parameters]]
@@ -113,7 +112,7 @@ class Adafactor(torch.optim.Adafactor):
 def _numbers(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
-    """Return the arguments `numbers` and `constants` of `step_tensor`."""
+    """Return the arguments `numbers` and `constants` for `step_tensor`."""
     least = group["eps"][0] or torch.finfo(parameter.dtype).eps
     numbers = (
         step ** group["beta2_decay"],
@@ -140,12 +139,12 @@ def step_tensor(
     numbers: tuple[Tensor, Tensor, Tensor],
     constants: tuple[float, float, float],
 ) -> None:
-    """Update this rank's part of a parameter, `weight`, in place.
+    """Update `weight`, this rank's part of `parameter`, in place.
 
-    `weight` may stack several parameters of one shape along an extra first dimension. `means` are
-    the running means of squares: of each element, or over columns and over rows. `numbers`: 1 −
-    β̂₂, the bound of the relative step, and the weight decay factor. `constants`: Adafactor's ε₁,
-    ε₂ and d.
+    `weight` may be a stack of several parameters of one shape, along an extra first dimension.
+    `means` are the running means of squared gradients: one per element, or one over columns and one
+    over rows. `numbers` are 1 − β̂₂, the bound of the relative step, and the weight decay factor.
+    `constants` are Adafactor's ε₁, ε₂ and d.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -160,7 +159,7 @@ def step_tensor(
 def _estimate(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
-    """Update the running means of squares and return their estimate for each element."""
+    """Update the running means of squares; return the estimate of each element's mean square."""
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
@@ -181,7 +180,7 @@ def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
 
 
 def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
-    """Return the root mean square of a tensor (or of each in a stack), sharded like `of`."""
+    """Return the root mean square of a tensor sharded like `of`, or of each tensor in a stack."""
     square = part.square()
     several = part.ndim > of.ndim
     total = square.sum(tuple(range(1, part.ndim)), keepdim=True) if several else square.sum()
@@ -198,7 +197,7 @@ def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
 
 
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros shaped and sharded like the parameter, except for size 1 in `dim`."""
+    """Return zeros, shaped and sharded like the parameter except for a size of 1 in `dim`."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
     if not is_spread(parameter):

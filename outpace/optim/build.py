@@ -21,7 +21,7 @@ from outpace.records.optimizers import OPTIMIZER_TRAITS, OptimizerName, optimize
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
-# Makes an optimizer from parameter groups, as torch.optim's classes do.
+# A function that creates an optimizer from parameter groups, as torch.optim's classes do.
 Build = Callable[[Groups], torch.optim.Optimizer]
 _STEPS_COMPLEX = optimizers_that(lambda traits: traits.steps_complex)
 
@@ -35,12 +35,13 @@ def make_optimizer(
     wide_values: dict[str, Tensor] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Make the requested optimizer over the trained parameters.
+    """Create the optimizer `name` over the trained parameters.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are updated.
-    `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` has this
-    rank's parts of their initial values, by name, and is emptied. `compiled`: torch.compile fuses
-    the update's many operators into a few kernels, if the optimizer supports it.
+    `master_weights` adds fp32 copies of the parameters to the optimizer. They start from
+    `wide_values`, which maps names to this rank's parts of the initial values and is emptied.
+    `compiled`: torch.compile fuses the update's many operators into a few kernels, if the optimizer
+    supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
@@ -55,11 +56,11 @@ def make_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, but its step does not ask torch.compile anything, which loads the compiler."""
+    """torch's AdamW without the queries to torch.compile in its step, which load the compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step like torch's AdamW; return the loss of `closure`, if there is one."""
+        """Step like torch's AdamW; return the loss of `closure`, if given."""
         return _PLAIN_STEP(self, closure)
 
 
@@ -86,9 +87,10 @@ def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: floa
 
 
 def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
-    """Split a group into parameters that one operator can update: plain, sharded and complex ones.
+    """Split a group by kind of parameter (plain or DTensor, real or complex).
 
-    Raises BadInputError for complex parameters if the optimizer does not support them.
+    One operator can update only parameters of one kind. Raises BadInputError for complex parameters
+    if the optimizer does not support them.
     """
     kinds: dict[tuple[bool, bool], dict[str, Any]] = {}
     for parameter in group["params"]:
@@ -113,7 +115,7 @@ def _build(
     noise: Noise,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the named optimizer over parameter groups."""
+    """Build the optimizer `name` over parameter groups."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # resolved before the first step
     kept = OPTIMIZER_TRAITS[name].kept
@@ -139,9 +141,9 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Return whether multi-tensor operators can update all parameters, which must be on a GPU.
+    """Return whether multi-tensor operators can update all parameters.
 
-    Plain and sharded tensors cannot share an operator, and complex ones have none.
+    All must be on a GPU and real, and either all of them or none may be DTensors.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     on_gpu = all(p.device.type == "cuda" and not p.is_complex() for p in parameters)
@@ -149,7 +151,7 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Set an optimizer's learning rate, and the step number (from 1) that seeds random numbers."""
+    """Set an optimizer's learning rate and the step's number (from 1), which seeds its rounding."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:
@@ -157,7 +159,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Update a single parameter, with the same result as when all are updated together."""
+    """Update a single parameter, with the same result as in a step of all parameters."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -169,10 +171,10 @@ def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Non
 
 @torch.no_grad()
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that have not been updated yet their initial state.
+    """Create the initial state of parameters that have not been updated yet.
 
-    A checkpoint then contains the state of all parameters. torch's own method is a step with lr 0,
-    which counts as a step.
+    A checkpoint then contains the state of all parameters. torch does this by a step with lr 0,
+    which would count as a step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,8 +1,8 @@
 """Compiled optimizer updates for a GPU, where each uncompiled operator is a pass over memory.
 
-Values that change from step to step are passed as tensors, so they cause no recompilation. A
-function is compiled for each kind of tensor (dtypes, size of quantized blocks), with a dynamic
-first dimension, so a model has few kinds.
+Values that change from step to step are passed as tensors, so that they cause no recompilation. The
+update is compiled once for each kind of tensor (dtypes, size of quantized blocks). Its first
+dimension is dynamic, so a model has few kinds.
 """
 
 import warnings
@@ -18,9 +18,9 @@ from outpace.records.errors import error_summary
 
 
 class CompiledStep:
-    """A function, compiled for each kind of arguments, with an eager fallback.
+    """An update function that is compiled for each kind of arguments, with an eager fallback.
 
-    Between calls of one kind, tensor arguments may differ in their first dimension.
+    Tensor arguments of one kind may differ in their first dimension.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -29,7 +29,7 @@ class CompiledStep:
         self._fails = False
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
-        """Update one parameter in place."""
+        """Call the function compiled for `kind`, which updates tensors in `arguments` in place."""
         if self._fails:
             self._function(*arguments)
         elif kind in self._compiled:

@@ -1,14 +1,14 @@
 """AdamW over fp32 master weights, as one kernel for all parameters of a group.
 
-torch's fused AdamW needs gradients in the masters' dtype, so a step over 16-bit weights takes five
-passes over memory: gradients are cast to fp32 and multiplied by the clipping factor, AdamW runs,
-and the weights are rounded from the masters. Here, each value is read and written once: 28 bytes
-per parameter with its moments, instead of 46. On an H200, this part of a step of GPT-2 took 51
-kernels and 1.9 of 29.7 ms.
+torch's fused AdamW needs gradients in the masters' dtype. A step over 16-bit weights then takes
+several passes over memory: gradients are cast to fp32 and multiplied by the clipping factor, AdamW
+runs, and the weights are rounded from the masters. This kernel reads and writes each value once,
+and so moves 28 bytes per parameter (with its moments) instead of 46. On an H200, torch's kernels
+for this part of a step of GPT-2 took 1.9 of 29.7 ms, in 51 launches.
 
-The arithmetic is torch's (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel is
-written in Triton: a table on the device has the addresses of all tensors, and each program
-processes a block of one tensor.
+The arithmetic is that of torch (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel
+is written in Triton: a table on the device has the addresses of all tensors, and each program
+updates one block of one tensor.
 """
 
 import math
@@ -38,25 +38,25 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Tables on the device: addresses of the parameters' tensors, and the block of each program."""
+    """Tables on the device: addresses of all tensors, and the block that each program updates."""
 
     addresses: Addresses  # gradients move each step; weights move when their memory is replaced
     gradient_table: Tensor  # (tensors,) int64
     fixed_table: Tensor  # (5 × tensors,) int64: weights, masters, both moments, steps
     sizes: Tensor  # (tensors,) int64: elements
     owners: Tensor  # (programs,) int32: the tensor of each program
-    starts: Tensor  # (programs,) int64: its first element in that tensor
+    starts: Tensor  # (programs,) int64: the first element of each program's block
 
 
 class FusedMasterAdamW:
-    """A Triton kernel that steps master weights by AdamW and rounds the weights from them."""
+    """A Triton kernel that applies AdamW to master weights and rounds the weights from them."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, ...], _Table] = {}
         self._runs: bool | None = None  # whether Triton can build the kernel here; None until tried
 
     def forget(self) -> None:
-        """Drop the known addresses, because the states have moved."""
+        """Drop the cached addresses. Call this after states have moved."""
         self._tables.clear()
 
     def step(
@@ -67,11 +67,12 @@ class FusedMasterAdamW:
         factor: Tensor | None,
         addresses: Addresses,
     ) -> bool:
-        """Take one step of a group's parameters, whose gradients are at `addresses`.
+        """Step a group's parameters; return whether the kernel has run.
 
-        `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
-        fp32 value there) multiplies the gradients. If Triton cannot build the kernel (without a C
-        compiler, for example), report it once, do nothing and return False.
+        `addresses` are those of the parameters and their gradients. `states` have "master",
+        "exp_avg", "exp_avg_sq" and "step". `factor`, one fp32 value on the device, multiplies the
+        gradients. If Triton cannot build the kernel (for example, without a C compiler), warn once
+        and change nothing.
         """
         if self._runs is False:
             return False
@@ -144,7 +145,7 @@ def gradient_addresses(
 ) -> Addresses | None:
     """Return the addresses of parameters and gradients; None if the kernel does not support them.
 
-    It supports plain CUDA tensors and groups of a fused AdamW.
+    The kernel supports plain, aligned, dense CUDA tensors in groups with AdamW's option `fused`.
     """
     if not group.get("fused") or group.get("amsgrad") or group.get("maximize"):
         return None
@@ -173,7 +174,7 @@ def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed; it comes with torch's builds for CUDA."""
+    """Return whether Triton is installed, as it is with torch's CUDA builds."""
     return find_spec("triton") is not None
 
 
@@ -181,7 +182,7 @@ def _make_table(
     parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
 ) -> _Table:
     device = parameters[0].device
-    # a step without the kernel leaves step counts on the host, which the kernel cannot read
+    # a step without the kernel may leave step counts on the host, where the kernel cannot read them
     for state in states:
         state["step"] = state["step"].to(device)
     names = ("master", "exp_avg", "exp_avg_sq", "step")

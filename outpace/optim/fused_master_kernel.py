@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _address(table, place, dtype):
-    """Return a pointer from a table of addresses, which are multiples of 16."""
+    """Return entry `place` of a table of addresses, all multiples of 16, as a pointer."""
     return tl.multiple_of(tl.load(table + place).to(tl.pointer_type(dtype)), 16)
 
 
@@ -39,7 +39,7 @@ def step_kernel(
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
     HAS_FACTOR: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block of one tensor per program; `fused_master` describes the tables.
+    """Update one block of one tensor in each program. See `fused_master._Table` for the tables.
 
     1 − βⁿ is computed in fp64: in fp32, rounding 0.999 would change 1 − 0.999 by more than 1e-5 of
     its value. `rest1` and `rest2` are 1 − β, rounded once.

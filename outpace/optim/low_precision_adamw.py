@@ -3,13 +3,14 @@
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, §2: each block of a
 moment is divided by its largest magnitude and stored as indices (codes) into a table of 256 values.
 Li et al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: the same with tables
-of 16 values; the second moment's has no zero, since it is a divisor. The tables are torchao's.
+of 16 values. The table of the second moment, which is a divisor, has no zero. The tables are
+torchao's.
 
 torchao's own optimizers are not used: their states are tensor subclasses that a background save
 cannot copy, their blocks span rows and so depend on how a tensor is sharded, their rounding draws
-different random numbers on each replica, and they compile each step, even on a CPU. Here blocks are
-parts of rows. Codes and scales are plain tensors, sharded like the parameter, with the same values
-under any sharding by rows.
+different random numbers on each replica, and they compile each step, even on a CPU. Here, each
+block lies within a row. Codes and scales are plain tensors, sharded like the parameter, and have
+the same values under any sharding by rows.
 """
 
 import math
@@ -44,14 +45,15 @@ from outpace.records.optimizers import Kept
 class LowPrecisionAdamW(KeepsDtypes):
     """AdamW that computes in fp32 and stores its moments in the format `kept`.
 
-    bf16 moments and weights are rounded stochastically: for β₂ > 0.998, a second moment changes by
-    a fraction 1 − β₂ per step, which is less than half of bf16's last bit, and a weight changes
-    even less. `noise` depends on the group's "number", the step. `compiled`: step with kernels that
-    torch.compile generates from the same operations; they may round a multiply-add once instead of
-    twice. Compiled kernels and small parameters use counter-based random numbers for rounding;
-    other parameters use a generator's.
+    bf16 moments and weights are rounded stochastically, because small changes would otherwise be
+    lost: for β₂ > 0.998, a second moment decays by a fraction 1 − β₂ per step, which is less than
+    half of bf16's last bit, and weights change even less. The random numbers (`noise`) depend on
+    the step, which is the group's "number". Compiled kernels and small parameters use counter-based
+    random numbers; other parameters use a generator.
 
-    Small parameters are joined and updated as one, with the same results.
+    `compiled`: step with kernels that torch.compile generates from the same operations. They may
+    round a multiply-add once instead of twice. Small parameters are joined and updated as one, with
+    the same results.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._noise = noise
         self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
         self._parts: dict[nn.Parameter, _Part] = {}
-        # By the first parameter of a group that has a gradient.
+        # The key is the first parameter of a group that has a gradient.
         self._stepped: dict[nn.Parameter, _StepParts] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
@@ -130,14 +132,14 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._stepped.clear()
 
     def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
-        """Return the parameters' local parts, reusing the last step's if none has moved."""
+        """Return the parameters' local parts; reuse the last step's if no tensor has moved."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
         if known is None or not known.lie_in(weights, held):
             parts = [self._part(parameter) for parameter in stepped]
-            # One tensor holds all step counts, and states have views of it, so that one operator
-            # increments all.
+            # The step counts in the states are views of one tensor, so that one operator increments
+            # all of them.
             steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
             for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
                 self.state[parameter]["step"] = step
@@ -146,15 +148,15 @@ class LowPrecisionAdamW(KeepsDtypes):
         return known
 
     def _part(self, parameter: nn.Parameter) -> "_Part":
-        """Return a parameter's local part, reusing the last step's if it has not moved."""
+        """Return a parameter's local part; reuse the last step's if no tensor has moved."""
         state, weight = self.state[parameter], local(parameter)
         part = self._parts.get(parameter)
         if part is None or not part.lies_in(weight, state):
             few = weight.numel() <= COUNTED_VALUES.get(weight.device.type, 0)
             part = self._parts[parameter] = _Part(
                 parameter,
-                # Detached, since joined parts never require gradients, and a difference would cause
-                # recompilation.
+                # Detached, because joined parts do not require gradients either, and a difference
+                # would cause recompilation.
                 weight.detach(),
                 tuple(self._moment(state, name) for name in MOMENTS),
                 counted=few or self._compiled is not None,
@@ -166,7 +168,7 @@ class LowPrecisionAdamW(KeepsDtypes):
     def _update(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Update a batch of parts, viewed as one row per block of values that share a scale."""
+        """Update a batch of parts, viewed as rows, one for each block of values with one scale."""
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
         streams = self._streams(batch, group["number"])
@@ -202,7 +204,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
     def _streams(self, batch: "_Batch", number: int) -> Streams | None:
-        """Return a batch's counter-based random streams; None if rounding uses no counters."""
+        """Return a batch's counter-based random streams for this step; None if it needs none."""
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
         if batch.streams is None:
@@ -213,7 +215,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return keys_P + self._noise.step_key(number), ends_P, sizes_P
 
     def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
-        """Return the source of random numbers for rounding each moment and the weight."""
+        """Return the generators for rounding the moments and the weight; None where not rounded."""
         return tuple(
             self._noise.generator(part.parameter, group["number"], what) if rounds else None
             for what, rounds in zip((*MOMENTS, "weight"), part.rounds, strict=True)
@@ -237,8 +239,9 @@ class LowPrecisionAdamW(KeepsDtypes):
 class _Part:
     """This rank's part of a parameter.
 
-    `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn from a
-    generator. `address`: the weight's, None if it has no memory. `held`: the stored moments.
+    `counted`: random numbers for rounding are counter-based (`random_words`), not drawn from a
+    generator. `address` is that of the weight, or None if the weight has no memory. `held` are the
+    moments as stored in the state.
     """
 
     parameter: nn.Parameter
@@ -275,11 +278,11 @@ class _Part:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Return the properties that parts must share to use one compiled function."""
+        """Return the properties that parts must share to be updated together."""
         return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:
-        """Return views in rows: the weight, then each moment and its scales, if any."""
+        """Return views of the weight, each moment and its scales (if any), one row per block."""
         count = self.weight.numel() // self.length
         seen = [self.weight.view(count, -1)]
         for held, scale, _ in self.moments:
@@ -292,7 +295,7 @@ def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 class _StepParts:
-    """The parts that a step updates, with their step counts and the batches that join them."""
+    """The parts that a step updates together, their step counts, and their batches."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
         self._parts = parts
@@ -311,11 +314,14 @@ class _StepParts:
         return [weight.data_ptr() for weight in weights] == self._addresses
 
     def count_step(self) -> list[float]:
-        """Increment all step counts; return them."""
+        """Increment and return all step counts."""
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
-        """Return the batches of a step, reusing the last ones if gradients have the same form."""
+        """Return a step's batches; reuse the last ones if gradients have the same form.
+
+        A gradient's form is its dtype and contiguity. Step counts must also differ as before.
+        """
         kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
         given = kinds, [count - counts[0] for count in counts]
         if given != self._given:
@@ -329,7 +335,7 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are updated together, given by their positions among the parts of a step."""
+    """Parts that are updated together; `places` are their positions among the parts of a step."""
 
     parts: list[_Part]
     places: list[int]
@@ -342,7 +348,10 @@ class _Batch:
 def _make_batches(
     parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
 ) -> list[_Batch]:
-    """Join parts of one kind with equal step counts; `kinds`: dtype and layout of gradients."""
+    """Join parts of one kind that have equal step counts.
+
+    `kinds` has each gradient's dtype, and whether the gradient and the part are dense.
+    """
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
     if not here:  # all values are on other ranks
         return []
@@ -373,7 +382,10 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _draw_rows(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Draw each part's random numbers from its generator, as rows; None if not rounded."""
+    """Draw random numbers for each moment and the weight, in rows; None where not rounded.
+
+    `random` has the generators of each part.
+    """
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):
         bits = [

@@ -1,4 +1,4 @@
-"""Moments of AdamW in 16, 8 or 4 bits: their codes, and their update."""
+"""AdamW's moments in 16, 8 or 4 bits: conversion to codes and back, and the update."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether sig
 
 
 class CodeTable:
-    """A sorted table of code values; converts values in [−1, 1] to codes and back."""
+    """A sorted table of values, by which values in [−1, 1] are converted to codes and back."""
 
     def __init__(self, bits: Literal[4, 8], signed: bool, device: torch.device) -> None:
         made = torchao_module("optim.quant_utils", f"--optimizer adamw-{bits}bit")
@@ -29,12 +29,12 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the codes of the nearest values, uint8; with 4 bits, two neighbours per byte."""
+        """Return the codes of the nearest values, as uint8. A byte has two 4-bit codes."""
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 
     def read(self, codes: Tensor) -> Tensor:
-        """Return the values of codes, fp32."""
+        """Return the fp32 values that codes stand for."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
         # Indexing would need 64-bit codes.
@@ -42,7 +42,7 @@ class CodeTable:
         return found.view(codes.shape)
 
 
-# A moment as stored; a moment stored as codes also has the scales of its blocks and the table.
+# A stored moment, and if it is stored as codes, the scales of its blocks and the table.
 Moment = tuple[Tensor, Tensor | None, CodeTable | None]
 # Random numbers for a bf16 moment or weight, or their generator; None if it is not rounded.
 Randomness = torch.Generator | Tensor | None
@@ -61,8 +61,9 @@ def step_moments(
 ) -> None:
     """Update a weight and its two moments, in place.
 
-    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: random numbers for both moments and the
-    weight, replaced by counter-based ones if `streams` is given. `numbers`: see `step_numbers`.
+    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise` has the random numbers for both moments
+    and the weight; if `streams` is given, counter-based random numbers are used instead. `numbers`
+    is the result of `step_numbers`.
     """
     if streams is not None:
         noise = _count_bits(weight, moments, streams)
@@ -86,7 +87,10 @@ def step_moments(
 def _count_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 random bits per value for each bf16 moment and weight, all from one 64-bit word."""
+    """Return 16 random bits per value for the moments and the weight; None for those not in bf16.
+
+    The bits for both moments and the weight of a parameter's element come from one 64-bit word.
+    """
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
     return tuple(
@@ -96,14 +100,14 @@ def _count_bits(
 
 
 def step_numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
-    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and the weight decay factor, fp32 on the CPU."""
+    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and the weight decay factor, as fp32 tensors."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     kept = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
 
 
 def dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
-    """Return a moment in fp32, in separate memory."""
+    """Return a copy of a stored moment in fp32."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)
     blocks = table.read(held).unflatten(-1, (scale.shape[-1], -1))

@@ -18,16 +18,17 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, applied to fp32 master weights from which 16-bit weights are rounded.
+    """An inner optimizer from `build`, applied to fp32 master weights of 16-bit weights.
 
-    Gradients may be fp32 (if the parameter's `grad_dtype` says so) or in the weights' dtype. A
-    parameter's state has its master weight as "master". `values` has this rank's parts of the
-    initial fp32 weights, by the parameters' names in `noise`; they become the master weights and
-    are removed from `values`. Other master weights start from the parameters' values.
+    After each step, the weights are rounded from the master weights. Gradients may be fp32 (if the
+    parameter's `grad_dtype` says so) or in the weights' dtype. A parameter's state has its master
+    weight as "master". `values` maps names of parameters (see `noise`) to this rank's parts of the
+    initial fp32 weights, which become the master weights and are removed from `values`. Other
+    master weights start from the parameters' values.
 
-    `factor` multiplies the master weights' gradients in the next step only. A fused inner optimizer
-    itself skips the steps that fp16 must skip, through `grad_scale` and `found_inf` of
-    torch.amp.GradScaler, so the host does not wait.
+    `factor` multiplies the gradients of master weights in the next step only. If the inner
+    optimizer is fused, its kernels skip the steps that fp16 must skip (`grad_scale` and `found_inf`
+    of torch.amp.GradScaler), so the host does not wait.
     """
 
     grad_scale: Tensor | None
@@ -61,13 +62,13 @@ class MasterWeights(KeepsDtypes):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's initial state, and the master weight."""
+        """Return the inner optimizer's initial state, with the master weight."""
         master = self._masters[parameter]
         return {**self._inner_state(self._inner, group, master), "master": self._views[parameter]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the master weights and round the weights from them, some parameters at a time."""
+        """Update the master weights and round the weights from them, chunk by chunk."""
         factor, self.factor = self.factor, None
         with self._scaling():
             self._step(factor)
@@ -94,7 +95,7 @@ class MasterWeights(KeepsDtypes):
     def _step_fused(
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
     ) -> bool:
-        """Step with one kernel if possible; return whether it did."""
+        """Step a group with one kernel if possible; return whether it has stepped."""
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
@@ -103,7 +104,7 @@ class MasterWeights(KeepsDtypes):
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Pass a GradScaler's tensors on to the inner optimizer."""
+        """Set a GradScaler's tensors on the inner optimizer during the body."""
         told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
         for name, value in told.items():
             setattr(self._inner, name, value)
@@ -114,13 +115,16 @@ class MasterWeights(KeepsDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, and drop the addresses of the old state."""
+        """Load a state dict, and drop the cached addresses of the old state."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()
 
     def _prepare_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with its master weight, for the inner optimizer."""
+        """Return a parameter's state, created if it is empty, with the current master weight.
+
+        If the state was loaded, copy its master weight into the current one.
+        """
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
@@ -131,14 +135,14 @@ class MasterWeights(KeepsDtypes):
         return state
 
     def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
-        """Return a parameter's master weight, after passing the state to the inner optimizer."""
+        """Give the parameter's state to the inner optimizer; return the master weight."""
         master = self._masters[parameter]
         self._inner.state[master] = self._prepare_state(parameter, group)
         return master
 
 
 def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
-    """Create a parameter's master weight, from `value` (this rank's part) if given."""
+    """Create a parameter's master weight from `value` (this rank's part), or from the parameter."""
     if value is None:
         return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     part = value.to(device=local(parameter).device, dtype=torch.float32)
@@ -146,9 +150,9 @@ def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
 
 
 def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield lists of parameters, in order, with at most `MASTER_PIECE_BYTES` of fp32 gradients.
+    """Yield consecutive parameters whose fp32 gradients take at most `MASTER_PIECE_BYTES`.
 
-    A larger parameter is alone in its list.
+    A larger parameter gets a chunk alone.
     """
     chunk: list[nn.Parameter] = []
     held = 0
@@ -188,8 +192,8 @@ def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's kernels skip a step if a GradScaler's `found_inf` says so.
 
-    All parameters must be plain tensors on the device of `found_inf`, because torch would copy it
-    to another device without waiting for it.
+    All parameters must be plain tensors on one device, because torch copies `found_inf` to another
+    device without waiting for the copy.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -198,14 +202,14 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """Copy tensors into tensors of another dtype with one operator."""
+    """Copy `sources` into `targets`, which may have a different dtype, with one operator."""
     into, of = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, of)
 
 
 def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
-    """Return the optimizer that keeps master weights, even inside ZeroRedundancyOptimizer."""
+    """Return the `MasterWeights` that an optimizer is, or that ZeroRedundancyOptimizer wraps."""
     within = getattr(optimizer, "optim", optimizer)
     return within if isinstance(within, MasterWeights) else None
 

@@ -1,6 +1,6 @@
 """Grouping of parameters that are updated together.
 
-Launching an update takes the host as long for a few values as for many.
+This saves launches, which cost the host as much time for a few values as for many.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,11 +15,11 @@ from outpace.planner.memory.optimizer_bytes import FEW_VALUES, JOINED_VALUES
 def group_parameters(
     sizes: Sequence[int], kinds: Sequence[Hashable], device: torch.device
 ) -> list[list[int]]:
-    """Return the positions of parameters to update together, given their `sizes`.
+    """Group parameters to update together; return the positions of each group's parameters.
 
-    Parameters with equal `kinds` share a group; a large parameter, or one whose kind is None, is
-    updated alone. A group is small, or at most half as large as the largest parameter, so that
-    updating the group needs less memory than updating this parameter.
+    Parameters share a group only if their `kinds` are equal. A parameter that is large, or whose
+    kind is None, is updated alone. A group is at most half as large as the largest parameter, or
+    else small, so that updating a group does not increase peak memory noticeably.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []
@@ -38,12 +38,12 @@ def group_parameters(
 
 
 def step_counts(steps_P: Tensor) -> list[float]:
-    """Return each parameter's step count, or zeros for tensors without memory."""
+    """Return step counts as numbers, or zeros if the tensor has no memory."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
     return steps_P.tolist()
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has no storage, as in a trace."""
+    """Return whether a tensor has no memory, as in a trace (fake) or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -1,13 +1,13 @@
-"""Muon for the matrices of hidden layers, AdamW for all others, as one optimizer.
+"""Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of a
 matrix is orthogonalised before it is applied. Liu et al., "Muon is Scalable for LLM Training",
-arXiv 2502.16982, §2.2: the update is scaled by 0.2·√max(rows, columns), so that AdamW's learning
-rate and weight decay suit both.
+arXiv 2502.16982, §2.2: the update is scaled by 0.2·√max(rows, columns), so that the learning rate
+and weight decay of AdamW suit both.
 
 The momentum of a sharded matrix stays sharded. In each step, every rank gathers the update,
-orthogonalises it and keeps its share of the result: one all-gather per matrix, with the iteration's
-matmuls repeated on every rank.
+orthogonalises it and keeps its shard of the result. This takes one all-gather per matrix, and every
+rank computes the same matmuls.
 """
 
 import re
@@ -34,19 +34,20 @@ _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix of a numbered layer, such as in an nn.ModuleList.
+    """Return whether a parameter is a matrix in a numbered layer, such as one in an nn.ModuleList.
 
-    Embeddings and heads do not count: they are matrices too, but their rows are used one by one.
+    This leaves out embeddings and heads, which are matrices too, but whose rows are used one by
+    one.
     """
     return parameter.ndim == 2 and _NUMBERED.search(name) is not None
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups with "orthogonal" set, and AdamW for the others.
+    """Muon for parameter groups with "orthogonal" set, and AdamW for other groups.
 
-    `together`: matrices of one shape are orthogonalised as a batch, and other parameters are
-    updated by torch's fused kernels. This is for GPUs, where torch's foreach operators would read
-    each tensor's step from the device.
+    `together`: matrices of one shape are orthogonalised as a batch, and AdamW uses torch's fused
+    kernels. This is for GPUs. torch's foreach kernels are not used there, because they would read
+    each tensor's step count from the device.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._together = together
         others = [group for group in groups if not group.get("orthogonal")]
-        # This adds AdamW's other settings to these groups.
+        # This adds AdamW's further settings to `others`.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=lr, betas=betas, foreach=False, fused=together
         )
@@ -75,7 +76,7 @@ class Muon(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._step_matrix(parameter, group)
-        # Loading a state dict replaces both.
+        # These are set in each step, because loading a state dict replaces both.
         self._adamw.param_groups = [g for g in self.param_groups if not g["orthogonal"]]
         self._adamw.state = self.state
         self._adamw.step()
@@ -136,10 +137,10 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """Return approximations of the nearest orthogonal matrices to (N, R, C), in bf16.
+    """Return approximations of the orthogonal matrices nearest to (N, R, C) matrices, in bf16.
 
-    Jordan et al., 2024: five steps of a fifth-order Newton-Schulz iteration in bf16, like torch's
-    `_zeropower_via_newtonschulz` for one matrix.
+    Jordan et al., 2024: five steps of a fifth-order Newton-Schulz iteration in bf16, as torch's
+    `_zeropower_via_newtonschulz` takes for a single matrix.
     """
     tall = matrices_NRC.shape[1] > matrices_NRC.shape[2]
     x = matrices_NRC.bfloat16()

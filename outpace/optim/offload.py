@@ -1,11 +1,11 @@
 """An optimizer whose state is in host memory or on disk, and whose step runs on the CPU.
 
-Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay on the host,
-gradients are copied to the host and new weights back. Rajbhandari et al., "ZeRO-Infinity", arXiv
-2104.07857, §5.2.2: the same from NVMe, chunk by chunk. Here a chunk is a unit of parameters that
-are updated together. While one unit is updated, the next unit's gradients and state and the
-previous unit's weights are transferred. The arithmetic is that of the optimizer without
-offloading, so results are exactly the same.
+Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay on the host;
+gradients are copied to the host, and new weights are copied back. Rajbhandari et al.,
+"ZeRO-Infinity", arXiv 2104.07857, §5.2.2: the same with states on NVMe, chunk by chunk. Here, a
+chunk is a unit of parameters that are updated together. While one unit is updated, the next unit's
+gradients and state and the previous unit's weights are transferred. The arithmetic is that of the
+optimizer without offloading, so the results are exactly the same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,18 +22,22 @@ from outpace.nn.scratch_files import Region, Scratch, prefetch, release
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 
-# Bytes per unit: stepping many small tensors one by one costs more than transferring their data.
+# Bytes per unit. If units were smaller, launching steps would cost more than transferring data.
 UNIT_BYTES = 4 << 20
 
 
 def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
-    """Return `build`, wrapped to offload the optimizer's state or step if the plan says so."""
+    """Return `build`, wrapped if the plan offloads the optimizer or keeps parameters on disk."""
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter is updated as a host copy; on a CPU, only if requested."""
+        """Return whether a parameter is updated through a copy on the host, its twin.
+
+        A parameter on a CPU has a twin only if the plan offloads the optimizer to host memory and
+        does not offload parameters.
+        """
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -74,21 +78,21 @@ class _Lanes:
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """Make copies wait for the work launched so far, which computes the gradients."""
+        """Make copies to the host wait for the work launched so far, which computes gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Make work launched from now on wait for the new weights."""
+        """Make work that is launched later wait for the new weights."""
         if self.up is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.up)
 
 
 @dataclass
 class _Unit:
-    """Parameters updated together, by a separate optimizer over their twins.
+    """Parameters that are updated together, by a separate optimizer over their twins.
 
-    A twin is a parameter's master copy on the host, or the parameter itself if it is already there.
+    A twin is the parameter's copy on the host, or the parameter itself if it has no copy.
     """
 
     parameters: Sequence[Tensor]
@@ -100,7 +104,7 @@ class _Unit:
     _arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Start transferring the inputs of the step."""
+        """Prefetch from disk, and start copying gradients and changed weights to the host."""
         prefetch(self.regions)
         with _stream_context(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
@@ -114,7 +118,7 @@ class _Unit:
             self._arrived = self.lanes.down.record_event()
 
     def step(self, group: dict[str, Any]) -> None:
-        """Step the twins with the group's settings, and send the weights back."""
+        """Step the twins with the group's settings, and start copying the weights back."""
         for own in self.inner.param_groups:
             own.update({name: value for name, value in group.items() if name != "params"})
         if self._arrived is not None:
@@ -129,17 +133,18 @@ class _Unit:
         release(self.regions)
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield parameters with their separate twins; either all have one or none has."""
+        """Yield (parameter, twin) for the parameters that have a separate twin."""
         both = zip(self.parameters, self.twins, strict=True)
         return ((p, twin) for p, twin in both if p is not twin)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
+    """The optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
-    `has_twin` returns whether a parameter is updated as a copy on the host. `disk` stores state and
-    copies (None: host memory). `scratch` knows which parameters are on disk. To callers, this looks
-    like `build`'s optimizer: groups hold the model's parameters, and `state` is keyed by them.
+    `has_twin` returns whether a parameter is updated through a copy on the host. `disk` stores
+    states and copies (None: host memory). `scratch` knows which parameters are on disk. The
+    interface is that of the optimizer without offloading: groups have the model's parameters, which
+    are also the keys of `state`.
     """
 
     def __init__(
@@ -192,7 +197,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         disk: Scratch,
     ) -> Region:
-        """Move the unit's state and twins into one region on disk."""
+        """Move a unit's states and separate twins into one region on disk."""
         states = [
             (state, key, tensor)
             for state in inner.state.values()
@@ -210,7 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update one unit after another, transferring the next one during each update."""
+        """Update the units one after the other, and transfer the next unit during each update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -251,7 +256,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Split a list into consecutive parts of about `UNIT_BYTES`."""
+    """Split parameters into consecutive parts of at least `UNIT_BYTES`, except the last."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

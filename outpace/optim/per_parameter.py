@@ -1,4 +1,4 @@
-"""The step of optimizers that update every parameter separately."""
+"""A step for optimizers that update each parameter separately."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,10 @@ def step_each(
     begin: Callable[[nn.Parameter, Group], State],
     update: Callable[[nn.Parameter, State, Group], None],
 ) -> None:
-    """Update every parameter that has a gradient; `begin` returns a parameter's initial state."""
+    """Call `update` for every parameter that has a gradient, and count its steps.
+
+    `begin` returns a parameter's initial state.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

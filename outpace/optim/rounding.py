@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, equal on all ranks that hold the same values."""
+"""Stochastic rounding to bf16, with equal results on all ranks that have the same values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,25 +15,24 @@ _LOST_BITS = 16  # bf16 keeps the upper 16 of fp32's 32 bits
 _KEPT = -(1 << _LOST_BITS)
 _LOST = (1 << _LOST_BITS) - 1
 
-# Random streams of joined parameters: their keys, the end of each parameter's values, and their
-# sizes.
+# Random streams of joined parameters: for each parameter its key, the end of its values, its size.
 Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """Return a random int32 per value, with as many random bits as rounding drops."""
+    """Return a random int32 per value, with one random bit for each bit that rounding drops."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
 
 
 def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
-    """Round fp32 to bf16, up or down with probabilities such that the expected value is `x`.
+    """Round fp32 values up or down to bf16, at random, so that the expected value is `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. Dropping the
-    lower bits rounds towards zero. Adding a uniform integer of that many bits first carries over
-    with a probability equal to the dropped fraction. `noise` is a tensor of such integers, which is
-    overwritten, or their generator.
+    lower bits rounds towards zero. If a uniform integer of as many bits is added first, it carries
+    over with a probability equal to the dropped fraction. `noise` is a tensor of such integers,
+    which is overwritten, or a generator that draws them.
     """
     if isinstance(noise, torch.Generator):
         noise = draw_bits(x.shape, noise, x.device)
@@ -43,11 +42,10 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers for a parameter's step, as a function of seed, name, step and position.
+    """Random numbers that depend only on the seed, a parameter's name, the step and the position.
 
-    Replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run draws
-    the numbers that an uninterrupted run would draw. `names` are the parameters' names in a single
-    process.
+    So replicas draw the same numbers, shards of a tensor draw different numbers, and a resumed run
+    draws the numbers of an uninterrupted run. `names` are the parameters' single-process names.
     """
 
     seed: int = 0
@@ -64,15 +62,14 @@ class Noise:
         return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
 
     def step_key(self, step: int) -> int:
-        """Return the offset that a step adds to all keys, as a signed 64-bit integer."""
+        """Return the number to add to all keys in a step, as a signed 64-bit integer."""
         return wrap_64_bits(_hash((self.seed, step)))
 
 
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
-    """Copy keys, ends and sizes of joined parameters to a device.
+    """Create the random streams of joined parameters on a device, without waiting for it.
 
-    Returns at least two of each, so that compiled code treats their number as dynamic. The host
-    does not wait.
+    Each tensor has at least two entries, so that compiled code treats their number as dynamic.
     """
     ends = list(accumulate(sizes))
     # Positions run over all joined values, so each key is shifted to make its parameter start at 0.
@@ -89,12 +86,12 @@ def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device
 def random_words(streams: Streams, count: int) -> Tensor:
     """Return a word of 64 random bits for each of `count` values, (count,) int64.
 
-    Words are SplitMix64's (see `random_values`), starting at each parameter's key, so joined
-    parameters get the same words as separate ones.
+    The words of each parameter are those of SplitMix64 (see `random_values`) from the parameter's
+    key on, so joined parameters get the same words as separate ones.
     """
     keys_P, ends_P, sizes_P = streams
     place_N = torch.arange(count, device=keys_P.device)
-    if torch.compiler.is_compiling():  # a single kernel that looks up each value's parameter
+    if torch.compiler.is_compiling():  # the lookup of each value's parameter fuses into the kernel
         owner_N = torch.bucketize(place_N, ends_P, out_int32=True, right=True)
         key_N = keys_P.index_select(0, owner_N)
     else:
@@ -103,7 +100,7 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return the 16-bit field with this number of each 64-bit word, as int32 (`round_to_bf16`)."""
+    """Return 16-bit field `number` (0 to 3) of each 64-bit word, as int32 for `round_to_bf16`."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 

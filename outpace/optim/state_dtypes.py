@@ -7,7 +7,7 @@ from torch import nn
 
 
 class KeepsDtypes(torch.optim.Optimizer):
-    """An optimizer whose loaded states keep their dtypes (torch casts them to the parameters')."""
+    """An optimizer whose loaded states keep their dtypes; torch would cast them to the weights'."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict without casting states to the parameters' dtypes."""

@@ -1,4 +1,4 @@
-"""Parallelism strategies, one per file; `apply(request)` lays out an objective on its ranks."""
+"""Parallelism strategies, one per module, and `apply`, which runs the one that a plan names."""
 
 from importlib import import_module
 
@@ -23,7 +23,11 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out an objective as its plan says, on its device or on meta (`deferred_init`)."""
+    """Lay out the request's objective according to its plan.
+
+    The objective may be on the meta device (see `deferred_init`). Raises BadInputError if outpace
+    does not train the plan, or if the device or this version of torch does not support it.
+    """
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(

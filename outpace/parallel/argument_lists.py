@@ -10,7 +10,7 @@ from torch import nn
 
 
 def keep_argument_lists(unit: nn.Module) -> None:
-    """Preserve the identity of lists and dicts that are passed to a `fully_shard` module."""
+    """Make a `fully_shard` module receive the caller's lists and dicts, not rebuilt copies."""
     given: list[tuple[Any, Any]] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def keep_argument_lists(unit: nn.Module) -> None:
 
 
 def _refill(old: Any, new: Any) -> Any:
-    """Return the old list or dict, filled with the contents of the new one."""
+    """Return `new` with its lists and dicts replaced by those of `old`, refilled in place."""
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):

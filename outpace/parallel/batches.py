@@ -1,4 +1,4 @@
-"""Batches of any structure, split by samples."""
+"""Functions that split, copy and join batches of any structure."""
 
 import copy
 import pickle
@@ -34,9 +34,9 @@ RUNS_WHOLE = f"it runs on the whole batch, but not on a micro-batch, so {NEEDS_W
 
 
 class SampleList(list[Any]):
-    """A list with one entry per sample; `cut` gives lists of samples this type.
+    """A list with one entry per sample. `cut` converts lists of samples to this type.
 
-    Without this type, a part could not be distinguished from any other short list.
+    The type distinguishes part of such a list from any other short list when it is split again.
     """
 
 
@@ -51,20 +51,23 @@ for _kind in (SampleList, SampleTuple):
 
 
 def samples_in(batch: Batch) -> int:
-    """Return the number of samples, the length of a batch's first tensor.
+    """Return the number of samples in a batch: the length of its first tensor.
 
-    Raises BadInputError if there is no such tensor, or if the batch cannot be split by samples.
+    Raises BadInputError if the batch has no such tensor or cannot be split by samples.
     """
     return _length(_first_tensor(batch, _plain(batch)))
 
 
 def _length(value: Tensor | np.ndarray) -> int:
-    """Return the length of the first dimension, also of nested tensors."""
+    """Return the length of the first dimension of an array or a (possibly nested) tensor."""
     return value.size(0) if isinstance(value, Tensor) else len(value)
 
 
 def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
-    """Return the tensor whose length is the number of samples; raises like `samples_in`."""
+    """Return the batch's first tensor, whose length is the number of samples.
+
+    Raises BadInputError in the same cases as `samples_in`.
+    """
     leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise BadInputError(
@@ -85,10 +88,10 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
 
 
 def _refuse_list_of_samples(plain: Batch) -> None:
-    """Raise BadInputError for a batch that is a list of single samples.
+    """Raise BadInputError for a batch that is a list of at least three single samples.
 
-    Entries look like samples if their tensors differ in length, or are scalars, or are all vectors
-    in a dict. Several views of a batch do not look like this.
+    An entry looks like a sample if its tensors differ in length, if any of them is a scalar, or if
+    it is a dict of vectors. The entries of a list with several views of a batch do not.
     """
     if type(plain) is not list or len(plain) < 3:
         return
@@ -112,11 +115,11 @@ def _is_one_sample(entry: Any) -> bool:
 
 
 def _refuse_ragged(plain: Any, first: Tensor) -> None:
-    """Raise BadInputError for a list of samples of different lengths, which cannot be split.
+    """Raise BadInputError for a list with one tensor per sample if their lengths differ.
 
-    Only a list that contains the batch's `first` tensor is refused. Other lists are split if they
-    have an entry for each sample, and otherwise repeated in each part (such as values of several
-    tables, with offsets next to them).
+    Only the list that contains the batch's `first` tensor is refused. Any other list is split if it
+    has one entry per sample. Otherwise, each part of the batch gets the whole list (for example,
+    the values of several tables that come with offsets).
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
@@ -141,11 +144,12 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts; values that hold no samples are repeated in each part.
+    """Split a batch by samples into `parts` equal parts.
 
-    A tensor or an array holds samples if its first dimension equals the number of samples in the
-    batch. So does a list or tuple of that many strings, records, lists or tensors, but not a list
-    of numbers. Raises BadInputError for an object with samples that cannot be split.
+    Tensors and arrays are split if their first dimension equals the number of samples. Lists and
+    tuples are split if they have one entry per sample: strings, records, lists or tensors, but not
+    numbers. Each part gets all other values whole. Raises BadInputError for an object that contains
+    samples but cannot be split.
     """
     flat = _flatten(batch)
     size = flat.samples // parts
@@ -155,20 +159,20 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
 
 
 def take_first(batch: Batch, count: int) -> Batch:
-    """Return the first `count` samples of a batch, split in the same way as by `cut`."""
+    """Return a batch of the first `count` samples, split by the rules of `cut`."""
     return _slice(_flatten(batch), 0, count)
 
 
 def leave_out_first(batch: Batch, count: int) -> Batch:
-    """Return all but the first `count` samples of a batch, split in the same way as by `cut`."""
+    """Return a batch without the first `count` samples, split by the rules of `cut`."""
     flat = _flatten(batch)
     return _slice(flat, count, flat.samples - count)
 
 
 def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
-    """Copy a batch for a forward that may change its tensors or pop entries.
+    """Copy a batch, so that a forward may change its tensors or pop entries.
 
-    Without `tensors`, only the structure is copied.
+    If `tensors` is False, copy only the structure and share the tensors.
     """
 
     def copy_leaf(leaf: Any) -> Any:
@@ -182,9 +186,9 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
 
 
 def pack(batch: Batch) -> bytes | None:
-    """Return a batch as bytes that other ranks can unpack; None if its class cannot be pickled.
+    """Pickle a batch, for other ranks to `unpack`. Returns None if it cannot be pickled.
 
-    Its tensors are copied first, because pickling a view would send all of its storage.
+    Tensors are copied first, because pickling a view would include its whole storage.
     """
     with suppress(Exception):
         return pickle.dumps(tree_map(_copy_to_cpu, _plain(batch)))
@@ -192,12 +196,12 @@ def pack(batch: Batch) -> bytes | None:
 
 
 def unpack(packed: bytes, device: torch.device) -> Batch:
-    """Return a batch from the bytes of `pack`, on `device`."""
+    """Return the batch that `pack` has pickled, with its tensors on `device`."""
     return move_batch(pickle.loads(packed), device)
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on `device`, detached."""
+    """Return a batch with its tensors detached and moved to `device`."""
     return tree_map(
         lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, batch
     )
@@ -210,7 +214,7 @@ def _copy_to_cpu(leaf: Any) -> Any:
 
 
 class BatchCopies(Sequence[Batch]):
-    """Copies of batches, each created by `copy_batch` when it is requested, and not kept."""
+    """A sequence of batches that returns a new copy (`copy_batch`) on each access."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -227,7 +231,7 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a batch's structure or objects differ from those of its shallow copy."""
+    """Return whether a batch's structure or leaves differ from `before`, its shallow copy."""
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(
@@ -236,7 +240,7 @@ def has_changed(batch: Batch, before: Batch) -> bool:
 
 
 class _FlatBatch(NamedTuple):
-    """The leaves of a batch and their structure; a list or tuple of samples is a single leaf."""
+    """A flattened batch, in which a list or tuple of samples is a single leaf."""
 
     leaves: list[Any]
     structure: TreeSpec
@@ -253,10 +257,10 @@ def _flatten(batch: Batch) -> _FlatBatch:
 
 
 def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
-    """Return the number of samples, and each value with whether `cut` splits it, by its place.
+    """Return the number of samples, and a dict from places to (value, whether `cut` splits it).
 
-    Values are tensors, arrays, lists and tuples. Places can be compared between batches of one
-    structure. Nested tensors, which are always split, and tensors of one row are left out.
+    Values are tensors, arrays, lists and tuples. Batches of the same structure have the same
+    places. Nested tensors, which are always split, and tensors with one row are left out.
     """
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
@@ -274,9 +278,9 @@ def _record_splits(
     first_id: int,
     found: dict[Any, tuple[Any, bool]],
 ) -> None:
-    """Add to `found` whether `cut` splits each of `leaves`, and the entries of lists kept whole.
+    """Record in `found` whether `cut` splits each leaf; recurse into lists that it keeps whole.
 
-    A recursive closure would be a reference cycle that keeps the batch until a garbage collection.
+    A recursive closure would be a reference cycle, which keeps the batch until garbage collection.
     """
     is_split = partial(_is_list_of_samples, samples, first_id)
     for number, leaf in enumerate(leaves):
@@ -295,7 +299,7 @@ def _is_nested(value: Tensor | np.ndarray) -> bool:
 
 
 def _is_list_without(tensor_id: int, value: Any) -> bool:
-    """Return whether a value is a list or a tuple that does not contain a tensor."""
+    """Return whether a value is a list or tuple without the tensor whose id is `tensor_id`."""
     return _holds_samples(value) and all(id(one) != tensor_id for one in tree_leaves(value))
 
 
@@ -313,22 +317,22 @@ def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
 
 
 def _holds_samples(leaf: Any) -> bool:
-    """Return whether a leaf of a flat batch is a list of samples (all lists among leaves are)."""
+    """Return whether a value is a list or tuple; the leaves of this type are lists of samples."""
     return type(leaf) in (list, tuple, SampleList, SampleTuple)
 
 
 def _has_rows(value: Any, samples: int) -> bool:
-    """Return whether a leaf of a batch is a tensor or an array with a row for each sample."""
+    """Return whether a value is a tensor or array with one row per sample."""
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _length(value) == samples
 
 
 def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a list or a tuple has an entry for each sample.
+    """Return whether a value is a list or tuple with one entry per sample.
 
-    `first_id`: the id of the tensor whose length is the number of samples, which no such list
-    contains. Some entries may be None. Lists of numbers (sizes, strides) do not count, since their
-    length may be a coincidence, nor do lists of tensors that all have a row for each sample
-    (several views).
+    Some entries may be None. A list of numbers (sizes, strides) does not count, because its length
+    may be a coincidence. A list of tensors that all have one row per sample (several views of the
+    batch) does not count either, nor does a list that contains the batch's first tensor, whose id
+    is `first_id`.
     """
     if type(value) in (SampleList, SampleTuple):
         return len(value) == samples
@@ -355,7 +359,7 @@ def _tensors_in(value: Any) -> list[Any]:
 
 
 def _refuse_objects(flat: _FlatBatch) -> None:
-    """Raise BadInputError for objects that hide a tensor with a row for each sample."""
+    """Raise BadInputError for an object with an attribute that has one row per sample."""
     for leaf in flat.leaves:
         if isinstance(leaf, Tensor | np.ndarray | Sequence) or not hasattr(leaf, "__dict__"):
             continue
@@ -370,10 +374,10 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Take part `place` of `places` of each batch; return the parts as at least two batches.
+    """Return share `place` of `places` of each batch, joined in pairs into two or more batches.
 
-    Parts of two batches are joined where possible. Returns None if there are too few samples, or if
-    parts cannot be joined.
+    If there is only one pair, its shares are halved first. Returns None if the samples do not
+    divide evenly, or if shares cannot be joined.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -410,9 +414,9 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """Join two batches, taking values shared by all samples from `one`.
+    """Concatenate the samples of two batches. Values that are not split come from `one`.
 
-    Returns None if they cannot be joined, because they differ in structure or in lengths.
+    Returns None if the structures, shapes or dtypes do not match.
     """
     leaves, structure, samples = _flatten(one)
     others, structure_too, more = _flatten(other)
@@ -441,10 +445,10 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Register the classes in a batch as pytrees, and return the batch.
+    """Register the batch's classes as pytree nodes, and return the batch.
 
-    These are dataclasses and subclasses of dict and UserDict, such as transformers' BatchEncoding.
-    Other mappings are returned as dicts.
+    This registers dataclasses and subclasses of dict and UserDict, such as transformers'
+    BatchEncoding. Other mappings are converted to dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
@@ -461,7 +465,7 @@ def _plain(batch: Batch) -> Batch:
 
 
 class _EmptyMapping:
-    """A mapping of a user's class without its entries, as a template for rebuilding it."""
+    """An emptied copy of a user's mapping, with its keys, from which the mapping is rebuilt."""
 
     def __init__(self, one: Any) -> None:
         self.empty, self.keys = copy.copy(one), tuple(one)
@@ -483,7 +487,7 @@ class _EmptyMapping:
 
 
 def _register_mapping(kind: type) -> None:
-    """Register a class of mappings as a pytree of its values, for the whole process."""
+    """Register a mapping class as a pytree node of its values, for the whole process."""
     if kind not in SUPPORTED_NODES:
         register_pytree_node(
             kind,
@@ -493,7 +497,7 @@ def _register_mapping(kind: type) -> None:
 
 
 def _register_dataclass(kind: type) -> None:
-    """Register a dataclass as a pytree of its fields, for the whole process."""
+    """Register a dataclass as a pytree node of its fields, for the whole process."""
     names = [one.name for one in fields(kind)]
 
     def rebuild(values: Iterable[Any], _: Any) -> Any:

@@ -1,10 +1,10 @@
 """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are split into parts.
 
-With replicas, statistics are computed over each replica's samples, as under
-DistributedDataParallel, or over all replicas' samples together. In a pipeline they are computed
-over each micro-batch during training, and the moving averages for evaluation over the whole
-mini-batch (Huang et al., arXiv 1811.06965, §2.3). Modules are converted in place and keep their
-names, parameters and buffers.
+With replicas, statistics cover each replica's samples, as under DistributedDataParallel, or the
+samples of all replicas. In a pipeline, training normalises by the statistics of each micro-batch,
+and the running averages for evaluation are updated with the statistics of the whole mini-batch
+(Huang et al., arXiv 1811.06965, §2.3). Modules are converted in place and keep their names,
+parameters and buffers.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Convert all batch normalisations to use statistics over the samples of all ranks.
+    """Convert all batch normalisation layers to statistics over the samples of all ranks.
 
     Unlike nn.SyncBatchNorm, this works on any device.
     """
@@ -47,14 +47,14 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Convert all batch normalisations to update their averages once per mini-batch (`commit`)."""
+    """Convert all batch normalisation layers to update running averages only in `commit`."""
     for part in _changeable(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
 
 
 def commit(module: nn.Module) -> None:
-    """Update the running averages at the end of a mini-batch."""
+    """Update the running averages of all `MicroBatchNorm` layers at the end of a mini-batch."""
     for part in module.modules():
         if isinstance(part, MicroBatchNorm):
             part.commit()
@@ -74,9 +74,9 @@ def _changeable(module: nn.Module) -> list[Any]:
 
 
 class Members:
-    """The ranks that share statistics.
+    """The process group whose ranks share statistics.
 
-    Copies of a module share the group, which cannot be copied.
+    Deep copies of a module share this object, because a process group cannot be copied.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -87,14 +87,14 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """A class to assign to the `__class__` of a batch normalisation, which keeps its tensors."""
+    """Base of the classes to assign to a layer's `__class__`, which leaves its tensors in place."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
 
     def _move_on(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
-        """Update the running averages with a batch's mean and its variance, made unbiased."""
+        """Update the running averages. `variance_C` is biased; `count` serves to correct it."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -107,12 +107,12 @@ class _ConvertedNorm(_BatchNorm):
 
 
 class MicroBatchNorm(_ConvertedNorm):
-    """Batch normalisation over each micro-batch that accumulates the mini-batch's statistics."""
+    """Batch normalisation by each micro-batch's statistics, which are merged until `commit`."""
 
     seen: tuple[int, Tensor, Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise as nn.BatchNorm does, but let `commit` update the averages."""
+        """Normalise as nn.BatchNorm does, but leave the running averages to `commit`."""
         if not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -125,7 +125,7 @@ class MicroBatchNorm(_ConvertedNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running averages with the samples since the last call."""
+        """Update the running averages with all samples since the last call."""
         if self.seen is not None:
             count, mean_C, squares_C = self.seen
             self.seen = None
@@ -142,7 +142,7 @@ def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
 def _merge_statistics(
     one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """Merge the statistics of two sets without cancellation (Chan, Golub and LeVeque, 1979)."""
+    """Merge two sets' statistics without cancellation (Chan, Golub and LeVeque, 1979)."""
     count, apart_C = one[0] + other[0], other[1] - one[1]
     mean_C = one[1] + apart_C * (other[0] / count)
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
@@ -158,7 +158,7 @@ class SynchronisedBatchNorm(_ConvertedNorm):
     members: Members
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise as nn.BatchNorm does. Collective while training."""
+        """Normalise as nn.BatchNorm does. Collective in training, or without running averages."""
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -175,11 +175,11 @@ class SynchronisedBatchNorm(_ConvertedNorm):
 class NormaliseAcrossRanks(torch.autograd.Function):
     """(x − mean)/√(variance + eps) · weight + bias, with statistics over all ranks of a group.
 
-    Runs one all-reduce in the forward, of R · (2C + 1) numbers for R ranks, and one of 2C numbers
-    in the backward. The gradient of the input contains two sums over the batch (Ioffe and Szegedy
-    2015, §3), here over all ranks, because every rank's loss depends on every rank's samples. The
-    gradients of weight and bias cover only this rank's samples; the usual gradient reduction adds
-    them up.
+    The forward runs one all-reduce of R · (2C + 1) numbers for R ranks, and the backward one of 2C
+    numbers. The gradient of the input contains two sums over the batch (Ioffe and Szegedy 2015,
+    §3). Here they run over all ranks, because every rank's loss depends on every rank's samples.
+    The gradients of weight and bias cover only this rank's samples; the usual gradient reduction
+    adds them up.
     """
 
     @staticmethod
@@ -221,10 +221,11 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 
 
 def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of values, mean and biased variance per channel, over all ranks' `x`.
+    """Return the count, mean and biased variance of each channel of `x` over all ranks.
 
-    Squared deviations are combined around the common mean, because the mean of squares minus the
-    squared mean would cancel. Each rank fills one row of zeros, so that the sum gathers all rows.
+    Squared deviations are combined around the common mean, because subtracting the squared mean
+    from the mean of squares would lose precision. Each rank fills its row of a matrix of zeros, so
+    an all-reduce gathers all rows.
     """
     count, mean_C, squares_C = _statistics(x)
     rows = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])

@@ -15,7 +15,7 @@ Blocks = Sequence[str] | Sequence[Sequence[str]]  # in the second form, one list
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:
     """Return the blocks of a request's model.
 
-    Raises BadInputError if there are none, or for unknown names.
+    Raises BadInputError if the model has no blocks, or no submodule with one of the given names.
     """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
@@ -48,7 +48,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 
 def flat(blocks: Blocks) -> list[str]:
-    """Return all names in one list, in the order of stages if they are grouped by stage."""
+    """Return the names as one list; if there is one list per stage, join them in stage order."""
     return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
 
 
@@ -65,6 +65,6 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model that are in no block."""
+    """Return the model's parameters outside `blocks`, by name."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in inside}

@@ -7,8 +7,8 @@ and a rank with the last tokens much, so a sequence is split into 2N chunks, and
 and 2N−1−i (the "zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in
 every turn.
 
-Parameters are replicated, and the loss is a sum over each rank's targets. Gradients are reduced as
-in `ddp`, because for them it does not matter whether ranks have other samples or other tokens.
+Parameters are replicated, and each rank sums the loss over its targets. Gradients are reduced as in
+`ddp`: the sum is the same whether ranks have different samples or different tokens.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -37,7 +37,7 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are in flight at the same ti
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The ranks that share a sequence; `rank` is the position of this one.
+    """The `size` ranks that share a sequence; `rank` is this process's position among them.
 
     `runs_on`: the device type to choose kernels for, if it differs from the tensors' device.
     """
@@ -48,7 +48,10 @@ class SequenceRing:
     runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start sending a tensor to the next rank and receiving one from the previous rank."""
+        """Start sending a tensor to the next rank and receiving one from the previous rank.
+
+        Returns the tensor that is being received, and the works to wait for.
+        """
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -60,11 +63,11 @@ class SequenceRing:
         return received, works
 
     def turns(self, causal: bool, length: int) -> Iterator["Turn"]:
-        """Yield the parts of attention to compute with this rank's keys, then with received ones.
+        """Yield the attention to compute in each turn: to this rank's keys, then to received keys.
 
-        Each rank has chunk i and chunk 2N−1−i. For keys from a lower rank, the first chunk precedes
-        both chunks here, and the second follows both. For keys from a higher rank, both chunks
-        precede the second chunk here and follow the first.
+        Rank i has chunks i and 2N−1−i. Of a lower rank's chunks, the first precedes both chunks of
+        this rank, and the second follows both. Both chunks of a higher rank lie between the two
+        chunks of this rank.
         """
         everything, half = slice(None), length // 2
         for number in range(self.size):
@@ -81,7 +84,7 @@ class SequenceRing:
 
 @dataclass(frozen=True)
 class Turn:
-    """Slices of this rank's queries and of the available keys that they attend to."""
+    """The attention of one turn: a slice of this rank's queries, and the keys they attend to."""
 
     queries: slice
     keys: slice
@@ -120,7 +123,7 @@ class RingAttention(torch.autograd.Function):
         causal: bool,
         kernel: RingKernel,
     ) -> Tensor:
-        """Merge each turn's attention by its log-sum-exp (Milakov and Gimelshein, 2018)."""
+        """Merge the turns' outputs by their log-sum-exps (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
         out = torch.zeros_like(to_fp32(q))
         lse = out.new_full(q.shape[:-1], -torch.inf)
@@ -140,9 +143,10 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values around again, with their gradients one step behind.
+        """Send keys and values around the ring again, and their gradients one turn behind.
 
-        Each turn computes the gradients of its own keys, from output and log-sum-exp of all keys.
+        Each turn computes the gradients of its keys and values from the output and log-sum-exp over
+        all keys.
         """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
@@ -183,7 +187,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class PartOfSequence(nn.Module):
-    """An objective that computes this rank's chunks of each sequence."""
+    """An objective that runs the model on this rank's chunks of each sequence."""
 
     def __init__(self, objective: LanguageModelObjective, ring: SequenceRing) -> None:
         super().__init__()
@@ -196,7 +200,7 @@ class PartOfSequence(nn.Module):
         return self.objective.model
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the objective's totals for this rank's targets."""
+        """Return the sum of losses and the number of targets in this rank's chunks."""
         outcome: tuple[Tensor, Tensor] = self.objective(self.part_of(batch))
         return outcome
 
@@ -235,9 +239,9 @@ class PartOfSequence(nn.Module):
 
 
 class ContextParallel(Replicas):
-    """Replicas that each compute a part of every sample.
+    """Replicas that each process a part of every sequence.
 
-    `meta_copy`: the model with attention on a single rank, without memory for weights.
+    `meta_copy` is the model on the meta device, with its original attention.
     """
 
     def __init__(self, request: LayoutRequest, meta_copy: nn.Module) -> None:
@@ -245,14 +249,14 @@ class ContextParallel(Replicas):
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return a model that runs without the other ranks of the ring, if it is `wanted`."""
+        """Return the model with its original attention, on ranks where it is `wanted`."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Split sequences over the plan's cp axis."""
+    """Replicate the model, and split each sequence over the ranks of the plan's cp axis."""
     copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     group, _ = dist.new_subgroups(request.plan.cp)
     part = share_sequences(
@@ -262,9 +266,10 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
-    """Replace the model's attention by ring attention, in place.
+    """Replace the model's attention with ring attention, in place.
 
-    Raises BadInputError for a custom model.
+    Returns an objective for this rank's chunks of each sequence. Raises BadInputError for a custom
+    model.
     """
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(

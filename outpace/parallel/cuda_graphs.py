@@ -1,14 +1,14 @@
 """Forward and backward of one process, replayed as CUDA graphs.
 
-A host launches the kernels of a step one by one, which takes some microseconds each; if kernels are
+The host launches a step's kernels one by one, which takes a few microseconds each. If kernels are
 short, the device waits for the host. A CUDA graph launches a whole forward or backward in one call
-(NVIDIA, "CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same addresses
-each time: a batch is copied to where the graph reads it, and gradients are where the graph writes
-them.
+(NVIDIA, "CUDA C++ Programming Guide", §CUDA Graphs). Its kernels use the same addresses in every
+replay: each batch is copied into the graph's inputs, and the graph writes gradients to fixed
+tensors.
 
-The captured work must not wait for the device and must do the same each time, so only outpace's
-models, whose shapes are static, are supported. If a pass waits or a capture fails, later passes are
-launched kernel by kernel.
+Captured work must not wait for the device and must be the same each time, so only outpace's models,
+whose shapes are static, are supported. If a pass waits for the device or a capture fails, later
+passes are launched kernel by kernel.
 """
 
 import warnings
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from outpace.parallel.layout import Batch, Layout, StepHooks, totals_of
 from outpace.records.errors import BadInputError
 
-# Passes of a shape before it is captured: compilers, libraries and allocators settle in the first
-# ones, and the last one is checked for waits. So captures fall in a run's first steps, whose times
+# Passes of a shape before its capture. The first ones warm up compilers, libraries and allocators;
+# the last one is checked for waits. Captures therefore fall into a run's first steps, whose times
 # are not counted (`records.measurement.WARMUP_STEPS`).
 WARMUP_PASSES = 2
 # Maximum number of captured shapes; each holds its graphs' memory until the run ends.
@@ -35,18 +35,19 @@ class Recorder(Protocol):
     """Interface for capturing the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Return a context that runs passes on the capture stream, before the capture."""
+        """Return a context that runs warm-up passes on the stream of the later capture."""
 
     def refuse_waits(self) -> AbstractContextManager[None]:
-        """Return a context in which every wait for the device raises RuntimeError."""
+        """Return a context in which waiting for the device raises RuntimeError."""
 
     def has_room(self) -> bool:
-        """Return whether there is enough memory for graphs in addition to everything else."""
+        """Return whether there is enough free memory for graphs."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`. Calling the result replays it into the tensors that `work` returned.
+        """Capture the kernels of `work` without running them; return a function that replays them.
 
-        Capturing does not run `work`. Raises RuntimeError if it cannot be captured.
+        A replay writes to the tensors that `work` returned. Raises RuntimeError if `work` cannot be
+        captured.
         """
 
     def release(self) -> None:
@@ -54,7 +55,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder for a CUDA device. All graphs share a memory pool, since they run one at a time."""
+    """Recorder for a CUDA device. Graphs run one at a time, so they share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +73,7 @@ class CudaRecorder:
 
     @contextmanager
     def refuse_waits(self) -> Iterator[None]:
-        """Raise an error if the body waits for the device, using torch's own check."""
+        """Make torch raise an error if the body waits for the device."""
         before = torch.cuda.get_sync_debug_mode()
         _set_sync_debug_mode("error")
         try:
@@ -81,7 +82,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Return whether free memory exceeds twice the peak of the passes so far."""
+        """Return whether free memory exceeds twice what any pass so far has needed at its peak."""
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -89,10 +90,10 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`; the result queues a replay in the current stream.
+        """Capture `work`; return a function that queues a replay on the current stream.
 
-        Raises BadInputError if CUDA refuses the captured work, because torch's allocator and random
-        numbers then no longer work in this process.
+        Raises BadInputError if CUDA rejects the captured work, because torch's allocator and
+        generators are then unusable in this process.
         """
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
@@ -127,7 +128,7 @@ class CudaRecorder:
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
-    """Set the mode without torch's warning that it is a prototype."""
+    """Set torch's sync debug mode without the warning that it is a prototype."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode(mode)
@@ -146,7 +147,7 @@ class CapturedPass:
     addresses: list[int]  # addresses of the parameters that the graph reads
 
     def run(self, batch: Mapping[str, Tensor], hooks: StepHooks) -> Tensor:
-        """Replay the pass (see `Layout._forward_backward`); the next run overwrites the totals."""
+        """Replay the forward and backward; return their totals, which the next run overwrites."""
         for name, tensor in self.inputs.items():
             tensor.copy_(batch[name])
         self.forward()
@@ -160,7 +161,7 @@ class CapturedPass:
 
 @dataclass
 class _Shape:
-    """The number of passes of one shape so far, and their capture."""
+    """The number of passes of one shape that were not replayed, and its captured pass, if any."""
 
     passes: int = 0
     captured: CapturedPass | None = None
@@ -168,16 +169,16 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """A pass that is being captured: its loss, for the backward, and its outputs."""
+    """A pass that is being captured: its loss, which the backward needs, and its outputs."""
 
     loss: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
 
 
 class GraphedLayout(Layout):
-    """A single process whose passes are captured after `WARMUP_PASSES` of a shape, then replayed.
+    """Layout of a single process that captures each shape after `WARMUP_PASSES`, then replays it.
 
-    The first micro-batch of a step and those that accumulate gradients use different graphs.
+    The first micro-batch of a step and later ones, which add to gradients, use different graphs.
     `on_failure` is called once with the reason if passes cannot be captured.
     """
 
@@ -213,7 +214,7 @@ class GraphedLayout(Layout):
         return self._pass(batch, hooks, None)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate as every layout does; if memory runs out, free the graphs and retry."""
+        """Evaluate a micro-batch; if memory runs out, free the graphs and retry."""
         if not self.replays:
             return super().evaluate(batch, hooks)
         try:
@@ -223,9 +224,9 @@ class GraphedLayout(Layout):
         return super().evaluate(batch, hooks)
 
     def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
-        """Run a forward and backward: replayed, captured, or kernel by kernel.
+        """Run a forward and backward, if possible from a graph, which this may capture first.
 
-        `held` is the first gradient that the pass adds to; None if the pass creates them.
+        `held` is the first gradient that the pass adds to; None if the pass creates the gradients.
         """
         key = self._key(batch, held) if self._works else None
         if key is None:
@@ -245,9 +246,9 @@ class GraphedLayout(Layout):
             return super()._forward_backward(batch, hooks)
 
     def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
-        """Return the key of a graph for a batch; None if passes must not be captured.
+        """Return the key of the graph for a batch; None if its pass must not be captured.
 
-        Dispatch modes would not see the operators that a graph replays.
+        For example, a dispatch mode would not see the operators that a graph replays.
         """
         if torch._C._len_torch_dispatch_stack() > 0 or not isinstance(batch, Mapping):
             return None
@@ -261,11 +262,11 @@ class GraphedLayout(Layout):
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
     def _addresses(self) -> list[int]:
-        """Return the addresses of the parameters, from which a graph always reads."""
+        """Return the parameters' addresses, which a capture fixes in its graph."""
         return [parameter.data_ptr() for parameter in self._parameters()]
 
     def _held_gradient(self) -> Tensor | None:
-        """Return the first gradient that exists before a pass."""
+        """Return the first gradient that exists; None if there is none."""
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
@@ -326,7 +327,7 @@ class GraphedLayout(Layout):
         )
 
     def _give_up(self, why: Exception | str) -> None:
-        """Continue without graphs, and free their memory."""
+        """Stop using graphs, free their memory and report why."""
         self._works = False
         self._shapes.clear()
         self._recorder.release()

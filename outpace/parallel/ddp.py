@@ -36,9 +36,9 @@ def reduce_in_bf16(
 def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
 
-    torch's hook starts its second and third collectives when the previous one has finished. With
-    gloo this happens in gloo's threads, between the collectives of the next bucket, and both
-    buckets hang. So on gloo this waits for each bucket before the next one starts.
+    torch's hook starts its second and third collectives in callbacks of the previous ones. With
+    gloo, these callbacks run in gloo's threads, between the collectives of the next bucket, and
+    both buckets hang. On a CPU, this function therefore waits for the bucket before it returns.
     """
     reduced = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
@@ -58,7 +58,7 @@ def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
 
 
 class Replicas(Layout):
-    """Replicas of the objective in a DistributedDataParallel module."""
+    """The objective, wrapped in DistributedDataParallel."""
 
     module: DistributedDataParallel
     low_rank: PowerSGDState | None = None
@@ -95,15 +95,18 @@ class Replicas(Layout):
         return self.module.no_sync()
 
     def add_up_in_fp32(self) -> None:
-        """Accumulate all micro-batches except the last in fp32.
+        """Accumulate the gradients of all micro-batches except the last in fp32.
 
-        The last one is added in DDP's buckets, which have the parameters' dtype.
+        The last micro-batch is added in DDP's buckets, which have the parameters' dtype.
         """
         self._adds_in_fp32 = True
 
     @torch.no_grad()
     def prepare_reduction(self) -> None:
-        """Round the sums to the dtype of DDP's buckets before the last micro-batch is added."""
+        """Round accumulated gradients to the dtype of DDP's buckets, before the last micro-batch.
+
+        Also record these gradients' versions, for `_has_new_gradient` to compare.
+        """
         if self._adds_in_fp32:
             self._round_sums()
         if self.use is not None:
@@ -139,9 +142,9 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def discard_comparison(self) -> None:
-        """Do not count the check of the first batch as a step.
+        """Subtract the check of the first batch from the counts of steps.
 
-        PowerSGD counts steps because it does not compress the first ones.
+        PowerSGD counts steps, because it does not compress the first ones.
         """
         if self.use is not None:
             self.use.steps -= 1
@@ -153,7 +156,8 @@ class Replicas(Layout):
 
         When all gradients are computed, autograd calls the queued callbacks in order: first the
         mark, then the callback that DDP queued with its last bucket, which waits for the
-        collectives (on a GPU, in its stream). DDP's logging data would be of a much earlier step.
+        collectives (on a GPU, in its stream). DDP's logging data are no alternative, because they
+        describe a much earlier step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
@@ -188,7 +192,7 @@ class Replicas(Layout):
             parameter.requires_grad_(False)
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the last backward created or added to this gradient."""
+        """Return whether the last backward created this parameter's gradient or added to it."""
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None
@@ -215,9 +219,9 @@ def _wrap(request: LayoutRequest) -> DistributedDataParallel:
 def _free_before_group(wrapped: DistributedDataParallel) -> None:
     """Make the module release its reducer before its process group.
 
-    A reducer that is the last owner of its group, as after `destroy_process_group`, ends gloo's
-    threads while it holds the GIL. Such a thread may need the GIL to release a tensor, so the
-    process hangs at exit (torch 2.13). A group whose last owner is Python ends without the GIL.
+    If the reducer is the group's last owner, as after `destroy_process_group`, it ends gloo's
+    threads while it holds the GIL. A thread that needs the GIL to release a tensor then makes the
+    process hang at exit (torch 2.13). If Python is the last owner, the group ends without the GIL.
     A module releases its attributes in the order in which they were set.
     """
     held = wrapped.__dict__

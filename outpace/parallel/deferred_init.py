@@ -1,7 +1,7 @@
-"""Weights for a model that was laid out on the meta device, so that no rank holds all of them.
+"""Weights for a model that was laid out on the meta device, so that no rank holds all weights.
 
-A rank allocates memory for its parts and fills them from one whole tensor at a time. So besides its
-parts it needs memory only for the largest parameter.
+A rank allocates memory for its parts, then fills them from one whole parameter at a time. In
+addition to its parts, it needs memory only for the largest parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,11 @@ def fill(
     value_of: Callable[[str], Tensor],
     keeps_wide: bool = False,
 ) -> dict[str, Tensor]:
-    """Give a layout on the meta device its weights on `device`, before its optimizer is created.
+    """Allocate and fill the weights of a layout that is on the meta device, on `device`.
 
-    `value_of` returns a whole parameter by its name in a single process. With `keeps_wide`, it also
-    returns this rank's parts in fp32, by name, if 16-bit weights are trained.
+    Call this before creating the optimizer. `value_of` returns a whole parameter by its
+    single-process name. With `keeps_wide`, the result maps the names of trained 16-bit parameters
+    to this rank's parts in fp32; otherwise it is empty.
     """
     _take_memory(layout.objective, device)
     wide: dict[str, Tensor] = {}
@@ -53,7 +54,7 @@ def fill(
 def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's parts of whole tensors, by the names of the layout's parameters.
 
-    Parts of DTensors are copies; other parameters get the whole tensor itself.
+    Parts of DTensors are copies. For any other parameter, the part is the whole tensor itself.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():

@@ -1,11 +1,12 @@
 """DataParallel: rank 0 has the data and the optimizer, and the others compute for it.
 
-This does with processes on one host what `torch.nn.DataParallel` does with threads; also known as a
-"single parameter server". Each batch takes five collectives: rank 0 (1) replicates the current
-weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, from which it computes
-the loss, (4) scatters the loss's gradient, and (5) reduces the parameters' gradients to itself. The
-output is the last hidden state: rank 0 computes the head as well as the loss. In a single process
-it is `torch.nn.DataParallel` itself, over the CUDA devices that the process sees.
+This does with processes on one host what `torch.nn.DataParallel` does with threads. It is also
+known as a "single parameter server". Each batch takes five collectives: rank 0 (1) replicates the
+current weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, from which it
+computes the loss, (4) scatters the loss's gradient, and (5) reduces the parameters' gradients to
+itself. The outputs are the last hidden states; rank 0 computes the head and the loss. In a single
+process, this strategy is `torch.nn.DataParallel` itself, over all CUDA devices that the process
+sees.
 """
 
 import math
@@ -47,15 +48,15 @@ class DataParallel(Layout):
         self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return an optimizer that updates parameters on rank 0 only."""
+        """Return the optimizer on rank 0, and an optimizer of a placeholder on other ranks."""
         return build(groups) if self._first else self._placeholder.optimizer(build)
 
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save, which is complete on rank 0.
+        """Return the module and the optimizer on rank 0, and None for both on other ranks.
 
-        Other ranks have the last forward's weights.
+        The weights of other ranks are those of the last forward, not the updated ones.
         """
         return (self.model, optimizer) if self._first else (None, None)
 
@@ -122,7 +123,7 @@ class DataParallel(Layout):
                 spread(message, alike)
 
     def _scatter(self, batch: Batch) -> dict[str, Tensor]:
-        """Return this rank's micro-batch without targets, sent as one message of bytes."""
+        """Scatter the batch without targets, in one message of bytes; return this rank's part."""
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
@@ -133,7 +134,7 @@ class DataParallel(Layout):
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """Return the form of all micro-batches, which rank 0 sends with the first one.
+        """Return the form of all micro-batches, which rank 0 sends before the first one.
 
         Raises BadInputError on rank 0 if a later form differs.
         """
@@ -151,7 +152,7 @@ class DataParallel(Layout):
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Set the form of all micro-batches to that of `batch`, so that rank 0 need not send it."""
+        """Set the form of micro-batches from a global batch, so that rank 0 need not send it."""
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
@@ -170,7 +171,7 @@ class DataParallel(Layout):
         ]
 
     def _gather(self, output: Tensor) -> Tensor | None:
-        """Return all ranks' outputs on rank 0."""
+        """Gather all ranks' outputs on rank 0; return None on other ranks."""
         output = output.contiguous()
         if not self._first:
             dist.gather(output, None, 0)
@@ -191,7 +192,7 @@ class DataParallel(Layout):
         return self._forward(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
-        """Return rank 0's norm, which it sends to the others."""
+        """Return the gradient norm, which rank 0 computes and broadcasts."""
         dtype = norm_dtype(self._fused[0].buffer.dtype)
         norm = (
             super().total_norm() if self._first else torch.zeros((), dtype=dtype, device=self._on)
@@ -200,7 +201,7 @@ class DataParallel(Layout):
         return norm
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Send rank 0's result to all ranks, because only rank 0 has gradients."""
+        """Broadcast rank 0's `found_inf`, because only rank 0 has gradients."""
         dist.broadcast(found_inf, 0)
 
 
@@ -217,9 +218,9 @@ class Outputs(nn.Module):
 
 
 class Threads(nn.Module):
-    """DataParallel in one process, with a thread per CUDA device; the loss is not divided.
+    """DataParallel in one process, with one thread per CUDA device for the hidden states.
 
-    With one device, or on a CPU, the hidden states are not divided either.
+    One device computes the whole loss. With a single device, or on a CPU, there are no threads.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:
@@ -240,7 +241,8 @@ def _show(form: Form) -> str:
 def apply(request: LayoutRequest) -> Layout:
     """Lay out an objective with its data, loss and optimizer on rank 0.
 
-    Raises BadInputError for ranks on several hosts, and for custom models.
+    Raises BadInputError for ranks on several hosts, for custom models, and for compilation in a
+    single process.
     """
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:

@@ -1,4 +1,4 @@
-"""Modules whose parameters `fully_shard` shards, and the collectives of their ranks.
+"""Sharding of modules with torch's `fully_shard`: units, dtypes and collectives.
 
 In mixed precision, parameters are gathered in the 16-bit dtype of matmuls and gradients are reduced
 in fp32 (`records.precisions.SHARD_DTYPES`); shards and their accumulated gradients are fp32. Inputs
@@ -80,11 +80,11 @@ def shard(
 
 
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that `fully_shard` cannot split; make the others contiguous.
+    """Return the parameters that `fully_shard` cannot shard; make all others contiguous.
 
-    `fully_shard` splits the first dimension, so it cannot split scalars and empty tensors. Units
-    cannot share parameters either, and a unit reduces gradients in one dtype, here the one of most
-    of its values.
+    It cannot shard scalars and empty tensors, whose first dimension cannot be split, or parameters
+    that several units share. A unit also reduces all gradients in one dtype, here that of most of
+    its values, so it cannot shard trained parameters of other dtypes.
     """
     units = _parts_of_units(module, blocks)
     owners = Counter(p for parts in units for p in _parameters_of(parts))
@@ -105,7 +105,7 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
 
 
 def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -> None:
-    """Raise BadInputError if a block's class has a method that `fully_shard` would override."""
+    """Raise BadInputError if a block has an attribute that a method of FSDPModule would hide."""
     theirs = [name for name in vars(FSDPModule) if not name.startswith("_")]
     for path, block in named:
         held = (*block._modules, *block._parameters, *block._buffers)
@@ -120,15 +120,15 @@ def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -
 
 
 def keep_class_names(blocks: Mapping[nn.Module, type]) -> None:
-    """Give sharded modules' classes their original names, which users' code may check."""
+    """Restore the class names of sharded modules, because user code may check them."""
     for block, kind in blocks.items():
         type(block).__name__, type(block).__qualname__ = kind.__name__, kind.__qualname__
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules of each unit: a block without nested blocks, or the rest of the module.
+    """Return the modules of each unit: of each block without its nested blocks, and of the rest.
 
-    Each list has the order of `module.modules()`, which is the same on all ranks.
+    Each list is in the order of `module.modules()`, which is the same on all ranks.
     """
     within = {block: set(block.modules()) for block in blocks}
     units = []

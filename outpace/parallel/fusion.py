@@ -13,8 +13,8 @@ from torch import nn
 class FusedGradients:
     """A buffer for the gradients of `parameters`, which have the same dtype and device.
 
-    The buffer ends with a flag for each parameter: 1 if it has a gradient on this rank. If the sum
-    of a flag over ranks is 0, no rank has a gradient, and the optimizer skips the parameter.
+    The buffer ends with one flag per parameter: 1 if the parameter has a gradient on this rank. If
+    a flag's sum over ranks is 0, no rank has a gradient, and the optimizer skips the parameter.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FusedGradients:
 
     @torch.no_grad()
     def move_gradient(self, index: int) -> None:
-        """Move a parameter's gradient into the buffer."""
+        """Move a parameter's gradient (zeros if it has none) into the buffer, and set its flag."""
         gradient = self.parameters[index].grad
         self.present[index] = gradient is not None
         if gradient is None:
@@ -49,7 +49,7 @@ class FusedGradients:
             self.move_gradient(index)
 
     def assign_gradients(self) -> None:
-        """Set gradients to their parts of the buffer, or to None if no rank has one."""
+        """Set each gradient from the buffer, or to None if the flags show that no rank has one."""
         found = self.present.tolist()
         for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):
             dtype = parameter.grad_dtype or parameter.dtype
@@ -61,9 +61,10 @@ def fuse(
     limit_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[FusedGradients]:
-    """Create gradient buffers of at most `limit_bytes` for parameters in the given order.
+    """Create gradient buffers of at most `limit_bytes` for the parameters, in the given order.
 
-    A larger parameter gets its own buffer. `dtype`: the buffers' dtype (default: the parameters').
+    A parameter larger than the limit gets a separate buffer. `dtype` is the buffers' dtype (None:
+    the parameters').
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

@@ -11,16 +11,17 @@ _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 def register_gloo_shutdown() -> None:
     """Make this process wait at exit until gloo's threads are idle.
 
-    A thread that releases a tensor while the interpreter shuts down aborts the process, although
-    all work is done ("terminate called without an active exception", torch 2.13). Threads are late
-    if cores are busy: of 200 runs of examples/parallel.py, four at a time on two cores, 8 aborted.
+    A gloo thread that releases a tensor while the interpreter shuts down aborts the process,
+    although all work is done ("terminate called without an active exception", torch 2.13). Busy
+    cores delay these threads: of 200 runs of examples/parallel.py, four at a time on two cores, 8
+    aborted.
     """
     atexit.unregister(_rest)
     atexit.register(_rest)
 
 
 def _rest() -> None:
-    """Release the GIL until gloo's threads have been asleep in several consecutive checks."""
+    """Sleep until several consecutive checks find gloo's threads idle, for at most `_LIMIT_S`."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # releases the GIL to a thread that waits for it
@@ -28,7 +29,7 @@ def _rest() -> None:
 
 
 def _busy() -> bool:
-    """Return whether a gloo thread runs or is ready to run; always False except on Linux."""
+    """Return whether a gloo thread is running or ready to run. Detected only on Linux."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")

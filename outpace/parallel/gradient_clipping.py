@@ -17,9 +17,9 @@ def scale_by_norm(
     optimizer: torch.optim.Optimizer | None,
     scale_gradients: Callable[[Tensor], None],
 ) -> None:
-    """Scale gradients whose `norm` exceeds `limit` down to it; a `limit` of 0 disables clipping.
+    """Clip gradients of norm `norm` to a norm of at most `limit`; 0 disables clipping.
 
-    If the `optimizer` has fp32 master weights and any gradient of `parameters` has 16 bits, the
+    If `optimizer` has fp32 master weights and any gradient of `parameters` has 16 bits, the
     optimizer's next step applies the factor in fp32. Otherwise, `scale_gradients` applies it now.
     """
     if limit <= 0:

@@ -1,12 +1,12 @@
-"""Agreement on which parameters have a gradient, for modules whose use may differ between ranks.
+"""Agreement between ranks on which parameters have a gradient.
 
-If experts get no tokens, or branches or layers are skipped, a rank may have no gradient for
-parameters that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the
-same tensors. A parameter without a gradient on any rank must end up without one, as in a single
-process: optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
+If an expert gets no tokens, or a branch or layer is skipped, parameters may have a gradient on some
+ranks only. Ranks without one then use zeros, so that all ranks reduce the same tensors. But a
+parameter without a gradient on any rank must end up without one, as in a single process: optimizers
+skip it, whereas a zero gradient would still apply weight decay and momentum.
 
-The same message tells a rank whose forward has written to parameters whether all other ranks have
-done so.
+The same message tells a rank whose forward has written to parameters whether the forwards of all
+other ranks have written to parameters too.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
-    """Return whether ranks may use different parameters, as they may with a custom model.
+    """Return whether ranks may use different parameters in a step.
 
-    Ranks of a model that outpace builds always use the same parameters.
+    They may with a custom model, but not with a model that outpace builds.
     """
     return isinstance(objective, CustomObjective)
 
@@ -31,9 +31,9 @@ def ranks_may_differ(objective: nn.Module) -> bool:
 class GradientUse:
     """Agreement between ranks on which of the `named` parameters have a gradient on any rank.
 
-    `steps` is the number of steps already done. Ranks send one message with a byte per parameter.
-    Only a rank that lacks a gradient or has written to a parameter reads the answer, so other ranks
-    do not wait for their devices.
+    `steps` is the number of steps already done. Each step takes one all-reduce of a byte per
+    parameter. Only a rank that lacks a gradient or has written to a parameter reads the result; the
+    hosts of other ranks do not wait for the device.
     """
 
     def __init__(

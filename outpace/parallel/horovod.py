@@ -25,7 +25,7 @@ _INSTEAD = "use --strategy ring, the same algorithm built in"
 
 
 def why_not(ranks: Ranks) -> str | None:
-    """Explain why these ranks cannot use Horovod; return None if they can. Starts Horovod."""
+    """Explain why these ranks cannot use Horovod; return None if they can. Initialises Horovod."""
     if find_spec("horovod") is None:
         return (
             "Horovod is not installed. Install it for PyTorch (HOROVOD_WITH_PYTORCH=1 pip install "
@@ -58,7 +58,7 @@ class HorovodReducer:
     def begin(self, buffer: Tensor) -> None:
         """Start the all-reduce of a buffer.
 
-        Horovod matches buffers of different ranks by name, so names follow the order of calls.
+        Horovod matches buffers across ranks by name, so buffers are named by the order of calls.
         """
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
@@ -72,7 +72,7 @@ class HorovodReducer:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and reduce their gradients with Horovod.
+    """Copy rank 0's weights to all replicas, and reduce their gradients with Horovod.
 
     Raises BadInputError if Horovod cannot be used.
     """

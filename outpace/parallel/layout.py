@@ -35,11 +35,12 @@ Batch = Any
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions of a trainer that the forward and backward passes of a step call.
+    """Callbacks into the trainer from the forward and backward passes of a step.
 
     `cast()` returns the context of each forward (autocast). `scale(loss_sum)` returns the value
     that the backward starts from: the loss as a share of the global mean, times fp16's loss scale.
-    `mark(part)` attributes the time since the last mark to `part` ("forward", "backward").
+    `mark(part)` attributes the time since the last mark to `part`: "forward", "backward" or
+    "communication".
     """
 
     cast: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -51,7 +52,7 @@ class StepHooks:
 class LayoutRequest:
     """A request to a strategy: an objective, and the ranks to lay it out on.
 
-    The objective is on its device, or on meta if `deferred_init.fills_later`.
+    The objective is on `device`, or on the meta device if `deferred_init.fills_later`.
 
     For a custom model, `blocks` are the names of its repeated submodules, or a list of names for
     each pipeline stage (None: detected). `layouts` maps names of matrices to how tp splits them.
@@ -71,12 +72,12 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """Return the device type to choose kernels for; a trace may set one other than its own."""
+        """Return the device type to choose kernels for; a trace on a CPU may set it to "cuda"."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
 def _total_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or a narrower dtype on Metal, which lacks it."""
+    """Return the dtype of totals: float64, or float32 on Metal, which lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -92,12 +93,12 @@ def divisor(count: Tensor) -> Tensor:
 
 
 class Layout:
-    """An objective on this rank. The base class keeps all of it and does not communicate.
+    """This rank's part of an objective. The base class has all of it and does not communicate.
 
-    `module` is called instead of the objective; `model` holds this rank's parameters under their
-    single-process names. Reducing gradients divides their sum over ranks by `averages`; the trainer
-    scales the loss accordingly, so that gradients are those of the mean over the global batch's
-    targets. `computes_on` is set if parameters are stored on another device.
+    Passes call `module`, which may wrap the objective. `model` has this rank's parameters under
+    their single-process names. The reduction divides the sum of gradients over ranks by `averages`;
+    the trainer scales the loss accordingly, so that gradients are those of the mean over the global
+    batch's targets. `computes_on` is the device that computes, if parameters are stored on another.
     """
 
     averages: int = 1
@@ -120,13 +121,13 @@ class Layout:
         return model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, by their names in a single process."""
+        """Yield this rank's parameters with their single-process names."""
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters.
+        """Return this rank's parameters, as a cached list.
 
-        They are cached, because walking over modules takes longer than clipping.
+        Without the cache, walking over all modules would take longer than clipping.
         """
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
@@ -145,7 +146,7 @@ class Layout:
 
         This follows Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
         Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. The gradients' norms are
-        kept. `look` is called with each parameter before its update. Only for plans with one
+        kept. `look` is called with each parameter before its update. The plan must have a single
         backward per step (see `records.plan.IN_BACKWARD`).
         """
         norms: list[Tensor] = []
@@ -163,7 +164,7 @@ class Layout:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _norms_of_stepped(self) -> list[Tensor]:
-        """Return and drop the norms of this step's gradients that have already been freed."""
+        """Return and clear the norms of the gradients that this step's backward has freed."""
         norms = list(self._stepped or ())
         if self._stepped:
             self._stepped.clear()
@@ -172,10 +173,9 @@ class Layout:
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return this rank's part of the run's state, to save or to fill from a checkpoint.
+        """Return the module and the optimizer whose state this rank saves or loads.
 
-        This is the module with its weights, and the optimizer with its state, or None if it has no
-        relevant state. Collective.
+        Either is None if its state does not belong in a checkpoint. Collective.
         """
         self._make_buffers_equal()
         return self.model, optimizer
@@ -188,38 +188,38 @@ class Layout:
         """Prepare to resume a run after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn what ranks send each other from a first batch, before a check that restores state.
+        """Determine the structure of the messages between ranks from the first batch. Collective.
 
-        Collective. Most layouts do nothing.
+        This is called before the check of that batch, which restores state. Most layouts do
+        nothing.
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return the seeding with which a plain module draws what the stages draw in the next step.
+        """Return seeds for a plain module to draw the random numbers of the stages' next step.
 
-        Returns None if it is unnecessary, because each rank has other samples, or impossible.
-        Collective.
+        Returns None if that is impossible, or if it is unnecessary because each rank has different
+        samples. Collective.
         """
         return None
 
     def guard(self) -> None:
-        """Begin to refuse uses of parameters outside `in_call` that would give wrong values."""
+        """Start to refuse uses of parameters outside `in_call` that would give wrong values."""
 
     def in_call(self) -> AbstractContextManager[None]:
-        """Return the context of a step or an evaluation, in which `guard` refuses nothing."""
+        """Return the context for a step or an evaluation, in which `guard` allows all uses."""
         return nullcontext()
 
     def watch_communication(self, watches: bool) -> None:
-        """Let a loop's operations that communicate, before the next call, wait for all ranks."""
+        """Choose whether operations that communicate between calls first wait for all ranks."""
 
     def discard_comparison(self) -> None:
-        """Reset what a call of `gradients` counted as a step, if it was only a comparison."""
+        """Subtract the last call of `gradients`, a mere comparison, from the counts of steps."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run forward and backward of this rank's micro-batches of one step.
+        """Run the forward and backward of this rank's micro-batches, and reduce the gradients.
 
-        Returns (2,) float64: this rank's share of the sum of losses and of the number of targets;
-        summed over all ranks, these are the global batch's totals. Afterwards, gradients are
-        reduced.
+        Returns (2,) float64 (float32 on Metal): this rank's contributions to the sum of losses and
+        the number of targets. Their sums over all ranks are the global batch's totals.
         """
         if self.buffers is not None:
             self.buffers.begin_step()
@@ -239,7 +239,7 @@ class Layout:
         """Accumulate 16-bit gradients over micro-batches in fp32.
 
         Autograd casts each gradient to the parameter's `grad_dtype`. Parameters under `fully_shard`
-        are not changed, because it has a separate dtype for accumulating reduced gradients.
+        are left alone, because `fully_shard` has a setting for the dtype of reduced gradients.
         """
         for parameter in self._accumulated_parameters():
             if parameter.grad_dtype != torch.float32:
@@ -273,7 +273,7 @@ class Layout:
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Run one micro-batch without gradients, and return its totals.
 
-        If the objective has `sums`, these follow the two totals.
+        If the objective returns further sums, these follow the two totals.
         """
         if self.buffers is not None:
             self.buffers.begin_evaluation()
@@ -282,14 +282,14 @@ class Layout:
         return totals_of(loss_sum, count, *sums)
 
     def free_gathered(self) -> None:
-        """Free parameters of other ranks that evaluations gathered."""
+        """Free the parameters of other ranks that evaluations have gathered."""
 
     def local_gradients(self) -> list[Tensor]:
-        """Return the parts of all gradients on this rank."""
+        """Return this rank's part of each gradient."""
         return [local(p.grad) for p in self._parameters() if p.grad is not None]
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return this rank's gradients, except those that are counted on another rank."""
+        """Return this rank's gradients, without those that another rank counts in the norm."""
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def total_norm(self) -> Tensor:
@@ -300,17 +300,17 @@ class Layout:
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-        """Scale the gradients so that their norm is at most `limit`; 0 disables it.
+        """Clip the gradients to a norm of `limit`; 0 disables clipping.
 
-        16-bit gradients that an `optimizer` with master weights converts to fp32 are scaled there,
-        in its next step. Returns the norm before scaling. Collective.
+        If `optimizer` has master weights and gradients have 16 bits, its next step scales them, in
+        fp32. Returns the norm before clipping. Collective.
         """
         norm = self.total_norm()
         scale_by_norm(norm, limit, self._parameters(), optimizer, self.scale_gradients)
         return norm
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all gradients by the same number."""
+        """Multiply all gradients by `factor`."""
         for gradients in by_dtype(self.local_gradients()):
             precise = torch.promote_types(gradients[0].dtype, torch.float32)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
@@ -325,7 +325,7 @@ class Layout:
                 parameter.grad = gradient
 
     def drop_wide_gradients(self) -> None:
-        """Drop all gradients; the next ones have the weights' dtype."""
+        """Drop all gradients, and let the next ones have the weights' dtype again."""
         for parameter in self._parameters():
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
@@ -338,12 +338,12 @@ class Layout:
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the model with all weights, on ranks where it is `wanted`. Collective."""
+        """Return the model with all weights where it is `wanted`, else None. Collective."""
         return self.model if wanted else None
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:
-    """Return the modules to which `fully_shard` was applied, if it is loaded at all."""
+    """Return the modules to which `fully_shard` was applied, without importing it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -353,7 +353,7 @@ def _fsdp_modules(module: nn.Module) -> list[Any]:
 class SpreadLayout(Layout):
     """A layout in which the ranks of `group` hold different parts of the model.
 
-    Each part is on `ranks_of_a_part` of them, as replicas or shards.
+    Each part is replicated or sharded over `ranks_of_a_part` of these ranks.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class SpreadLayout(Layout):
         self._watches: list[RemovableHandle] = []
 
     def guard(self) -> None:
-        """Refuse forwards that a loop runs outside of a step or an evaluation."""
+        """Refuse forwards that the user's loop runs outside a step or an evaluation."""
         self._enter = leave_to_python(lambda *_: self._enter_forward())
         self._watched = self._list_watched()
         self._watch_forwards()
@@ -382,7 +382,7 @@ class SpreadLayout(Layout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Allow forwards by removing the hooks that refuse them, which also saves their time."""
+        """Allow forwards in the body by removing the hooks that refuse them and cost time."""
         for watch in self._watches:
             watch.remove()
         try:
@@ -399,7 +399,7 @@ class SpreadLayout(Layout):
         )
 
     def total_norm(self) -> Tensor:
-        """Return the norm, summing each rank's share of the squares over the group."""
+        """Return the norm from the sum of squares, to which each rank of the group contributes."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
         for norm in self._norms_of_stepped():  # parts that only this rank has
             square += norm.double().square()
@@ -407,14 +407,14 @@ class SpreadLayout(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if one must, because each sees only its part's gradients."""
+        """Make all ranks skip the step if one must, since each checks only its part's gradients."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
 class ShardedLayout(SpreadLayout):
-    """A layout whose parameters, at least the large ones, are sharded over `group` as DTensors.
+    """A layout whose parameters (at least the large ones) are DTensors sharded over `group`.
 
-    `meta_copy` is the model before sharding, without memory for its weights.
+    `meta_copy` is the unsharded model on the meta device.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class ShardedLayout(SpreadLayout):
         self._watches_communication = False
 
     def guard(self) -> None:
-        """Let loops read whole values of shards, and refuse writes to shards without effect."""
+        """Let loops read whole values of shards; refuse forwards, copies and useless writes."""
         super().guard()
         self._place = CommonPlace()
         read_whole_values(self._place)
@@ -437,7 +437,11 @@ class ShardedLayout(SpreadLayout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Raise BadInputError if a shard's memory was replaced since the last call."""
+        """Raise BadInputError if a shard's memory was replaced since the last call.
+
+        In the body, whole tensors cannot be combined with DTensors, and operations that communicate
+        do not wait for all ranks first.
+        """
         if self._storages is not None and self._place is not None:
             self._place.announce()
             self._storages.require_unchanged()
@@ -468,7 +472,7 @@ class ShardedLayout(SpreadLayout):
             part.reshard()
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Gather the weights one by one; ranks that do not request the model keep nothing."""
+        """Gather the weights one by one; ranks where the model is not `wanted` keep none."""
         weights: dict[str, Any] = {}
         for name, held in self.model.state_dict().items():
             gathered = whole(held) if isinstance(held, Tensor) else held  # extra state

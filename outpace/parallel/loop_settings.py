@@ -1,7 +1,7 @@
-"""Settings of a module that a user's loop changes, passed on to copies of the module.
+"""Propagation of module settings that a user's loop changes to copies of the module.
 
-Examples are `module.eval()` for dropout or a frozen BatchNorm, and a temperature that falls from
-epoch to epoch.
+For example, the loop may call `eval()` on dropout or a frozen BatchNorm, or lower a temperature in
+each epoch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,19 +15,19 @@ _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"}) - {"training"
 
 
 class LoopSettings:
-    """The settings of a user's `module`, whose changes its `copies` get."""
+    """Record of a user's `module`, whose changes of settings are applied to its `copies`."""
 
     def __init__(self, module: nn.Module, copies: Iterable[nn.Module]) -> None:
-        self._parts = list(module.modules())  # those that the copies have, in the same order
+        self._parts = list(module.modules())  # the copies have them too, in the same order
         self._copies = [list(one.modules()) for one in copies]
         self.note()
 
     def note(self) -> None:
-        """Record the current settings as those that the copies have."""
+        """Record the current settings, which must equal those of the copies."""
         self._known = [dict(_list_settings(part)) for part in self._parts] if self._copies else []
 
     def apply(self) -> None:
-        """Give the copies the settings that have changed since `note`."""
+        """Apply the settings that have changed since `note` to the copies."""
         for number, known in enumerate(self._known):
             part = self._parts[number]
             for name, value in _list_settings(part):
@@ -37,7 +37,7 @@ class LoopSettings:
 
 
 def _is_of_user(part: nn.Module, name: str) -> bool:
-    """Return whether a new attribute of a module is not one of torch's own flags."""
+    """Return whether a new attribute of a module was set by the user, and not by torch."""
     return not name.startswith("_") or hasattr(type(part), name)
 
 

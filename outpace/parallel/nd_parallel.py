@@ -1,7 +1,7 @@
 """3d: any product of dp_replicate × dp_shard × cp × tp × pp, applied in one explicit order.
 
 Matrices are split first, then sequences, then layers; what remains on a rank is sharded or
-replicated over the ranks that read other samples or other parts of sequences (Narayanan et al.,
+replicated over ranks with different samples or different parts of sequences (Narayanan et al.,
 arXiv 2104.04473, §3; Liang et al., "TorchTitan", arXiv 2410.06511, §2). Ranks of a tensor-parallel
 group are neighbours; ranks of a pipeline are furthest apart.
 """
@@ -35,7 +35,7 @@ from outpace.records.plan import AXES, Plan
 
 
 class Product(SpreadLayout):
-    """A layout over all axes of `mesh`, around a layout that does not know some of them.
+    """A layout over all axes of `mesh` that wraps `inner`, which covers only some of them.
 
     `inner` holds the parameters and runs the passes.
     """
@@ -102,7 +102,7 @@ def _ring(mesh: DeviceMesh) -> SequenceRing:
 
 
 def _replicas(plan: Plan) -> int:
-    """Return the number of ranks over which the same parameters' gradients are averaged."""
+    """Return the number of ranks over which a parameter's gradient is averaged."""
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 
@@ -171,14 +171,14 @@ def _pipeline(
 
 
 def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Copy a stage's output, because sharded modules warn about a view of a DTensor's shard."""
+    """Clone the output, because sharded modules warn if it is a view of a DTensor's shard."""
     return output.clone()
 
 
 def _share(
     part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's part of a batch, with positions if a stage sees part of a sequence."""
+    """Return this rank's part of a batch, with the positions of its tokens under cp and tp."""
     if part is not None:
         batch = part.part_of(batch)
     if split_over is not None:
@@ -189,10 +189,10 @@ def _share(
 
 
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
+    """Return the mesh (dp_replicate, shard), in which dp_shard and cp are one dimension.
 
-    For gradients, it does not matter whether ranks have other samples or other tokens. Replicas of
-    shards are averaged.
+    Parameters are sharded over both, because the gradient is the same sum whether ranks have
+    different samples or different tokens.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether a single process must gather parameters because they are offloaded."""
+    """Return whether offloaded parameters must be gathered on the device before their use."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
@@ -66,7 +66,7 @@ def require(plan: Plan, device: torch.device) -> None:
 
 
 def group_of_one(device: torch.device) -> DeviceMesh:
-    """Return a group that contains only this rank, to shard over."""
+    """Return a mesh that contains only this rank, for `fully_shard`."""
     # Gradients are on the CPU, so fp16 overflow is detected there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
@@ -77,16 +77,16 @@ def group_of_one(device: torch.device) -> DeviceMesh:
 def place_optimizer(
     layout: Layout, plan: Plan, scratch: Scratch, groups: Groups, build: Build
 ) -> torch.optim.Optimizer:
-    """Return the layout's optimizer, with its state where the plan puts it."""
+    """Return the layout's optimizer, with its state offloaded if the plan says so."""
     return layout.make_optimizer(groups, with_offloading(build, plan, scratch))
 
 
 @torch.no_grad()
 def to_disk(layout: Layout, scratch: Scratch) -> None:
-    """Move this rank's parameters into mapped files, and read blocks ahead of their use.
+    """Move this rank's parameters into memory-mapped files, and prefetch each block before its use.
 
-    Call this before the first forward, and before the optimizer is created, because the optimizer
-    checks where parameters are stored.
+    Call this before the first forward, and before creating the optimizer, which checks where
+    parameters are stored.
     """
     held = _fsdp_params(layout)
     for _, parameter in layout.named_parameters():
@@ -114,7 +114,7 @@ def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
 
 
 def _read_ahead(layout: Layout, scratch: Scratch) -> None:
-    """Prefetch the next block in forward and backward; release each block after its use."""
+    """Register hooks that prefetch the next block in each pass and release used blocks."""
     blocks = _blocks(layout.model)
     lies = {name: scratch.region_of(local(p)) for name, p in layout.named_parameters()}
     names = {id(module): name for name, module in layout.model.named_modules()}

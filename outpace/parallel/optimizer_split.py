@@ -1,11 +1,11 @@
-"""A trial of a user's optimizer: whether it can be given some of the parameters, or shards of them.
+"""Trial of a user's optimizer: can it train with only some of the parameters, or with shards?
 
-Most optimizers update each value by its own gradients, or each parameter by its own. Others compute
-with all parameters together (LBFGS, Prodigy, clipping inside of the step). Under zero1 and in
-pipelines each rank's optimizer has some of the parameters only, so such an optimizer would train
-differently, without any error. Where ranks have shards, it may also fail, or read them as if they
-were whole. So before the first step, the optimizer takes a few steps with small parameters of the
-same numbers of dimensions and in the same groups: all of them, whole, and as ranks would have them.
+Most optimizers update each value, or each parameter, from its own gradients. Others combine all
+parameters (LBFGS, Prodigy, clipping inside the step). Under zero1 and in pipelines, each rank's
+optimizer has only some of the parameters, so such an optimizer would silently train differently. If
+ranks have shards, an optimizer may also fail, or treat shards as whole parameters. So when the
+optimizer is created, it first takes a few steps on small parameters with the same numbers of
+dimensions, in the same groups: once with all of them whole, and once as a rank would have them.
 """
 
 import sys
@@ -23,10 +23,10 @@ from outpace.nn.dtensor import is_spread, whole
 from outpace.parallel.plain import random_state, same_random_state, set_random_state
 from outpace.records.plan import Plan
 
-# Gradients of steps are multiplied by these, so that clipping in some of them shows. Prodigy and
-# D-Adaptation estimate distances, which takes several steps.
+# Factor of the gradients in each step; large gradients reveal clipping. There are several steps,
+# because Prodigy and D-Adaptation need some to estimate distances.
 _SCALES = (1.0, 1.0, 30.0, 0.1, 1.0, 300.0, 0.01, 1.0)
-_SIZE = 4  # of a dimension that is not split
+_SIZE = 4  # of a dimension on one rank
 _TOLERANCE = 1e-6  # relative, of updates in float64
 _SEED = 12
 
@@ -35,9 +35,9 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class _Probe(NamedTuple):
-    """A small parameter, and its loss in each step, which is a quadratic function of its values.
+    """A small parameter, and its quadratic loss in each step.
 
-    It is curvature * (values - target)² / 2 + push * values, with a push for each step.
+    The loss is curvature * (values - target)² / 2 + push * values, with one push per step.
     """
 
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ class _Probe(NamedTuple):
 
 
 class OptimizerTrial:
-    """Small parameters like those in `groups`, of which `build` makes optimizers."""
+    """Runs of an optimizer from `build` on small parameters that resemble those in `groups`."""
 
     def __init__(self, build: Build, groups: Groups, device: torch.device) -> None:
         self._build, self._groups, self._device = build, groups, device
@@ -57,13 +57,13 @@ class OptimizerTrial:
 
     @property
     def has_shards(self) -> bool:
-        """Return whether ranks have parts of any of the parameters."""
+        """Return whether any of the parameters is a DTensor."""
         return any(is_spread(like) for kinds in self._kinds for like in kinds.values())
 
     def explain_parts(self) -> str | None:
-        """Return what an optimizer of some of the parameters does differently; None if nothing.
+        """Explain how updates differ if the optimizer has only some of the parameters.
 
-        None, too, if the trial is not possible.
+        Returns None if they do not differ, or if the trial is impossible.
         """
         with self._trial():
             together = self._run(copies=2)
@@ -76,9 +76,9 @@ class OptimizerTrial:
         return f"updates change by {100 * apart:.2g} %" if apart > _TOLERANCE else None
 
     def explain_shards(self) -> str | None:
-        """Return what an optimizer of shards does differently; None if nothing. Collective.
+        """Explain how updates differ if the optimizer has shards, or why it fails. Collective.
 
-        None, too, if the trial is not possible.
+        Returns None if they do not differ, or if the trial is impossible.
         """
         with self._trial():
             plain = self._run(copies=2)
@@ -95,7 +95,7 @@ class OptimizerTrial:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Restore generators, and run code eagerly that the optimizer compiles."""
+        """Run the body without torch.compile, and then restore the random generators."""
         drawn = random_state(self._device)
         try:
             with run_eagerly("torch._dynamo" in sys.modules):
@@ -104,10 +104,10 @@ class OptimizerTrial:
             set_random_state(drawn, self._device)
 
     def _run(self, copies: int, split: bool = False) -> dict[Any, Tensor] | Exception | None:
-        """Return how far each probe has moved after a few steps, or the error of the optimizer.
+        """Return each probe's change over a few steps, or the exception that the optimizer raised.
 
-        Returns None if the optimizer draws random numbers, has no such parameters, or changes
-        nothing.
+        Returns None if there are no probes, or if the optimizer does not hold all of them, draws
+        random numbers or computes values that are not finite.
         """
         drawn = random_state(self._device)
         probes, groups = self._make_probes(copies, split)
@@ -131,7 +131,7 @@ class OptimizerTrial:
     def _make_probes(
         self, copies: int, split: bool
     ) -> tuple[dict[Any, _Probe], list[dict[str, Any]]]:
-        """Return probes by group, kind and copy, and the groups of an optimizer with them."""
+        """Return probes by (group, kind, copy), and the parameter groups that contain them."""
         probes: dict[Any, _Probe] = {}
         numbers, groups = count(), []
         for place, (group, kinds) in enumerate(zip(self._groups, self._kinds, strict=True)):
@@ -145,7 +145,7 @@ class OptimizerTrial:
         return probes, groups
 
     def _make_probe(self, like: nn.Parameter, number: int, split: bool) -> _Probe:
-        """Return a probe with as many dimensions as a parameter, split in the same way."""
+        """Return a probe with as many dimensions as `like`; if `split`, shard it like `like`."""
         shape = [_SIZE] * like.dim()
         for size, placement in _splits_of(like):
             shape[placement] *= size
@@ -172,7 +172,7 @@ class OptimizerTrial:
 
 
 def _kinds_in(parameters: Sequence[nn.Parameter]) -> dict[Any, nn.Parameter]:
-    """Return one floating-point parameter of each number of dimensions and way to be split."""
+    """Return one parameter of each kind: number of dimensions, placements, real or complex."""
     kinds: dict[Any, nn.Parameter] = {}
     for parameter in parameters:
         places = str(parameter.placements) if is_spread(parameter) else ""
@@ -181,7 +181,7 @@ def _kinds_in(parameters: Sequence[nn.Parameter]) -> dict[Any, nn.Parameter]:
 
 
 def _splits_of(like: nn.Parameter) -> list[tuple[int, int]]:
-    """Return the number of parts, and the dimension, for each axis of a mesh that splits."""
+    """Return (number of parts, dimension) for each mesh axis that splits a parameter."""
     if not is_spread(like):
         return []
     pairs = zip(like.device_mesh.shape, like.placements, strict=True)
@@ -189,7 +189,7 @@ def _splits_of(like: nn.Parameter) -> list[tuple[int, int]]:
 
 
 def _step(optimizer: torch.optim.Optimizer, probes: Sequence[_Probe], step: int) -> None:
-    """Give the probes gradients and let the optimizer step, with a closure if it needs one."""
+    """Set the probes' gradients and step the optimizer, with a closure if it fails without one."""
     _set_gradients(probes, step)
     before = [one.parameter._version for one in probes]
     try:
@@ -211,7 +211,7 @@ def _set_gradients(probes: Sequence[_Probe], step: int) -> None:
 
 @torch.no_grad()
 def _compute_loss(probes: Sequence[_Probe], step: int) -> Tensor:
-    """Set the gradients; return the loss of all probes together."""
+    """Set the probes' gradients, and return the sum of their losses."""
     _set_gradients(probes, step)
     loss = torch.zeros((), dtype=torch.float64)
     for parameter, _, target, curvature, pushes in probes:

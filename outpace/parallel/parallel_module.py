@@ -1,4 +1,4 @@
-"""Layout of a custom model for the user's training loop: `outpace.parallelize`."""
+"""`outpace.parallelize`: layout of a custom model for the user's own training loop."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,11 +85,11 @@ class ParallelModule:
     def share(self, batch: Batch) -> Batch:
         """Return this rank's samples of a global batch that all ranks have read.
 
-        A part that it has returned is returned as it is.
+        A batch that this method has returned before is not split again.
 
-        If each rank reads only its share instead (DistributedSampler), use rank
-        `plan.data_rank(rank)` of `plan.data_parallel` replicas, because all ranks of a pipeline or
-        tp group need the same samples.
+        If each rank reads only its share instead (DistributedSampler), do not call this. Give the
+        sampler rank `plan.data_rank(rank)` of `plan.data_parallel` replicas, because all ranks of a
+        pipeline or tp group need the same samples.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -108,17 +108,17 @@ class ParallelModule:
             return part
 
     def _is_shared(self, value: Any) -> bool:
-        """Return whether a tensor or array is in a part that `share` has returned."""
+        """Return whether `share` has returned this tensor or array as part of a batch."""
         known = self._shared.get(id(value))
         return known is not None and known() is value
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
 
-        This replaces `loss.backward()`: afterwards, every gradient is the gradient of this mean.
-        Previous gradients are dropped: to accumulate, pass all samples in one call. The share is
-        processed in the plan's micro-batches. The loss is summed over samples and ranks in float64
-        (fp32 on Metal), whatever the module's dtype.
+        Call this instead of `loss.backward()`. It replaces all previous gradients by those of the
+        mean loss, so to accumulate gradients, pass all samples in one call, which processes them in
+        the plan's micro-batches. The loss is summed over samples and ranks in float64 (fp32 on
+        Metal), whatever the module's dtype.
         """
         with self._call(in_step=True):
             self._require_frozen()
@@ -149,8 +149,8 @@ class ParallelModule:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
-        Each parameter counts once, wherever its parts are stored. Returns the norm before scaling;
-        `math.inf` only measures it.
+        Each parameter counts once, wherever its parts are stored. Returns the norm before scaling.
+        With `math.inf`, gradients are not scaled.
         """
         return self.layout.clip(max_norm)
 
@@ -162,11 +162,13 @@ class ParallelModule:
     ) -> torch.optim.Optimizer:
         """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW.
 
-        `groups` are torch's parameter groups, of parameters from `named_parameters()`. None: a
-        single group of all that required gradients in `parallelize`, even if they are frozen now.
+        `groups` are torch's parameter groups, with parameters from `named_parameters()`. None: one
+        group of all parameters that required gradients when `parallelize` was called, even if they
+        are frozen now.
 
-        Raises BadInputError for an optimizer that trains differently with the parameters or shards
-        that a rank has, as a few steps with small parameters show.
+        Raises BadInputError for an optimizer that would train differently with this rank's
+        parameters or shards than with all whole parameters. To find out, the optimizer takes a few
+        steps on small parameters.
         """
         if groups is None:
             held = [p for n, p in self.layout.named_parameters() if n not in self._frozen]
@@ -196,19 +198,19 @@ class ParallelModule:
             return totals[0] / totals[1]
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's state by the module's own names on rank 0, None elsewhere."""
+        """Return the whole model's state dict, with the module's names, on rank 0, else None."""
         with self._call():
             whole = self.layout.whole_model(self._ranks.rank == 0)
         return None if whole is None else dict(whole.state_dict())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters or shards, by the module's own names."""
+        """Return this rank's parameters or shards, with the module's names."""
         return self.layout.named_parameters()
 
     def _require_frozen(self) -> None:
-        """Refuse parameters that need a gradient but were frozen when they were laid out.
+        """Refuse parameters that require gradients but were frozen when they were laid out.
 
-        Their gradients are not reduced, and the optimizers of `make_optimizer` leave them out.
+        Ranks would not reduce their gradients, and `make_optimizer` leaves them out by default.
         """
         if not self._frozen:
             return
@@ -224,7 +226,7 @@ class ParallelModule:
             )
 
     def _sum_totals(self, totals: Tensor) -> Tensor:
-        """Return all ranks' totals; warn once if stages were scaled by different factors."""
+        """Sum totals over ranks; warn once if stages were scaled by different factors."""
         scaling = self._scaling
         if scaling is None:
             return self._all_reduce(totals)
@@ -265,7 +267,7 @@ class ParallelModule:
             yield
 
     def _passes(self, batch: Batch) -> list[Batch]:
-        """Split a batch into parts for one pass each through the model or the pipeline."""
+        """Split a batch into parts, each for one pass through the model or the pipeline."""
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
@@ -312,13 +314,13 @@ def parallelize(
     All ranks start from rank 0's weights. The module is changed in place; from then on, call only
     the returned object.
 
-    `mesh` has the plan's axes by name over all ranks, in order. None creates one, and also the
-    default process group, from the environment that torchrun sets.
+    `mesh` has the plan's axes by name over all ranks, in order. None: a mesh is created, and also
+    the default process group if there is none, from the environment that torchrun sets.
 
     `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) if the mean is
     over something else, such as tokens that are not padding. It may also return a dict or an object
-    whose `loss` is the mean. None uses the module's own loss: the cross-entropy of its logits with
-    batch["targets"], or its `.loss`.
+    whose `loss` is the mean. None: the loss is the `.loss` that the module returns, or the
+    cross-entropy of its logits with batch["targets"].
 
     `blocks` are the names of the submodules that ZeRO gathers one at a time, and that a pipeline
     distributes over its stages. The module's forward must call each block once, in this order, and
@@ -332,10 +334,11 @@ def parallelize(
     `sync_batchnorm`: replicas normalise with statistics over the samples of all replicas.
 
     `check`: before the first step, the loss and gradients of its batch are compared with those of
-    the plain module. A difference raises BadInputError; if it is due only to splitting the batch, a
-    warning says how large it is. The check also names state that state_dict() does not contain,
-    even in a single process. "off" disables the check. Raises BadInputError for unsupported
-    requests, on all ranks if one of them refuses.
+    the plain module. A difference raises BadInputError, but if it is due only to splitting the
+    batch, a warning says how large it is. The check also names state that state_dict() does not
+    contain, even in a single process. "off" disables the check.
+
+    Raises BadInputError for unsupported requests, on all ranks if any rank refuses.
     """
     _check(module, plan, loss)
     if check not in ("on", "off"):
@@ -390,7 +393,7 @@ def apply_plan_options(
 
 
 def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
-    """Make replicas normalise with statistics over all samples if the user asks. Collective."""
+    """Convert batch normalisation to statistics over all replicas if requested. Collective."""
     if custom.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
@@ -403,7 +406,7 @@ def refused_strategy(strategy: str) -> str | None:
 
 
 def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
-    """Raise BadInputError for requests that would fail later or be ignored silently."""
+    """Raise BadInputError for requests that would fail later or be silently ignored."""
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not support strategy {plan.strategy}: {why_not}.")
@@ -457,7 +460,10 @@ def _tensors_in(batch: Batch) -> list[Any]:
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
-    """Return this process's position among the plan's ranks. Initialises torch.distributed."""
+    """Return this process's rank and the world size; initialise torch.distributed if needed.
+
+    Raises BadInputError if the processes or `mesh` do not match the plan.
+    """
     started = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if plan.world_size == 1 and started == 1 and mesh is None:
         if plan.strategy != "single":
@@ -487,7 +493,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
 
 
 def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
-    """Require that a mesh matches the plan: its axes by name and size, over all ranks in order."""
+    """Raise BadInputError unless a mesh has the plan's axes and sizes, over all ranks in order."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=False))
     wanted = {axis: getattr(plan, axis) for axis in AXES}

@@ -1,6 +1,6 @@
 """Preserve attributes that users set on parameters (`weight.mask`) when parameters are sharded.
 
-`fully_shard` replaces parameters with new ones: shards, and whole parameters for the forward.
+`fully_shard` replaces each parameter with new ones: a shard, and a gathered one for the forward.
 """
 
 from collections.abc import Iterable
@@ -22,9 +22,9 @@ class ParameterAttributes:
         }
 
     def keep(self, units: Iterable[nn.Module]) -> None:
-        """Set the attributes on the gathered parameters before each forward of a sharded unit.
+        """Set the attributes on a unit's gathered parameters before each of its forwards.
 
-        Call this after sharding, so that its hooks run after those that gather parameters.
+        Call this after sharding, so that these hooks run after those that gather parameters.
         """
         for unit in units:
             held = [

@@ -1,11 +1,11 @@
 """Collectives between the ranks of one host, which read each other's memory.
 
-gloo sends a buffer over loopback: threads that compete with the computing ones copy it into the
-kernel, out of it, and to its destination. Here each rank reads its shard of the others' buffers in
-place (process_vm_readv), sums the shards, and then reads the sums of the other ranks. This is
-Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring, because all
-ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
-(docs/development/log.md). ZeRO-3 uses the two halves separately (`parallel.fsdp`).
+gloo sends a buffer over loopback: its threads, which compete with those that compute, copy it into
+the kernel, out of the kernel, and to its destination. Here, each rank reads its shard of the other
+ranks' buffers in place (process_vm_readv), sums the shards, and then reads the other ranks' sums.
+This is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring, because
+all ranks are equally near. An all-reduce of 25 MiB over two ranks takes 3.6 ms, as opposed to 22 to
+37 ms with gloo (docs/development/log.md). ZeRO-3 uses the two halves separately (`parallel.fsdp`).
 
 This works only on Linux on x86-64, because other ranks must see a rank's writes in the order in
 which they were made. If the system does not let ranks read each other's memory, gloo is used.
@@ -70,10 +70,10 @@ class _Span(ctypes.Structure):
 
 
 class _Notice(ctypes.Structure):
-    """A notice that other ranks read: the number of this rank's steps, and its buffer's address.
+    """A notice for other ranks to read: this rank's step count (`moves`) and buffer address.
 
-    `token` identifies a notice, because elsewhere a process ID may refer to another process. `kind`
-    encodes the collective that uses the buffer, and the buffer's size.
+    `token` identifies the notice, because the same process ID may refer to a different process on
+    another host. `kind` encodes the collective that uses the buffer, and the buffer's size.
     """
 
     _fields_ = (
@@ -83,7 +83,7 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """Create a notice with a new token, never freed, because others may read it until the end."""
+    """Create a notice with a new token. It is never freed: others may read it until they exit."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -100,7 +100,7 @@ class _Peer:
 
 
 def _reader() -> _Copy | None:
-    """Return a function that copies from a process's memory; None if the system has none."""
+    """Return a function that copies from another process's memory; None if the system has none."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -124,18 +124,18 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Let the launcher's other processes read this one's memory, which Yama may forbid."""
+    """Let the launcher and its descendants read this process's memory, which Yama may forbid."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 class PeerMemoryGroup:
-    """Ranks of a group on one host that call the same collectives on their buffers.
+    """Collectives between the ranks of a group on one host.
 
-    All methods raise dist.DistError if a rank has left, has given up, or does not arrive in time;
-    this rank then gives up too, so the others fail as well. They raise BadInputError if another
-    rank calls a different collective, or one with a different `unit` or length. Buffers are
-    one-dimensional. Each sum is computed on one rank, in the order of ranks, and copied, so results
-    are bitwise equal.
+    Every rank must make the same calls, on one-dimensional buffers. A collective raises
+    dist.DistError if another rank has exited, has given up or does not arrive in time; this rank
+    then gives up too, so that the others fail as well. It raises BadInputError if another rank
+    calls a different collective, or one with a different `unit` or length. One rank computes each
+    sum, in the order of ranks, and the others copy it, so results are bitwise equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -161,7 +161,7 @@ class PeerMemoryGroup:
         return True
 
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
-        """Sum `buffer`, of any length, over the ranks and multiply it by `factor`, in place."""
+        """Sum `buffer` (of any length) over the ranks and multiply it by `factor`, in place."""
         with self._or_give_up():
             self._share_buffer(buffer)
             shards = self._shards(buffer)
@@ -174,7 +174,10 @@ class PeerMemoryGroup:
             self._move()  # until then, no rank may change what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
-        """Fill `buffer` with all ranks' `part`s, of equal lengths; `part` may be a view of it."""
+        """Fill `buffer` with the equally long `part`s of all ranks.
+
+        `part` may be a view of this rank's shard of `buffer`.
+        """
         with self._or_give_up():
             self._share_buffer(part, 2 * unit)
             for (_, shard), one in zip(self._shards(buffer), self._everyone, strict=True):
@@ -207,7 +210,7 @@ class PeerMemoryGroup:
             raise
 
     def _share_buffer(self, buffer: Tensor, kind: int = 0) -> None:
-        """Publish this buffer to other ranks, and find theirs."""
+        """Publish the buffer's address and the collective's kind, and read those of other ranks."""
         self._notice.buffer = buffer.data_ptr()
         self._notice.kind = (kind << _LENGTH_BITS) + buffer.nbytes
         others = self._move()
@@ -231,7 +234,7 @@ class PeerMemoryGroup:
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
     def _sum(self, start: int, shard: Tensor, into: Tensor, factor: float) -> None:
-        """Write the sum of `shard` and the others' shards at byte `start`, times `factor`."""
+        """Write the sum of all ranks' shards from byte `start` on, times `factor`, to `into`."""
         chunk = max(1, _CHUNK_BYTES // shard.element_size())
         found = torch.empty(min(chunk, shard.numel()), dtype=shard.dtype)
         total = torch.empty_like(found)
@@ -246,10 +249,10 @@ class PeerMemoryGroup:
             start += part.nbytes
 
     def _move(self) -> dict[int, int]:
-        """Announce that this rank has made the next step, and wait until all ranks have.
+        """Announce this rank's next step, and wait until all ranks have reached that step.
 
-        Returns the kind of each rank's collective; after the last step of a collective, a rank may
-        already be in its next one.
+        Returns the kind of each other rank's collective. After the last step of a collective, a
+        rank may already be in its next collective.
         """
         kinds = {}
         self._notice.moves += 1
@@ -271,7 +274,7 @@ class PeerMemoryGroup:
         return kinds
 
     def _read_steps(self, other: _Peer) -> int:
-        """Return how many steps of collectives another rank has completed."""
+        """Read another rank's notice, and return the number of steps that it has announced."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves
@@ -279,9 +282,10 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """Return the collectives of a group; None if its ranks cannot read each other's memory.
+    """Return a group's collectives; None if its ranks cannot read each other's memory.
 
-    Collective: all ranks get the same answer.
+    Also returns None for a single rank, and for backends other than gloo. Collective: all ranks get
+    the same answer.
     """
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return None
@@ -300,9 +304,9 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
 
 
 class GradientAveraging:
-    """DDP's gradient reduction by a `PeerMemoryGroup`.
+    """Averaging of DDP's gradients by a `PeerMemoryGroup`.
 
-    `begin` is DDP's hook; a thread does the work.
+    `begin` is the communication hook for DDP; a thread runs the collectives.
     """
 
     def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:

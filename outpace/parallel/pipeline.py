@@ -1,13 +1,13 @@
-"""Pipelines: the layers split over ranks in stages, and micro-batches passing through them.
+"""Pipelines: the model's layers are split over ranks in stages, which micro-batches pass through.
 
-`mp` is naive model parallelism, with one micro-batch in flight and one rank busy at a time.
-`gpipe`: all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b`: each
+`mp` is naive model parallelism, with one micro-batch in flight and one rank busy at a time. `gpipe`
+runs all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b` runs each
 backward as soon as possible, so that a stage keeps at most as many micro-batches as there are
 stages from it to the last (Narayanan et al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2).
-With two stages on each rank: `interleaved` (arXiv 2104.04473, §2.2.2) and `loopedbfs`
-(Lamy-Poirier, arXiv 2211.05953). With weight gradients deferred to times when a rank would wait:
-`zb`, `zbv` (Qi et al., arXiv 2401.10241, §2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437,
-§3.2.1, as a V of half the stages).
+`interleaved` (arXiv 2104.04473, §2.2.2) and `loopedbfs` (Lamy-Poirier, arXiv 2211.05953) have two
+stages on each rank. `zb`, `zbv` (Qi et al., arXiv 2401.10241, §2 and §6) and `dualpipev`
+(DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of half the stages) defer weight gradients to times
+when a rank would wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,12 +52,12 @@ CLASSES: Mapping[str, type[Any]] = {
 }
 # trace names of torch's kinds of backward
 _BACKWARDS: Mapping[str, Kind] = {"full": "B", "input": "I", "weight": "W"}
-# Arguments of a stage besides tokens. Every rank has them, because all read the same share.
+# Arguments of a stage besides tokens. Every rank has them, because all ranks read the same samples.
 _CONTEXT = ("documents", "segments", "padding_mask")
 
 
 class Stage(PipelineStage):
-    """A stage that enters the trainer's contexts for each pass and reports its times."""
+    """A stage that enters the trainer's contexts for each pass and marks its times."""
 
     given = StepHooks()
 
@@ -70,12 +70,12 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run a micro-batch's backward, and fill in missing input gradients, which must be sent."""
+        """Run a micro-batch's backward; fill in missing input gradients, because they are sent."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         fill_missing_gradients(self, bwd_chunk_id)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's backward, or the part of it that is due."""
+        """Run a micro-batch's full backward, or only its input or weight gradients."""
         self.given.mark("communication")
         with record_function(traced_name(_BACKWARDS[backward_type], self.stage_index)):
             gradients = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
@@ -84,16 +84,16 @@ class Stage(PipelineStage):
 
 
 class PipelineLayout(SpreadLayout):
-    """This rank's stages of a transformer with its loss.
+    """Layout of a transformer and its loss as a pipeline.
 
-    `parts` are all stages of the pipeline, as parts of the model. `group` contains their ranks,
-    starting with the first stage's. The totals of losses and targets are on the last stage. `whole`
-    is the model without weights, and `share` returns this rank's part of a batch.
+    `parts` are the parts of the model in the pipeline's stages, on all ranks of `group`, whose
+    first rank has the first stage. Only the last stage's rank has the totals of losses and targets.
+    `whole` is the model on the meta device, and `share` returns this rank's part of a batch.
     """
 
     objective: LanguageModelObjective
-    # The state of the current step: before torch 2.13, the schedule passes no arguments to the
-    # loss.
+    # State of the current step, kept here because schedules pass no arguments to the loss before
+    # torch 2.13.
     _pass: StepHooks
     _totals: Tensor
 
@@ -124,7 +124,7 @@ class PipelineLayout(SpreadLayout):
         self._shape: torch.Size | None = None
 
     def _other_end(self, tied: bool) -> int | None:
-        """Return the other rank that holds a tied embedding, if this rank holds it too."""
+        """Return the other rank with the tied embedding; None if this is not one of two ranks."""
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -147,7 +147,7 @@ class PipelineLayout(SpreadLayout):
         return totals
 
     def _schedule_for(self, tokens: Tensor) -> Any:
-        """Return the schedule for batches like this one, rebuilt when their shape changes."""
+        """Return the schedule for tokens of this shape; rebuild it if the shape has changed."""
         if self._shape != tokens.shape:
             self._shape = tokens.shape
             self._stages = [self._stage(number, tokens) for number in self.modules]
@@ -163,7 +163,7 @@ class PipelineLayout(SpreadLayout):
         return len(tokens), tokens.shape[1] // split, self._meta_model.spec.hidden
 
     def _stage(self, number: int, tokens: Tensor) -> Stage:
-        """Build a stage with the shapes of its inputs and outputs, so torch need not find them."""
+        """Build a stage, given the shapes of its input and output, so torch need not infer them."""
         shape = self._hidden_shape(tokens[: self._plan.micro_batch])
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         first = tokens[: self._plan.micro_batch].to("meta")
@@ -179,7 +179,7 @@ class PipelineLayout(SpreadLayout):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states between blocks, whatever the dtype of matmuls."""
+        """Return the dtype of hidden states between blocks, which may differ from the matmuls'."""
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -212,9 +212,9 @@ class PipelineLayout(SpreadLayout):
         mine += theirs
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run only forward passes, one micro-batch at a time, through this rank's stages.
+        """Run only forwards, one micro-batch at a time through all of this rank's stages.
 
-        Sends and receives then match for any placement of stages.
+        In this order, sends and receives match for any placement of stages.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
@@ -229,7 +229,10 @@ class PipelineLayout(SpreadLayout):
     def _pass_on(
         self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
     ) -> Tensor:
-        """Run a micro-batch through this rank's stages; add what is in flight to `sent`."""
+        """Run a micro-batch through this rank's stages, and append pending sends to `sent`.
+
+        Returns the totals, which are zeros unless this rank has the last stage.
+        """
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
         for stage, module in self.modules.items():
@@ -249,7 +252,7 @@ class PipelineLayout(SpreadLayout):
         return torch.zeros(2, dtype=torch.float64, device=self._device())
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return this rank's gradients; a tied embedding on two stages is counted on the first."""
+        """Return this rank's gradients; only the first stage counts the embedding."""
         copies = self._rank != self._ranks_of[0]
         return [
             parameter.grad
@@ -258,12 +261,12 @@ class PipelineLayout(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, and prepare `whole_model` to receive others'."""
+        """Replace weights with master weights; prepare `whole_model` to receive those of others."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Send the weights to the first rank one by one; only the first rank may request them."""
+        """Send the weights to the first rank one by one; only there may the model be `wanted`."""
         held = self.model.state_dict()
         weights: dict[str, Tensor] = {}
         for name, owner in self._owners().items():
@@ -277,7 +280,7 @@ class PipelineLayout(SpreadLayout):
         return self._meta_model
 
     def _owners(self) -> dict[str, int]:
-        """Return the rank that has each parameter; the first one if two have it."""
+        """Map each parameter's name to the rank that has it, or to the first of two such ranks."""
         owners: dict[str, int] = {}
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             for name in take_part(self._meta_model, part).state_dict():
@@ -285,7 +288,7 @@ class PipelineLayout(SpreadLayout):
         return owners
 
     def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """Send the owner's tensor to the first rank and return it there; None on other ranks."""
+        """Send the owner's tensor to the first rank; return it there, and None on other ranks."""
         if self._rank == 0 == owner:
             return held
         if self._rank == owner:
@@ -299,7 +302,7 @@ class PipelineLayout(SpreadLayout):
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:
-    """Return the parts of a batch that blocks need, by the transformer's argument names."""
+    """Return the tensors of a batch that blocks need, by the transformer's argument names."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # split like tokens

@@ -10,10 +10,10 @@ from outpace.optim.build import Build
 
 
 class PlaceholderParameter:
-    """A parameter with a single 0, which the optimizer updates instead of real parameters.
+    """A parameter with a single 0, which an optimizer updates instead of the model's parameters.
 
-    It lets a rank whose parameters are updated elsewhere do the same as other ranks in a step: use
-    the same optimizer class, skip the same fp16 steps, and run the same hooks after a step.
+    With it, a rank whose parameters are updated elsewhere steps like other ranks: it has the same
+    optimizer class, skips the same fp16 steps, and runs the same hooks after a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,9 +22,9 @@ class PlaceholderParameter:
     def optimizer(
         self, build: Build, groups: Sequence[Mapping[str, Any]] = ({},)
     ) -> torch.optim.Optimizer:
-        """Build the optimizer with the same groups as other ranks, but only this parameter.
+        """Build an optimizer of this parameter, with the groups of other ranks' optimizers.
 
-        There may be no groups: outpace's own have at least one parameter each.
+        `groups` may be empty, because outpace makes no group without parameters.
         """
         first, *others = groups or ({},)
         empty: list[dict[str, Any]] = [{**group, "params": []} for group in others]

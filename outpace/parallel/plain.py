@@ -1,4 +1,4 @@
-"""Tools for reference passes of a user's module: no dropout, generator states, float64."""
+"""Tools to run a user's module as a reference: without dropout, reproducibly, in float64."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 class NoDropout(TorchFunctionMode):
     """A mode that replaces torch's dropout functions with the identity.
 
-    `would_drop`: whether any of them would have dropped values.
+    `would_drop` becomes True if any of them would have dropped values.
     """
 
     def __init__(self, would_drop: bool = False) -> None:
@@ -70,7 +70,7 @@ def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Yield each submodule that has a dropout rate, with the name and value of that attribute."""
+    """Yield (submodule, attribute name, rate) for each of torch's modules with a dropout rate."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             yield part, "p", part.p
@@ -87,9 +87,9 @@ def has_dropout(module: nn.Module) -> bool:
 def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
     """Disable dropout in a module, so that passes can be compared.
 
-    Yields a `NoDropout`, whose `would_drop` says whether dropout would have changed values. Rates
-    of dropout modules are also set to 0, because the mode acts only in this thread, and a backward
-    may recompute in another.
+    Yields a `NoDropout`, whose `would_drop` says whether dropout would have changed values. The
+    rates of dropout modules are also set to 0, because the mode acts only in this thread, and a
+    backward may recompute activations in another thread.
     """
     rates = list(_rates(module))
     for part, name, _ in rates:
@@ -112,7 +112,7 @@ def random_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def set_random_state(states: Sequence[Any], device: torch.device) -> None:
-    """Restore all generators to the result of `random_state`."""
+    """Restore all generators to `states`, a result of `random_state`."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
@@ -128,7 +128,7 @@ def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class NarrowResults(TorchDispatchMode):
-    """A mode that records the floating-point dtypes narrower than float64 of all results."""
+    """A mode that records the dtypes of all floating-point results narrower than float64."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _widen_storage(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor's storage, in the wide dtype."""
+    """Return a copy of all elements of a tensor's storage, in the wide dtype."""
     numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).to(_wide_dtype(tensor))
 

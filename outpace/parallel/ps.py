@@ -4,11 +4,11 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 workers read the data and push gradients; the parameters are split over servers, each of which sums
 the workers' gradients for its part. Here all ranks wait for each other in every step (§3.4,
 "sequential"). Either the servers send the sums back and each worker steps the optimizer, or
-(`server_updates`) the servers step it and send parameters back.
+(`server_updates`) the servers step the optimizer and send parameters back.
 
-A worker may be several devices: their gradients are summed on the first of them, the only one that
-communicates with the servers. A server with several devices acts as several servers: its share is
-split again.
+A worker may have several devices. Their gradients are summed on its first device, and only this
+device communicates with the servers. A server with several devices acts as several servers: its
+share is split again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,8 +45,7 @@ def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list
 class Role(Layout):
     """Base class of workers and servers.
 
-    The norm is computed where parameters are updated: on every worker (rank 0 is one), or in parts
-    on the servers.
+    The norm is computed where parameters are updated: on every worker, or in parts on the servers.
     """
 
     steps: bool  # whether this rank steps parameters
@@ -73,7 +72,7 @@ class Role(Layout):
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
-            # Synchronise even after a skipped fp16 step, which only the optimizer knows of.
+            # Synchronise even after a skipped fp16 step, because only the optimizer knows of it.
             optimizer.register_step_post_hook(lambda *_: self._sync_parameters())
         return optimizer
 
@@ -82,7 +81,7 @@ class Role(Layout):
         raise NotImplementedError
 
     def total_norm(self) -> Tensor:
-        """Return the norm, sent by rank 0 or summed over the servers."""
+        """Return the norm, broadcast by worker 0 or combined from the servers' parts."""
         norm = torch.zeros((), dtype=self._dtype, device=self._on)
         if self.steps:
             norm = norm + super().total_norm()
@@ -117,7 +116,7 @@ class Worker(Role):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the weights, and the optimizer unless the servers update parameters."""
+        """Return the module, and the optimizer (None if the servers update parameters)."""
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -136,7 +135,7 @@ class Worker(Role):
         return totals
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Return pairs of the server that sums a buffer, and the buffer."""
+        """Return (server, buffer) for each buffer that a server sums."""
         pairs = zip(self._servers, self._fused, strict=True)
         return [(server, fused.buffer) for server, share in pairs for fused in share]
 
@@ -149,13 +148,13 @@ class Worker(Role):
                 fused.assign_gradients()
 
     def _broadcast(self, message: Tensor) -> None:
-        """Send what the worker's first device has received to its other devices."""
+        """Send a message from the worker's first device to its other devices."""
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, or receive the servers' if these step parameters."""
+        """Replace weights with master weights, which the servers send if they update parameters."""
         if self.steps:
             super().raise_weights(optimizer)
             return
@@ -189,11 +188,11 @@ class Server(Role):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return this server's share of parameters and its optimizer, if it updates them."""
+        """Return this server's parameters and optimizer; None for both if workers update them."""
         return (self.model, optimizer) if self.steps else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Sum the workers' gradients in the order of their ranks; return totals of 0."""
+        """Sum the workers' gradients in the order of their ranks; return zeros as totals."""
         self._placeholder.set_gradient()
         # A loss scaler sets its scale in the first call, and this rank has no loss.
         hooks.scale(torch.zeros((), device=self._on))
@@ -235,7 +234,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """Return a group for the devices of each worker, if it has several. Called on all ranks."""
+    """Return a process group for each worker's devices, or none if workers have one. Collective."""
     each = plan.worker_devices
     if each == 1:
         return {}

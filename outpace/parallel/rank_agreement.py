@@ -1,9 +1,9 @@
-"""Comparison of what ranks must have alike in a user's loop: samples, gradients, weights, writes.
+"""Comparison of values that must agree between ranks in a user's loop, such as samples and weights.
 
-A loop that clips gradients on rank 0 alone, or that scales weights by a number of each rank, trains
-replicas that differ, without any error. To compare them, each rank reads all of its weights and
-gradients once, so this is done in the 1st, 2nd, 3rd, 5th, 9th, … call of forward_backward, and from
-then on at least once in 1,024 calls. Nothing is sent outside of these calls.
+If a loop clips gradients only on rank 0, or scales weights by a number that each rank computes, the
+replicas silently diverge. A comparison reads all weights and gradients of each rank, so it happens
+only in the 1st, 2nd, 3rd, 5th, 9th, … call of forward_backward, and after the first 1,024 calls at
+least every 1,024 calls. Nothing is sent in other calls.
 """
 
 import zlib
@@ -34,7 +34,7 @@ _CAUSE = (
     "numbers that each rank computes or draws by itself. Make the same change on all ranks, and "
     "clip with clip_grad_norm of what parallelize returned."
 )
-Prints = Mapping[tuple[Any, ...], float | None]  # by name, stage, and place among the shards
+Prints = Mapping[tuple[Any, ...], float | None]  # by name, stage, and the shard's position
 _OFF = (
     'If ranks run on different hardware, whose rounding differs, use parallelize(…, check="off").'
 )
@@ -44,12 +44,13 @@ _OFF = (
 class RankRecord:
     """A record of a rank's loop between two calls of forward_backward, for the other ranks.
 
-    `given` are prints of the first batch that was given to `share`, `samples` of the batch of this
-    call. `steps`: optimizer steps. `gradients` and `early_weights` are prints before the first
-    step, `weights` at this call. `gradient_writes` and `weight_writes` count writes to shards, of
-    which each rank has its own. Writes through `.data` are not counted, so `changes` are the
-    numbers of shards of gradients and of weights that the loop has changed, of `shards`. `settings`
-    are the numbers of optimizers' groups, such as the learning rate.
+    `share` is this rank's data-parallel rank. `given` has fingerprints of the first batch that was
+    given to `share`, and `samples` those of the batch of this call. `steps` counts optimizer steps.
+    `gradients` and `early_weights` have fingerprints from before the first step, `weights` from
+    this call. Shards differ by rank, so for shards `gradient_writes` and `weight_writes` count
+    writes instead. These counts miss writes through `.data`, so `changes` also has the numbers of
+    gradient shards and weight shards, out of `shards`, that the loop has changed. `settings` has
+    the numeric settings of optimizers' groups, such as the learning rate.
     """
 
     share: int | None
@@ -67,7 +68,7 @@ class RankRecord:
 
 
 class RankAgreement:
-    """The calls, steps and writes of this rank's loop, compared with other ranks' now and then."""
+    """Records this rank's loop, and compares it with the loops of other ranks from time to time."""
 
     def __init__(self, layout: Layout, plan: Plan, ranks: Ranks) -> None:
         self._layout, self._plan = layout, plan
@@ -84,26 +85,26 @@ class RankAgreement:
         self._gradients: Prints = {}
         self._early_weights: Prints = {}
         self._gradient_writes: dict[tuple[Any, ...], int | None] = {}
-        # of shards: the gradient's ID, its version, and the shard's version
+        # for each shard: its gradient's ID, the gradient's version, and the shard's version
         self._versions: dict[str, tuple[int, int, int]] = {}
         self._shards: tuple[list[int | None], list[int | None]] = [], []  # gradients, weights
         self._changed_gradients = 0
 
     @property
     def _is_due(self) -> bool:
-        """Return whether the next call compares."""
+        """Return whether the next call compares ranks."""
         done = self._calls
         return done & (done - 1) == 0 or done % _AT_LEAST_EVERY == 0
 
     def note_given(self, batch: Batch) -> None:
-        """Note a global batch that was given to `share`."""
+        """Record a global batch that was given to `share`."""
         if self._is_due and self._given is None and self._plan.data_parallel > 1:
             self._given = _prints_of_batch(batch)
 
     def begin_call(self, batch: Batch) -> None:
-        """Compare with other ranks, if it is time. Collective. Raises BadInputError on all ranks.
+        """Compare with other ranks if a comparison is due. Collective.
 
-        `batch` is this rank's share.
+        `batch` is this rank's share. Raises BadInputError on all ranks if they differ.
         """
         if self._is_due:
             self._compare(batch)
@@ -111,7 +112,10 @@ class RankAgreement:
         self._reset()
 
     def end_call(self) -> None:
-        """Note the versions of shards, which count writes to them."""
+        """Prepare for the next call: if it compares, record fingerprints and versions of shards.
+
+        A tensor's version counts the writes to the tensor.
+        """
         self._layout.watch_communication(self._is_due)
         if self._is_due:
             self._shards = self._prints_of_shards(True), self._prints_of_shards(False)
@@ -122,7 +126,7 @@ class RankAgreement:
                     self._versions[name] = (id(gradient), *versions)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note the gradients that an optimizer is about to use, and its settings."""
+        """Record an optimizer's settings, and before the first step the gradients."""
         if not self._is_due or not self._calls:
             return
         self._steps += 1
@@ -144,7 +148,7 @@ class RankAgreement:
             self._early_weights = self._prints(lambda parameter: parameter)
 
     def after_step(self, *_: Any) -> None:
-        """Note the weights that an optimizer has left."""
+        """Record fingerprints of weight shards after an optimizer's step."""
         if self._is_due and self._calls:
             self._shards = self._shards[0], self._prints_of_shards(False)
 
@@ -187,13 +191,13 @@ class RankAgreement:
         }
 
     def _prints_of_shards(self, gradients: bool) -> list[int | None]:
-        """Return fingerprints of this rank's shards."""
+        """Return fingerprints of this rank's shards of weights, or of their gradients."""
         held = [p for _, p in self._layout.named_parameters() if is_spread(p)]
         tensors = [p.grad if gradients else p for p in held]
         return [None if one is None else fingerprint(local(one)) for one in tensors]
 
     def _prints(self, of: Callable[[nn.Parameter], Tensor | None]) -> Prints:
-        """Return fingerprints of this rank's tensors that other ranks have too."""
+        """Return fingerprints of the tensors that `of` returns, if other ranks have them too."""
         prints: dict[tuple[Any, ...], int | None] = {}
         for name, parameter in self._layout.named_parameters():
             tensor = of(parameter)
@@ -206,7 +210,7 @@ class RankAgreement:
 
 
 def _place_of_copy(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return a part's place among the parts of a tensor; None if no other rank has the part."""
+    """Return the position of this rank's part in a tensor; None if no other rank has that part."""
     if not is_spread(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -224,7 +228,7 @@ def _version(tensor: Tensor | None) -> int:
 
 
 def _count_changes(before: Sequence[int | None], now: Sequence[int | None]) -> int:
-    """Return how many prints differ; 0 if none were noted before."""
+    """Return how many fingerprints differ; 0 if there are none from before."""
     return sum(one != other for one, other in zip(before, now, strict=True)) if before else 0
 
 
@@ -242,7 +246,7 @@ def _prints_of_batch(batch: Batch) -> list[int | None]:
 
 
 def _all_differ(given: Sequence[Sequence[int | None]]) -> bool:
-    """Return whether none of the values that all ranks have given is the same on all of them."""
+    """Return whether every value in the batches given to `share` differs between ranks."""
     lengths = {len(one) for one in given}
     if len(lengths) != 1 or 0 in lengths:
         return False
@@ -251,9 +255,9 @@ def _all_differ(given: Sequence[Sequence[int | None]]) -> bool:
 
 
 def _find_difference(told: Sequence[RankRecord], plan: Plan) -> str | None:
-    """Return a message about the first thing that ranks do not have alike; None if there is none.
+    """Return a message about the first difference between ranks; None if there is none.
 
-    A rank's number is its place in `told`.
+    `told` has one record per rank, in the order of ranks.
     """
     return _find_other_samples(told, plan) or _find_other_steps(told) or _find_other_values(told)
 
@@ -318,7 +322,7 @@ def _find_other_values(told: Sequence[RankRecord]) -> str | None:
 
 
 def _names_apart(prints: Iterable[Prints]) -> list[str]:
-    """Return names whose prints differ between ranks that have them."""
+    """Return the names whose fingerprints differ between the ranks that have them."""
     known: dict[tuple[Any, ...], float | None] = {}
     apart = {
         key[0]

@@ -1,8 +1,8 @@
-"""A watchdog that ends a rank that waits in a collective for another rank that has refused.
+"""A watchdog that ends a rank which waits in a collective for a rank that has refused a call.
 
-With gloo, a collective fails when a peer has left. With NCCL it waits, by default for ten minutes,
+With gloo, a collective fails when a peer exits. With NCCL it waits, by default for ten minutes,
 until NCCL's watchdog ends the process without mentioning the refusal. So during long calls, a
-thread checks the store over a separate connection.
+thread checks the rendezvous store for refusals, over a separate connection.
 """
 
 import os
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _LOOK_EVERY_S = 1.0
-_PATIENCE_S = 5.0  # a call may take before the store is checked
-_GRACE_S = 10.0  # for the refusing rank to continue, or this rank to end by itself
+_PATIENCE_S = 5.0  # the time that a call may take before the store is checked
+_GRACE_S = 10.0  # the time for the refusing rank to continue, or for this rank to end by itself
 _EXIT_CODE = 2  # of BadInputError
 
 
 class RefusalWatch:
-    """A thread that ends this rank between `enter` and `leave` if another rank has refused.
+    """A thread that ends this rank during a call (`enter` to `leave`) that another rank refuses.
 
-    `find(store)` returns another rank's new refusal, or None, and acknowledges it.
+    `find(store)` acknowledges another rank's refusal and returns it, or None if there is none.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:
@@ -67,11 +67,11 @@ class RefusalWatch:
 
 
 def end_rank(sentence: str) -> None:
-    """Print the sentence and end this process, whose main thread waits in a collective."""
+    """Print a sentence and exit at once, because the main thread waits in a collective."""
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
     os._exit(_EXIT_CODE)
 
 
 def waits_for_ever() -> bool:
-    """Return whether collectives of the default group wait for a peer that has left."""
+    """Return whether collectives of the default group keep waiting for a peer that has exited."""
     return "nccl" in str(dist.get_backend())

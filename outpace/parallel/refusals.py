@@ -1,6 +1,6 @@
 """Refusals in a user's loop: if one rank refuses, all ranks end with the same message.
 
-With gloo, the other ranks' collective fails when a peer has left, and they find the message in the
+With gloo, the other ranks' collective fails when a peer exits, and they find the message in the
 rendezvous store. With NCCL the collective waits, so a thread checks the store and ends the rank
 (`refusal_watch`).
 """
@@ -24,7 +24,7 @@ from outpace.records.errors import BadInputError, OutpaceError
 
 _REFUSAL = "outpace/refusal"
 _WAIT_S, _HEAR_S, _LOOK_AGAIN_S, _READ_AGAIN_S = 10.0, 1.0, 0.02, 0.002
-_READ_LIMIT_S = 600.0  # a rank that reads waits this long for others, which may evaluate or save
+_READ_LIMIT_S = 600.0  # how long a rank that reads waits for others, which may evaluate or save
 _LOOK_FOR_ENDS_S = 0.5
 
 
@@ -32,10 +32,11 @@ _LOOK_FOR_ENDS_S = 0.5
 def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
     """Raise one rank's OutpaceError on all ranks. With NCCL, this ends the other ranks.
 
-    The rank that raises it waits at exit until the others have received it. If that rank catches
-    the error and enters this context again, the error counts as handled, and other ranks no longer
-    receive it. `in_step`: others may still wait in a step that one rank has refused, so that rank
-    cannot enter the next one until all ranks have received the refusal or refused.
+    The rank that raises the error waits at exit until the others have received it. If that rank
+    catches the error and enters this context again, the error counts as handled, and other ranks no
+    longer receive it. `in_step`: other ranks may still wait in the step that one rank has refused,
+    so that rank cannot enter the next step until all ranks have received the refusal or refused
+    too.
     """
     if world_size == 1:
         yield
@@ -67,7 +68,7 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
 def refuse_between_steps(sentence: str) -> BadInputError:
     """Return an error for this rank to raise, and publish it for the other ranks.
 
-    These raise it in their next call, as in `refuse_together`.
+    The other ranks raise it in their next call, as described in `refuse_together`.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         _publish_refusal(sentence, dist.get_world_size(), in_step=False, ahead=1)
@@ -75,10 +76,10 @@ def refuse_between_steps(sentence: str) -> BadInputError:
 
 
 class CommonPlace:
-    """This rank's place in the loop (call number, and reads since that call), for other ranks.
+    """This rank's position in the user's loop: the number of calls, and of reads since a call.
 
-    Between calls, the only communication is reading values of which each rank has a part, so ranks
-    compare places first.
+    Between calls, ranks communicate only to read values of which each rank has a part. Before such
+    a read, they compare positions.
     """
 
     def __init__(self) -> None:
@@ -93,10 +94,10 @@ class CommonPlace:
         self._set(0)
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks read the same value.
+        """Wait until all ranks have arrived at the same read.
 
-        Raises BadInputError if a rank has begun another call, has ended, or does not read in time.
-        `what` is a clause for the message.
+        Raises BadInputError if another rank has begun its next call, has exited or does not arrive
+        in time. `what` completes the message: "rank 0 alone …".
         """
         store = _store()
         if store is None:
@@ -147,7 +148,7 @@ def _process_key(rank: int) -> str:
 
 @lru_cache(maxsize=1)
 def _announce_process(store: Store) -> None:
-    """Tell the other ranks which process this rank is, and when it ends."""
+    """Publish this rank's host and process ID, and at exit that the process has ended."""
     key = _process_key(dist.get_rank())
     store.set(key, f"{_host()} {os.getpid()}")
     atexit.register(_announce_end, store, key)
@@ -159,7 +160,7 @@ def _announce_end(store: Store, key: str) -> None:
 
 
 def _require_running(store: Store, ranks: Sequence[int], what: str) -> None:
-    """Raise BadInputError if one of these ranks' processes has ended, as far as is known."""
+    """Raise BadInputError if the process of one of these ranks is known to have ended."""
     host = _host()
     for rank in ranks:
         key = _process_key(rank)
@@ -177,7 +178,7 @@ def _explain_end(rank: int, what: str) -> BadInputError:
 
 @lru_cache(maxsize=1)
 def _host() -> str:
-    """Return a name of this system and its process IDs; empty if there is none."""
+    """Return an identifier of this system's boot and PID namespace; empty if there is none."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -185,7 +186,7 @@ def _host() -> str:
 
 
 def _is_running(process: str) -> bool:
-    """Return whether a process of this host exists, and not only its exit code."""
+    """Return whether a process on this host is running, and is not a zombie."""
     try:
         stat = Path("/proc", process, "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -207,7 +208,7 @@ class _Refusal:
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool, ahead: int) -> None:
-        """Store the message for other ranks until it is withdrawn, unless a rank already has."""
+        """Store the message for other ranks until `withdraw`, unless a rank has stored one."""
         if self._mine:
             return
         self._world_size, self._in_step = world_size, in_step
@@ -219,9 +220,9 @@ class _Refusal:
         self._registered = True
 
     def withdraw(self) -> None:
-        """Begin a call: withdraw a refusal of an earlier call.
+        """Begin a call, and withdraw this rank's refusal of an earlier call.
 
-        Raises BadInputError if other ranks are still in the step that this rank has refused.
+        Raises BadInputError if other ranks are still in a step that this rank has refused.
         """
         if self._mine and self._in_step and not self._is_heard():
             error = BadInputError(
@@ -240,7 +241,10 @@ class _Refusal:
         self._mine = ""
 
     def _is_heard(self) -> bool:
-        """Return whether all ranks have received the refusal or refused; wait only once."""
+        """Return whether all ranks have received the refusal or refused.
+
+        This waits for them, but after one timeout not again.
+        """
         until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
         self._wait_s = 0.0
         with suppress(RuntimeError):  # the store's rank may have ended
@@ -252,12 +256,12 @@ class _Refusal:
         return True
 
     def is_new(self, entry: str) -> bool:
-        """Return whether an entry is about a call after this rank's last handled refusal."""
+        """Return whether an entry concerns a later call than this rank's last handled refusal."""
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._dealt_with
 
     def find(self, store: Store) -> str | None:
-        """Return what another rank has refused in this call, and acknowledge it."""
+        """Return the message of another rank that has refused this call, and acknowledge it."""
         entry = store.get(_REFUSAL).decode() if store.check([_REFUSAL]) else ""
         where, _, sentence = entry.partition("\n")
         if entry in ("", self._mine) or where.rpartition("-")[2] != str(self.call):
@@ -269,11 +273,11 @@ class _Refusal:
 
     @cached_property
     def watch(self) -> RefusalWatch:
-        """Return the watch of a group whose collectives wait for a rank that has left."""
+        """Return the watchdog for collectives that keep waiting for a rank that has exited."""
         return RefusalWatch(self._store, self.find)
 
     def _leave(self) -> None:
-        """Make the others' collectives fail, and keep the store open until they have read why."""
+        """Make the other ranks' collectives fail, and keep the store until they have read why."""
         if not self._mine:
             return
         if dist.is_initialized():
@@ -305,7 +309,7 @@ def _withdraw() -> None:
 
 
 def _watch() -> RefusalWatch | None:
-    """Return the watch of a group whose collectives wait for a rank that has left."""
+    """Return the watchdog, if collectives of the default group keep waiting for an exited rank."""
     store = _store()
     return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
@@ -318,7 +322,7 @@ def _publish_refusal(sentence: str, world_size: int, in_step: bool, ahead: int =
 
 
 def _hear_refusal() -> str | None:
-    """Return another rank's refusal; None if none arrives within a short time."""
+    """Return and acknowledge another rank's refusal; None if none arrives within `_HEAR_S`."""
     store = _store()
     if store is None:
         return None

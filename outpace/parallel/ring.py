@@ -24,11 +24,11 @@ from outpace.parallel.tensors import make_equal
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `buffer` (one dimension, any length) over the ranks of `group`, in place.
 
-    The buffer is split into N chunks, which are sent around in 2(N − 1) steps. In each of the first
-    N − 1 steps, a rank adds the chunk from its left neighbour to its own, until it has the sum of
-    one chunk (reduce-scatter). In the next N − 1 steps, the sums are passed on (all-gather). So
-    each rank sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on
-    one rank and copied from there, which keeps replicas bitwise equal.
+    The buffer is split into N chunks, which travel around the ring in 2(N − 1) steps. In each of
+    the first N − 1 steps, a rank adds a chunk from its left neighbour to its own chunk, until it
+    has the sum of one chunk (reduce-scatter). In the next N − 1 steps, ranks pass these sums on
+    (all-gather). Each rank therefore sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3).
+    One rank finishes each sum and the others copy it, which keeps replicas bitwise equal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     chunks = buffer.tensor_split(size)
@@ -78,7 +78,7 @@ class RingReducer:
         self._pending: list[Future[None]] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Queue a buffer, to be reduced once the kernels that fill it have finished."""
+        """Queue a buffer to be reduced after the kernels that fill it."""
         filled = None if self._stream is None else torch.cuda.current_stream().record_event()
         # Dispatch modes are thread-local, so the caller's modes are entered in the thread as well.
         modes = _get_current_dispatch_mode_stack()
@@ -105,7 +105,7 @@ class RingReducer:
 
 
 class RingReplicas(Layout):
-    """Replicas whose gradients a `reducer` sums during the last backward of a step."""
+    """Replicas whose gradients are summed by a `reducer` during a step's last backward."""
 
     def __init__(self, request: LayoutRequest, reducer: GradientReducer) -> None:
         super().__init__(request.objective)
@@ -139,7 +139,7 @@ class RingReplicas(Layout):
         self._missing[number].remove(index)
 
     def _send_full(self) -> None:
-        """Send full buckets in an order that all ranks share, whatever their gradients' order."""
+        """Start reducing full buckets, always in the order of buckets, which all ranks share."""
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
             self._reducer.begin(self._buckets[self._sent].buffer)
             self._sent += 1
@@ -170,6 +170,9 @@ class RingReplicas(Layout):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and connect them in a ring. Requires the default process group."""
+    """Copy rank 0's weights to all replicas, and reduce their gradients around a ring.
+
+    Requires the default process group.
+    """
     group: dist.ProcessGroup = dist.new_group()  # separate connections for the reducer's thread
     return RingReplicas(request, RingReducer(group, request.device))

@@ -1,7 +1,7 @@
 """Attention in one turn of the ring, by kernels that return and accept a log-sum-exp.
 
-In each turn, a rank attends to the keys of one rank. The output is a softmax over these keys alone;
-outputs of several turns can be merged if the logarithms of their softmax denominators are known. In
+In each turn, queries attend to the keys of one rank, and the softmax covers only these keys. The
+outputs of several turns can be merged if the log-sum-exp of the scores in each turn is known. In
 the backward, a kernel gets the output and the log-sum-exp over all turns, so it recomputes the
 weights of the softmax over all keys.
 
@@ -25,7 +25,7 @@ _AMPERE = (8, 0)
 
 
 class RingKernel(Protocol):
-    """A kernel for one turn of the ring; `number` is the index of the turn.
+    """A kernel for the attention of one turn; `number` is the index of the turn.
 
     Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
     """
@@ -40,13 +40,13 @@ class RingKernel(Protocol):
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return gradients of queries, keys and values; output and log-sum-exp cover all turns."""
+        """Return the gradients of q, k and v, given the output and log-sum-exp over all turns."""
         ...
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout masks that the backward draws again, as a function of (seed, turn)."""
+    """Dropout masks that depend only on (seed, turn), so the backward draws the same ones again."""
 
     rate: float
     seed: int
@@ -66,7 +66,7 @@ class Dropout:
 
 
 def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
-    """Return FlashAttention if it is available on the GPU, otherwise matmuls with chunked scores.
+    """Return FlashAttention if it supports the operands, otherwise matmuls with chunked scores.
 
     `runs_on`: the device type to choose for, if it differs from the queries' device.
     """
@@ -80,9 +80,9 @@ def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = Non
 def takes_flash(
     device: str, capability: tuple[int, int], dtype: torch.dtype, width: int, dropout: float
 ) -> bool:
-    """Return whether FlashAttention computes the turns: in 16 bits, on GPUs since Ampere.
+    """Return whether to use FlashAttention: in 16 bits, on Ampere or newer GPUs, without dropout.
 
-    It is not used with dropout, whose state would have to be kept for each turn.
+    With dropout, the generator state of each turn would have to be kept.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     new = device == "cuda" and capability >= _AMPERE
@@ -118,7 +118,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Attention by matmuls in fp32 (fp64 for fp64), some rows of scores at a time, with dropout."""
+    """Attention by matmuls in fp32 or fp64, for some rows of scores at a time; supports dropout."""
 
     drops: Dropout
 
@@ -149,7 +149,7 @@ def _attend(
     drops: Dropout,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
+    """Return softmax(q·kᵀ/√C)·v, (B, H, S, C), and the scores' log-sum-exp, (B, H, S)."""
     out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
     for rows, columns in _row_blocks(q_BHSC.shape[-2], causal):
         q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
@@ -174,10 +174,10 @@ def _attend_backward(
     lse_BHS: Tensor,
     delta_BHS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
+    """Return the gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
 
-    `lse_BHS` covers the keys of all turns; `delta_BHS` is the gradient times the output, summed
-    over C.
+    `lse_BHS` is the log-sum-exp over the keys of all turns. `delta_BHS` is the sum over C of the
+    gradient times the output.
     """
     heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
     q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
@@ -206,7 +206,10 @@ def _row_blocks(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
-    """Compute q·kᵀ/√C for rows of G heads each, with −∞ for keys after `rows`."""
+    """Return q·kᵀ/√C for some rows of the G heads of each group.
+
+    With `rows`, the positions of these rows, the scores of later keys are −∞.
+    """
     scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
     if rows is not None:
         at = torch.arange(rows.start, rows.stop, device=scores.device)
@@ -216,7 +219,7 @@ def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
 
 
 def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
-    """Map (B, H, S, C) to (B, K, G·S, C), so that keys align with all queries that share them."""
+    """Reshape (B, H, S, C) to (B, K, G·S, C): stack the queries that share a key/value head."""
     grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
     return grouped.flatten(2, 3)
 

@@ -12,25 +12,25 @@ from outpace.records.errors import BadInputError
 class SampleRows:
     """A record of the tensors, arrays and lists that are split by samples.
 
-    A tensor is split if it has as many rows as there are samples. A tensor that has as many only
-    by chance in some batches (boxes of all images, a table) would be split in some and not in
-    others.
+    A tensor is split if it has as many rows as there are samples. If it is not made of samples
+    (boxes of all images, a table), that may happen by chance in some batches, and it would be split
+    in these but not in others.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
 
     def cut(self, batch: Batch, parts: int) -> list[Batch]:
-        """Split a batch as `batches.cut` does, after `require_same`.
+        """Split a batch by `batches.cut`, after a check by `require_same`.
 
-        Raises BadInputError as `require_same` and `batches.cut` do.
+        Raises BadInputError in the same cases as these two.
         """
         if parts > 1:
             self.require_same(batch)
         return cut(batch, parts)
 
     def require_same(self, batch: Batch) -> None:
-        """Raise BadInputError if a value is split here but was not before, or vice versa."""
+        """Raise BadInputError if a value is split but was not split before, or the reverse."""
         samples, values = splits_by_place(batch)
         if samples < 2:  # any value with one row counts as split
             return

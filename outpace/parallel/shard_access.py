@@ -1,8 +1,9 @@
 """Reads and writes of sharded parameters by a user's loop, between steps.
 
-Elementwise operations on DTensors give the values of a single process, also if they mix DTensors
-with whole tensors that all ranks have. But `item()` and `float()` return only this rank's part of a
-pending sum or maximum, DTensors cannot be written to whole tensors, and `p.data = …` has no effect.
+Elementwise operations on DTensors give the values of a single process, even if they combine
+DTensors with whole tensors that are equal on all ranks. But `item()` and `float()` return only this
+rank's part of a pending sum or maximum, DTensors cannot be written to whole tensors, and
+`p.data = …` has no effect.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ _WRITES = (
 
 
 def read_whole_values(place: CommonPlace) -> None:
-    """Make `item()` on DTensors, and writes of DTensors to whole tensors, use all ranks' values."""
+    """Make `item()` on DTensors, and writes of DTensors to whole tensors, gather whole values."""
     handlers = _dispatcher()._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = partial(_read_number, place)
     for operator in _WRITES:
@@ -33,17 +34,18 @@ def read_whole_values(place: CommonPlace) -> None:
 
 
 def combine_with_whole(allowed: bool) -> None:
-    """Allow or forbid operations that mix whole tensors and DTensors.
+    """Allow or forbid operations that combine whole tensors and DTensors.
 
-    They are forbidden in a step, where a whole tensor may depend on this rank's samples alone.
+    They are forbidden in a step, because a whole tensor may depend on this rank's samples alone.
     """
     _dispatcher()._allow_implicit_replication = allowed
 
 
 def wait_before_communication(place: CommonPlace | None) -> None:
-    """Make operations on DTensors wait for all ranks before they communicate, or no longer.
+    """Make operations on DTensors wait for all ranks before they communicate; None: stop that.
 
-    One rank alone would otherwise wait for a collective, or take part in another rank's next one.
+    Without the wait, an operation on a single rank would hang in a collective, or take part in a
+    different collective of other ranks.
     """
     from torch.distributed.tensor import _dispatch, _redistribute
 
@@ -56,7 +58,7 @@ def wait_before_communication(place: CommonPlace | None) -> None:
 
 
 def _add_wait(place: CommonPlace, plain: Any) -> Any:
-    """Return torch's function that redistributes a tensor, with a wait for all ranks before it."""
+    """Return `plain`, torch's function that redistributes a tensor, with a wait before it."""
 
     def redistribute(tensor: Tensor, now: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(now.placements, wanted.placements, strict=True)
@@ -90,7 +92,7 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
 
 
 def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
-    """Return the whole tensor. Collective if ranks hold parts of it; then waits for all ranks."""
+    """Return the whole tensor. If ranks hold parts of it, wait for all ranks first. Collective."""
     if is_spread(tensor) and not all(one.is_replicate() for one in tensor.placements):
         place.wait_for_all(what)
     return whole(tensor)
@@ -126,10 +128,10 @@ def _write(
 
 
 def _parts_of_alike(args: Sequence[Any]) -> list[Any] | None:
-    """Return `args` with DTensors replaced by local shards; None unless all have one placement.
+    """Return `args` with local shards instead of DTensors; None if their placements differ.
 
-    Optimizers run such operators on every parameter. On local shards they take half of the time
-    of `_write_by_torch`.
+    Optimizers run such operators on every parameter. On local shards, an operator takes half as
+    long as by `_write_by_torch`.
     """
     first = args[0]
     where = first.placements, first.device_mesh, first.shape
@@ -160,7 +162,7 @@ def _write_by_torch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class ShardStorages:
-    """The storages of shards, which detect assignments `p.data = …` that would have no effect."""
+    """A record of shards' storages, to detect assignments `p.data = …`, which have no effect."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._shards = {name: shard for name, shard in named if is_spread(shard)}

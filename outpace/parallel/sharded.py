@@ -1,10 +1,10 @@
 """ZeRO-2, ZeRO-3 and HSDP: gradients, optimizer state and parameters split over ranks.
 
 Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
-unit: in every micro-batch, its parameters are gathered before they are used, and its gradients
+unit: in every micro-batch, its parameters are gathered before their use, and its gradients are
 reduced and scattered right after its backward. ZeRO-3 frees the gathered parameters after the
 forward and gathers them again for the backward; ZeRO-2 keeps them until the backward. All three
-keep parameters outside of blocks gathered, since their backward directly follows their forward.
+keep parameters outside blocks gathered, because their backward directly follows their forward.
 HSDP works like ZeRO-3 within a group of ranks, and averages gradients between the groups (Zhao et
 al., §3.2.2).
 """
@@ -60,7 +60,7 @@ class CustomSharded(ShardedLayout):
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
-        """Let the loss read whole parameters. Call this after `averages` is set."""
+        """Let the user's loss read whole parameters. Call this after setting `averages`."""
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
@@ -69,7 +69,7 @@ class CustomSharded(ShardedLayout):
         self._start_step = start_step
 
     def discard_comparison(self) -> None:
-        """Do not count the check of the first batch as a step."""
+        """Subtract the check of the first batch from the count of steps."""
         if self._use is not None:
             self._use.steps -= 1
 
@@ -139,7 +139,7 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
 
 
 def _units_of(request: LayoutRequest) -> list[nn.Module]:
-    """Return the model's blocks, each once; empty for a custom model without repeated blocks."""
+    """Return the model's blocks without repetitions; none for a custom model without blocks."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None and ranks_may_differ(request.objective):
         try:

@@ -1,11 +1,11 @@
-"""Buffers of a user's module on data-parallel ranks, which all use rank 0's values.
+"""Synchronisation of a user module's buffers: all data-parallel ranks use rank 0's values.
 
 Every step, evaluation and checkpoint starts with rank 0's buffers, as under
 DistributedDataParallel. So a run does not depend on when it is evaluated or saved, and every rank
 resumes with the checkpoint's buffers. Only buffers that a forward changes are sent: running
 averages and counters, not masks and tables. Ranks agree on the changed buffers after each of the
-first steps, and again for each evaluation and checkpoint, because a forward may change others
-later.
+first steps. They agree again for each evaluation and checkpoint, because later forwards may change
+further buffers.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class SharedBuffers:
         self._seen: dict[str, tuple[Tensor, int, int | None]] = {}
 
     def begin_step(self) -> None:
-        """Send rank 0's buffers before the forward of a step. Collective."""
+        """Make buffers equal to rank 0's before the forward of a step. Collective."""
         if self._trained or self._evaluated:
             if self._steps <= _FIRST_STEPS or self._evaluated:
                 self._agree()
@@ -44,14 +44,14 @@ class SharedBuffers:
         self._steps += 1
 
     def begin_evaluation(self) -> None:
-        """Make buffers equal before an evaluation, whose forwards may change them. Collective."""
+        """Make buffers equal to rank 0's before an evaluation. Collective."""
         if self._trained:
             self.make_equal()
         self._remember()
         self._evaluated = True
 
     def make_equal(self) -> None:
-        """Send rank 0's buffers before a checkpoint. Collective."""
+        """Make buffers equal to rank 0's, for example before a checkpoint. Collective."""
         if self._trained or self._evaluated:
             self._agree()
             self._send()
@@ -63,14 +63,14 @@ class SharedBuffers:
             self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._initial_buffers()}
 
     def _initial_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that the module had initially."""
+        """Yield the module's current buffers under the names that it had initially."""
         found = dict(self._module.named_buffers())
         for name in self._names:
             if name in found:
                 yield name, found[name]
 
     def _agree(self) -> None:
-        """Agree on the buffers that have changed on any rank. Collective."""
+        """Add the buffers that have changed on any rank to the shared ones. Collective."""
         if not self._names:
             return
         saved = self._persistent_names()
@@ -100,7 +100,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Send rank 0's buffers to all ranks. Collective if any are shared."""
+        """Broadcast rank 0's shared buffers. Collective if there are any."""
         if not self._shared:  # walking all modules in each step would take time
             return
         held = [

@@ -1,11 +1,11 @@
 """Refusal of tensors in a user's module that share memory with a trained parameter.
 
-In one process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute that
-is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
-If ranks hold parts of parameters, each tensor gets separate memory, and the first batch does not
-show the difference. The same applies to parameters in plain lists (`self.decayed = [...]`), dict
-keys and arguments bound to functions that a forward or a loss reads: ranks train other parameters
-instead of these.
+In one process, an optimizer that steps a parameter also changes every parameter, buffer or
+attribute that is a view of it (`b.weight = nn.Parameter(a.weight.t())`,
+`register_buffer("old", a.weight.data)`). If ranks hold parts of parameters, each of these tensors
+gets separate memory, and the first batch does not show the difference. There is a similar problem
+if a forward or a loss reads parameters from plain lists (`self.decayed = [...]`), dict keys or
+arguments bound to functions: these are the original parameters, which ranks do not train.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ _OF_RECURRENT = frozenset({"_flat_weights"})
 def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
     """Find the first tensor that shares memory with a trained parameter.
 
-    Returns the tensor's name, its kind and the parameter's name, or None. A parameter with two
-    names does not count: it is one tensor for all strategies.
+    Returns (tensor's name, kind of tensor, parameter's name), or None. A parameter with two names
+    does not count, because it is one tensor under all strategies.
     """
     memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, trained in module.named_parameters():
@@ -50,10 +50,10 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
-    """Raise BadInputError for tensors that would no longer share memory under a strategy.
+    """Raise BadInputError if tensors that share memory would not share it under a strategy.
 
-    Also refuse parameters in lists, keys and functions that a step may read, because the strategy
-    replaces only the parameters in modules.
+    This also refuses parameters in lists, keys and functions that a step may read, because a
+    strategy replaces only the parameters in modules.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
@@ -86,9 +86,9 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
 
 
 def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
-    """Yield the objects in attributes and outer variables, each after its name and kind.
+    """Yield (name, kind, object) for the objects in attributes and outer variables.
 
-    The given module itself is left out, because strategies replace its parameters.
+    The module and its submodules are left out, because strategies replace their parameters.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):
@@ -119,10 +119,9 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield plain attributes of submodules, except those of torch's own classes.
+    """Yield (name, value) for plain attributes of submodules whose classes are not torch's.
 
-    The list of parameters that torch maintains in recurrent networks is left out, even in
-    subclasses.
+    The list of parameters that torch keeps in recurrent networks is left out, even in subclasses.
     """
     for prefix, part in module.named_modules():
         if type(part).__module__.partition(".")[0] == "torch":
@@ -135,10 +134,10 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
-    """Yield a value and everything in it that is not in `seen`.
+    """Yield a value and all objects in it, except those in `seen`, to which they are added.
 
-    This includes entries and keys of containers, arguments bound to a function, variables in a
-    function's closure, and attributes of objects of the user's classes.
+    These include the entries and keys of containers, arguments bound to a function, variables in a
+    function's closure, and attributes of instances of the user's classes.
     """
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -170,7 +169,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage overlap in it."""
+    """Return whether two tensors of the same storage have bytes in common."""
     begin, end = _extent(one)
     other_begin, other_end = _extent(other)
     if end <= other_begin or other_end <= begin:
@@ -190,7 +189,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
-    """Return which of a storage's bytes belong to a tensor, as bools on the CPU."""
+    """Return a tensor's bytes as a view of `storage`, which has one element per byte."""
     size = tensor.itemsize
     shape, strides = (*tensor.shape, size), (*(size * one for one in tensor.stride()), 1)
     # An expanded tensor has each byte only once.

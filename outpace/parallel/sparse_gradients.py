@@ -9,8 +9,8 @@ from outpace.records.strategies import TRAITS, Strategy
 def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
     """Raise BadInputError if a trainable embedding has sparse=True.
 
-    `strategy` is given for a user's loop, whose optimizer may accept sparse gradients. It is None
-    for outpace's steps, whose clipping and optimizers do not.
+    `strategy` is that of a user's loop, whose optimizer may accept sparse gradients. None means
+    outpace's own steps, whose clipping and optimizers accept only dense gradients.
     """
     if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
         return

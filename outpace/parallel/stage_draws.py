@@ -1,11 +1,11 @@
 """Random numbers of pipeline stages that do not depend on the order in which the stages run.
 
-When a stage of a custom model starts a micro-batch, generators are seeded with the rank's key for
+When a stage of a custom model starts a micro-batch, it seeds the generators with the rank's key for
 the step, the stage number and the micro-batch number. All stages run the code outside blocks. If a
-stage needs numbers that this code draws before the stage's first block, all stages share one key
-and reseed after each block, so that all of them draw the same numbers there. With these keys, the
-plain module draws the same numbers too, so results with dropout can be compared, and the check of
-the first batch can be the first step.
+stage needs random numbers that this code draws before the stage's first block, all stages share one
+key and reseed after each block, so that this code draws the same numbers on all of them. With these
+keys, the plain module also draws the same numbers. Results with dropout can therefore be compared,
+and the check of the first batch can be the first step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeding of this rank's stages.
+    """Seeding of the random generators for this rank's stages.
 
-    `drawn`: whether any of their forwards has drawn random numbers. `shared`: whether all stages in
-    `group` share one key and reseed after each block.
+    `drawn`: whether the forward of any of these stages has drawn random numbers. `shared`: whether
+    all stages in `group` share one key and reseed after each block.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -40,7 +40,7 @@ class StageDraws:
         self._seen = random_state(self._device)
 
     def note(self) -> bool:
-        """Return and record whether numbers were drawn since `watch`, and stop watching."""
+        """Stop watching; return and record whether random numbers were drawn since `watch`."""
         if self._seen is None:
             return False
         drew = not same_random_state(self._seen, random_state(self._device))
@@ -49,7 +49,7 @@ class StageDraws:
         return drew
 
     def peek(self) -> int | None:
-        """Return the key that `step` draws next, without drawing it; None if it draws none."""
+        """Return the key that the next `step` will draw; None if it will draw none."""
         if not (self.drawn or self.shared):
             return None
         held = torch.get_rng_state()
@@ -59,9 +59,9 @@ class StageDraws:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the key of a step, and on exit restore the generators to the state after this draw.
+        """Draw the key of a step; on exit, restore the generators to their state after this draw.
 
-        Collective if the key is shared: it then comes from the rank of the first stage.
+        Collective if the key is shared, because it then comes from the first stage's rank.
         """
         if not (self.drawn or self.shared):
             yield
@@ -75,13 +75,13 @@ class StageDraws:
             set_random_state(after, self._device)
 
     def begin_pass(self, first: int) -> None:
-        """Begin a pass, whose first micro-batch has the number `first` in the step."""
+        """Begin a pass; `first` is the number of its first micro-batch within the step."""
         self._first = first
 
     def seed(self, place: int, micro_batch: int) -> None:
         """Seed all generators for a micro-batch of the pass, at the start of stage `place`.
 
-        With a shared key, `place` is the number of preceding blocks. Does nothing between steps.
+        With a shared key, `place` is the number of preceding blocks. Outside a step, do nothing.
         """
         if self._key is not None:
             seed_all_generators(self._device, self._key, place, self._first + micro_batch)
@@ -94,11 +94,11 @@ class StageDraws:
 
 
 class PlainDraws:
-    """Seeding of a plain module, so that it draws the same numbers as the pipeline's stages.
+    """Seeding of a plain module, so that it draws the same random numbers as a pipeline's stages.
 
-    `keys`: the key of each place (see `StageDraws.seed`), or None if nothing is seeded there.
-    `ends` maps a block's name to the place that begins after the block. `drew`: whether numbers
-    were drawn.
+    `keys` has the key for each place (see `StageDraws.seed`), or None where nothing is seeded.
+    `ends` maps a block's name to the place that begins after the block. `drew`: whether random
+    numbers were drawn.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Make the blocks in `ends` reseed for the next place after their forward."""
+        """Make the blocks in `ends` seed the generators for the next place after their forward."""
         with ExitStack() as stack:
             for name, place in self._ends.items():
                 block = model.get_submodule(name)
@@ -120,12 +120,12 @@ class PlainDraws:
             yield
 
     def begin(self, number: int) -> None:
-        """Begin a micro-batch, given its number in the step."""
+        """Seed for a new micro-batch; `number` is its number within the step."""
         self._number = number
         self._seed(0)
 
     def note(self) -> None:
-        """Record whether numbers were drawn since the last seeding."""
+        """Record whether random numbers were drawn since the last seeding."""
         if self._seen is not None:
             self.drew |= not same_random_state(self._seen, random_state(self._device))
 

@@ -1,7 +1,7 @@
 """Detection of loops that scale the gradients of pipeline stages by different factors.
 
-A loop that computes the norm for clipping itself gets the norm of this rank's stages only, so each
-rank scales by another factor.
+If a loop computes the norm for clipping itself, it gets the norm of this rank's stages only, so
+each rank scales by a different factor.
 """
 
 import math
@@ -13,14 +13,14 @@ from torch import Tensor
 _MOST = 64  # values compared in a gradient
 _TOLERANCE = 1e-5  # relative; several operations may have scaled a gradient, each with rounding
 
-_SAME = 1e-2  # relative difference of factors that is ignored: bf16 norms and quotients are rounded
-_STEPS = 20  # steps to measure; not all, because a measurement waits for the device
+_SAME = 1e-2  # relative difference of factors that is ignored, because bf16 norms are rounded
+_STEPS = 20  # number of steps to measure, limited because a measurement waits for the device
 
 
 class StageScaling:
-    """The factor by which this rank's gradients were scaled since `note`, in the first steps.
+    """Measures the factor by which a loop scales this rank's gradients, in the first steps.
 
-    `factor` is NaN if it is unknown.
+    `factor` is NaN while it is unknown.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class StageScaling:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the steps to measure are over."""
+        """Return whether all steps to measure are over."""
         return self._steps > _STEPS
 
     def note(self, gradients: Sequence[Tensor]) -> None:
-        """Remember a few values of the first and the last gradient."""
+        """Record a few values of the first and the last gradient, before the loop scales them."""
         self._steps += 1
         some = [gradients[0], gradients[-1]] if gradients else []
         self._noted = [(one, one._version, _sample_of(one).clone()) for one in some]
@@ -45,7 +45,7 @@ class StageScaling:
         self._noted = []
 
     def measure(self, gradients: Sequence[Tensor]) -> None:
-        """Set the factor, if these are the gradients of `note`, multiplied by one number."""
+        """Set `factor` if `gradients` are those given to `note`, all multiplied by one number."""
         noted, self._noted = self._noted, []
         held = set(map(id, gradients))
         if not noted or any(id(one) not in held for one, _, _ in noted):
@@ -62,9 +62,9 @@ class StageScaling:
             self.factor = factor
 
     def explain(self, factors: Tensor) -> str | None:
-        """Return a warning, once, if ranks have different factors and this rank's is not 1.
+        """Return a warning if ranks have different known factors and this rank's factor is not 1.
 
-        Only known factors are compared.
+        Returns None otherwise, and after the first warning.
         """
         if self.factor == 1 or math.isnan(self.factor) or self._told:
             return None

@@ -1,13 +1,13 @@
 """Tensor and sequence parallelism: each layer's matrices split over ranks.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: queries, keys, values and the MLP's first
-matrices are split by columns (whole heads), the matrices after them by rows, and embedding and head
-by the vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: in between, where all ranks would
-compute the same, each rank has a part of the sequence; an all-reduce becomes a reduce-scatter and
-an all-gather.
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: the projections of queries, keys and values and
+the MLP's first matrices are split by columns (whole heads), the matrices after them by rows, and
+embedding and head by the vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between these
+matrices, where all ranks would compute the same, each rank has a part of the sequence. An
+all-reduce becomes a reduce-scatter and an all-gather.
 
 The residual stream is a plain tensor on each rank: a part of the sequence, or all of it without
-sequence parallelism. Modules turn it into a DTensor on entry.
+sequence parallelism. Modules convert it to a DTensor on entry.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """A style with replicated weights, and inputs and outputs with `placement`."""
+    """A style that replicates the weights; the input and output have `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class WholeWeights(ParallelStyle):
 
 
 class EmbeddingLookup(WholeWeights):
-    """A style for embeddings with replicated weights; each rank looks up its part of (…, S)."""
+    """A style that replicates an embedding's weights; each rank looks up its part of (…, S)."""
 
     def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
@@ -100,7 +100,7 @@ class SplitRows(ParallelStyle):
 
 
 class GatheredInput(ParallelStyle):
-    """A style that gathers the first input from `placement` once, for all matrices that read it."""
+    """A style that gathers the first input from `placement` once for all matrices that read it."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -124,15 +124,15 @@ def first_row(weight: Tensor) -> int:
 
 
 def gather_activation(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """Gather an activation, after casting it to autocast's dtype."""
+    """Return an activation as a replicated DTensor, gathered after a cast to autocast's dtype."""
     spread = DTensor.from_local(to_autocast_dtype(part), mesh, [placement], run_check=False)
     return spread.redistribute(placements=[Replicate()])
 
 
 class Colwise(ColwiseParallel):
-    """A matrix split by columns. An adapter's B is split with it, while its small A stays whole.
+    """A style that splits a matrix by columns, with its adapter's B; the small A stays whole.
 
-    torch's own style would split A by its rank.
+    torch's own style would split A along the adapter's rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,7 +145,7 @@ class Colwise(ColwiseParallel):
 
 
 class Rowwise(RowwiseParallel):
-    """A matrix split by rows. An adapter's A is split with it, while its B stays whole."""
+    """A style that splits a matrix by rows, with its adapter's A; B stays whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if getattr(module, "lora_a", None) is not None:
@@ -154,7 +154,7 @@ class Rowwise(RowwiseParallel):
 
 
 class RankLocalDropout(ParallelStyle):
-    """A style for dropout on a shard of an activation, with which each rank draws its own mask."""
+    """A style for dropout on shards of an activation: each rank draws a different mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())
@@ -170,7 +170,7 @@ def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *arg
 
 @contextmanager
 def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
-    """Draw random numbers that differ by rank inside the context; outside, all ranks draw the same.
+    """Make ranks draw different random numbers in the body, and the same ones again after it.
 
     The seed comes from the common generator, so that recomputation draws the same numbers again.
     """
@@ -195,7 +195,7 @@ def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement)
 
 
 def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
-    """Return the styles of a block's submodules, by name within the block."""
+    """Return the styles of a block's submodules by name. `stream` is the residual's placement."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": GatheredInput(stream),
@@ -216,7 +216,7 @@ def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]
 
 
 def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None:
-    """Split a Transformer in place over the ranks of `mesh`."""
+    """Split a Transformer over the ranks of `mesh`, in place."""
     for block in model.blocks:
         parallelize_module(block, mesh, block_styles(model.spec, stream), src_data_rank=None)
     _split_embeddings(model.embed, mesh, stream)
@@ -250,7 +250,7 @@ def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) ->
 
 
 class SplitObjective(LanguageModelObjective):
-    """The model with a loss over a vocabulary that is split over `mesh`."""
+    """An objective with a model and a vocabulary that are split over `mesh`."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, stream: Placement) -> None:
         super().__init__(model)
@@ -263,7 +263,7 @@ class SplitObjective(LanguageModelObjective):
         return super().hidden_states(batch)
 
     def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss and count, equal on all ranks of the mesh, from this rank's part."""
+        """Return the sum of losses and the number of targets, equal on all ranks of the mesh."""
         if not isinstance(hidden_BSD, DTensor):
             hidden_BSD = gather_activation(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
@@ -295,9 +295,9 @@ class SplitObjective(LanguageModelObjective):
 
 
 def add_shares(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients of replicated weights that saw only a part of the sequence or the heads.
+    """Sum the gradients of replicated weights that processed only a part of the sequence or heads.
 
-    Uses one collective over the ranks of the mesh, which hold the same parameters.
+    Takes one all-reduce over the mesh, whose ranks all have these parameters.
     """
     shared = []
     for parameter in parameters:
@@ -325,13 +325,13 @@ class TensorParallel(ShardedLayout):
         self._tells = mesh.get_local_rank() == 0
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; those of replicated weights are summed once per step."""
+        """Compute the step's gradients; sum those of replicated weights once, at the end."""
         totals = super().gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a micro-batch; the group's first rank reports the totals."""
+        """Evaluate a micro-batch; only the group's first rank reports totals, others zeros."""
         return super().evaluate(batch, hooks) * self._tells
 
 

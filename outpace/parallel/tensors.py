@@ -1,4 +1,4 @@
-"""Helpers for tensors that several ranks hold: norms, copies, broadcasts and fused messages."""
+"""Helpers for tensors of a model on several ranks: norms, copies, broadcasts, fused messages."""
 
 import copy
 import hashlib
@@ -60,9 +60,9 @@ def copies(tensor: Tensor, ranks: int) -> int:
 
 
 def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return this rank's contribution to the sum of squares over `ranks` ranks, in float64.
+    """Return this rank's contribution to the gradients' sum of squares over `ranks`, in float64.
 
-    Each square is divided by its number of `copies`, so that the sum over ranks counts it once.
+    A tensor's squares are divided by its number of `copies`, so the sum over ranks counts it once.
     """
     alike: dict[int, list[Tensor]] = {}
     for gradient in gradients:
@@ -74,12 +74,12 @@ def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for the norm of tensors with this dtype: at least fp32."""
+    """Return the dtype in which to compute the norm of tensors with this dtype: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm over plain tensors, as `get_total_norm` does, but in `norm_dtype`."""
+    """Return the 2-norm over plain tensors, like `get_total_norm`, but computed in `norm_dtype`."""
     if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
         return get_total_norm(tensors)
     norms = [
@@ -127,10 +127,10 @@ def all_parameters(module: nn.Module) -> list[nn.Parameter]:
 def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy a module to the meta device: its structure, without memory for its weights.
 
-    `real` maps the `id` of a tensor to a tensor that takes its place in the copy, with values.
+    `real` maps the `id` of a tensor to the tensor with values that replaces it in the copy.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
-    # Non-leaf tensors that each forward recomputes (`weight` under torch's old weight_norm).
+    # Non-leaf tensors, which each forward recomputes (`weight` under torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
     held = [*all_parameters(module), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
@@ -142,7 +142,7 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
 def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with the values of `value` and the class and attributes of `parameter`.
 
-    A forward may need these: a mask (`weight.mask`), or a class that overrides multiplication.
+    A forward may need an attribute (`weight.mask`) or a class (one that overrides multiplication).
     """
     kind = type(parameter)
     wraps = is_traceable_wrapper_subclass(parameter)
@@ -157,13 +157,13 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the attributes that the user set on a parameter.
 
-    Empty for tensor classes that keep their state in attributes, such as FakeTensor.
+    Returns none for tensor classes that keep their state in attributes, such as FakeTensor.
     """
     return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module; attributes that cannot be copied (locks, open files) are shared.
+    """Deep-copy a module; share attributes that cannot be copied, such as locks and open files.
 
     Raises BadInputError if the module still cannot be copied.
     """
@@ -203,7 +203,7 @@ _SENT_AS = {
 def make_equal(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks. Collective.
 
-    Raises BadInputError for sparse tensors, and if ranks have built different modules.
+    Raises BadInputError if a tensor is sparse, or if ranks have built different modules.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     _require_alike(named)
@@ -220,7 +220,7 @@ def make_equal(module: nn.Module) -> None:
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """Return a bitwise view of the values in a dtype that every backend can send."""
+    """Return a view of a tensor's bits in a dtype that every backend can send."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     one_byte = tensor.itemsize == 1 and tensor.dtype not in (torch.int8, torch.uint8)
@@ -229,7 +229,7 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise BadInputError if names, shapes, dtypes or order differ from rank 0's. Collective.
+    """Raise BadInputError if names, shapes, dtypes or their order differ by rank. Collective.
 
     A common cause is a loop over a set of strings, whose order differs by process.
     """
@@ -252,7 +252,7 @@ def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype and keep their order."""
+    """Group tensors by dtype, in order."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -260,7 +260,7 @@ def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def concatenate(tensors: Iterable[Tensor]) -> Tensor:
-    """Flatten tensors of one dtype and concatenate them into a message."""
+    """Concatenate tensors of one dtype into a one-dimensional message."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
@@ -275,7 +275,7 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Replace each parameter in `wider` with its wider tensor, whose memory it then uses."""
+    """Replace the values of each parameter in `wider` with its wider tensor, without a copy."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:
@@ -307,10 +307,10 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
 
 
 def save_held_alone(part: nn.Module) -> None:
-    """Make a module save and load only the parameters and buffers that it still has.
+    """Make a module save and load only the parameters and buffers that are not None.
 
     The module's state-dict code (`_save_to_state_dict`, hooks, extra state) may need tensors that
-    only another rank has, or may save None for them, as torch's FakeQuantize does.
+    only another rank has, or may save None for these tensors, as torch's FakeQuantize does.
     """
     vars(part).update(
         _save_to_state_dict=MethodType(_save_held, part),
@@ -338,7 +338,7 @@ def _load_held(
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a dense tensor with its own memory: not on meta, not a wrapper."""
+    """Return whether a value is a dense tensor with memory: neither on meta nor a wrapper class."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -348,5 +348,5 @@ def has_memory(value: object) -> TypeGuard[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage that stays the same if the storage is resized."""
+    """Return an identifier of a tensor's storage, which a resize of the storage does not change."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,18 +1,18 @@
 """A common order of collectives for units of a user's module, even if not every rank calls them.
 
-A unit's parameters are gathered when its forward is called, and its gradients scattered after its
-backward. If a rank drops a layer or takes another branch, it would gather one unit while others
-gather another, and the ranks would hang or receive each other's parameters. So every rank takes
-part in the collectives of each unit that any rank calls, in the same order on all ranks: a unit
-that this rank skips is gathered, and its backward runs without a gradient, as if the unit had been
-called without samples.
+A unit's parameters are gathered when its forward is called, and its gradients are scattered after
+its backward. If one rank drops a layer or takes a different branch, ranks would gather different
+units at the same time, and would hang or receive each other's parameters. So every rank takes part
+in the collectives of each unit that any rank calls, in the same order on all ranks. If a rank skips
+a unit, it still gathers the unit and runs its backward without a gradient, as if it had called the
+unit without samples.
 
-At first, ranks announce before each unit which one they have reached, and the lowest is next. Once
-a training pass has shown an order (that of the units in the module, or one in which all ranks
-called all units, some perhaps several times), this order is used without announcements. An
-evaluation pass shows no order, because it drops no layers. If all ranks later call a unit more
-often than in this order, all in the same pass, they announce calls again from then on. If only one
-rank does, it refuses, because the others cannot know.
+At first, ranks announce before each unit which unit they have reached, and the lowest one is next.
+After a training pass, ranks adopt the order of units, and no longer announce them, in two cases:
+they followed the order of units in the module, or all of them called all units in the same order,
+some perhaps several times. An evaluation pass does not count, because it drops no layers. If ranks
+later call a unit more often than in this order, all in the same pass, they announce units again
+from then on. If only some ranks do, these refuse, because the others cannot know.
 """
 
 import threading
@@ -35,13 +35,14 @@ from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import BadInputError
 
 _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
-_MOST_OF_A_CONSTANT = 64  # most graph nodes of a loss that depends on no unit's output
+_MOST_OF_A_CONSTANT = 64  # maximum graph nodes of a loss that depends on no unit's output
 
 
 class UnitOrder:
-    """Controls the order of collectives of `fully_shard`'s `units` under `root` on all ranks.
+    """Makes the ranks of `group` run the collectives of `units` in the same order.
 
-    `group` contains all participating ranks. A missing gradient on a rank counts as zeros.
+    `units` are modules under `root` to which `fully_shard` was applied. If a rank lacks a gradient,
+    it counts as zeros.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class UnitOrder:
         return state is self._root_state or state in self._called
 
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the objective's forward, then join the units that only other ranks have called."""
+        """Run the objective's forward, then take part in units that only other ranks still call."""
         self._begin()
         self._thread = threading.get_ident()
         self._forwards = True
@@ -123,14 +124,14 @@ class UnitOrder:
             self._scatter_in_turn(number)
 
     def _leave_order(self, number: int) -> None:
-        """Return to announcing calls if a unit is called more often than in the order.
+        """Return to announcing units, because one was called more often than in the order.
 
-        Raises BadInputError if not all ranks do so in this pass. Nothing else checks this, because
+        Raises BadInputError if not all ranks leave the order in this pass. This is the only check:
         a query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
-        # Ranks that leave an order for the n-th time count themselves under one key. A rank that
-        # does not leave its order waits for this one in another collective.
+        # Ranks that leave an order for the n-th time increment the same counter. A rank that does
+        # not leave its order waits for this one in a different collective.
         turn = store.add(f"outpace/orders-left-{dist.get_rank()}", 1)
         key = f"outpace/order-left-{turn}"
         until_s = time.monotonic() + _WAIT_S
@@ -149,10 +150,10 @@ class UnitOrder:
         self._sequence, self._keeps = None, False
 
     def _scatter_in_turn(self, number: int) -> None:
-        """Scatter the gradients of a unit after its backward, even if its input needs no gradient.
+        """Scatter a unit's gradients right after its backward, even if its input needs no gradient.
 
-        Otherwise, `fully_shard` would scatter them at the end of the backward, unlike on ranks
-        whose input needs a gradient.
+        Otherwise, `fully_shard` would scatter them at the end of the whole backward, so the order
+        would differ from that on ranks whose input needs a gradient.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -171,7 +172,7 @@ class UnitOrder:
             self._sequence = self._observed_order()
 
     def _observed_order(self) -> list[int] | None:
-        """Return the order of units that this pass has shown, the same on all ranks, or None."""
+        """Return the order of units to adopt after this pass, equal on all ranks; None if none."""
         everyone = list(range(self._end))
         ascending = all(one < other for one, other in pairwise(self._asked))
         if ascending and (len(self._asked) > 1 or self._end == 1):
@@ -186,7 +187,7 @@ class UnitOrder:
             self._pass_over(passed)
 
     def _ask(self, number: int) -> int:
-        """Return the lowest unit that any rank has reached. Collective."""
+        """Announce unit `number`; return the lowest one that any rank announces. Collective."""
         mine = torch.tensor([number], device=self._states[0]._device)
         reached = mine.new_empty(self._group.size())
         all_gather_single(reached, mine, group=self._group)
@@ -208,7 +209,7 @@ class UnitOrder:
             self._tokens.append(token)
 
     def wait_for_reductions(self) -> None:
-        """Make the current stream wait until scattered gradients have arrived in the shards."""
+        """Make the current stream wait until all reduced gradients are in the shards."""
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
                 wait_for_reduction(held)
@@ -219,7 +220,7 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Drop gradients of `parameters` that no rank uses; use zeros where only some ranks do.
+        """Agree on gradients: None for parameters that no rank used, zeros if some ranks did not.
 
         `replicated` parameters belong to no unit. Collective.
         """
@@ -245,8 +246,8 @@ def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
 def _require_history(loss_sum: Tensor) -> None:
     """Raise BadInputError for a loss whose backward reaches no parameter.
 
-    The backward of other ranks would wait for this rank's. A Function in Python counts as reaching
-    parameters.
+    The backwards of other ranks would wait for this rank. A `torch.autograd.Function` in Python
+    counts as reaching parameters.
     """
     nodes = list(islice(graph_nodes(loss_sum), _MOST_OF_A_CONSTANT + 1))
     reaches = any(
@@ -263,7 +264,7 @@ def _require_history(loss_sum: Tensor) -> None:
 
 
 def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
-    """Raise BadInputError for a backward inside the forward, which would crash `fully_shard`."""
+    """Make a backward inside the forward raise BadInputError; it would crash `fully_shard`."""
     prepare = held.pre_backward
 
     def prepare_outside(*given: Any) -> None:
@@ -279,7 +280,7 @@ def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
 
 
 def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:
-    """Set a group's missing gradients to zeros, and record in `used` which ones existed."""
+    """Make a group set missing gradients to zeros before reducing; add the others to `used`."""
     reduce = held.post_backward
 
     def fill_and_reduce(*unused: Any) -> None:
@@ -298,7 +299,7 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A number that depends on a unit's parameters in the graph but passes no gradient to them."""
+    """A token whose graph contains a unit's parameters, but which passes no gradient to them."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with tokens of units, so that its backward runs the units' backwards."""
+    """A loss whose graph includes the units' tokens, so that its backward runs the units'."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Embedding and cross-entropy over a vocabulary whose rows are split over ranks.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tokens in its rows, and
-computes the logits of its rows. For the loss, only a few numbers per token are sent: the largest
+computes the logits of its rows. For the loss, ranks send only a few numbers per token: the largest
 logit, the sum of exponentials and the target's logit.
 
-On an accelerator, `nn.head_loss` computes the loss for this rank's rows: logits are held once, in
-the dtype of the matmuls, and nothing waits for the device. Ranks combine the maximum of each rank's
-log Σ exp(logits), the sum of the exponentials of these, and the target's logit.
+On an accelerator, `nn.head_loss` computes the loss for this rank's rows: there is one copy of the
+logits, in the dtype of the matmuls, and nothing waits for the device. Ranks then reduce the maximum
+and the sum of exponentials of their log Σ exp(logits), and the target's logit.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
 """
@@ -25,10 +25,11 @@ from outpace.nn.loss import IGNORED
 
 
 def split_embedding(tokens: Tensor, weight_PD: Tensor, first_row: int) -> Tensor:
-    """Look up the tokens in this rank's rows, (…, D), with zeros for all other tokens.
+    """Look up tokens in this rank's rows of the embedding; return (…, D), zero for other tokens.
 
     The sum over ranks is the whole embedding. `first_row` is the index of this rank's first row in
-    the vocabulary. (DTensor's own embedding creates a gradient with all rows on every rank.)
+    the vocabulary. DTensor's own embedding is not used: it creates a gradient with all rows on
+    every rank.
     """
     rows = tokens - first_row
     elsewhere = (rows < 0) | (rows >= weight_PD.shape[0])
@@ -48,10 +49,10 @@ def split_linear_loss_sum(
 ) -> Tensor:
     """Compute `linear_loss_sum` from this rank's rows of the head. Collective over `group`.
 
-    `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
-    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole gradient.
-    `passes` are the accelerator's passes, None on a CPU; `dtype` is the matmuls' dtype (None: at
-    least fp32).
+    `hidden_ND` and `targets_N` must be the same on all ranks of the group, and the loss is too. The
+    gradients of `hidden_ND` must be summed over the group. `passes` are the functions to use on an
+    accelerator; None on a CPU. `dtype` is the matmuls' dtype on an accelerator (None: at least
+    fp32).
     """
     if passes is not None:
         counts_N = targets_N != IGNORED
@@ -75,7 +76,7 @@ def split_linear_loss_sum(
 
 
 def _combine_over(group: dist.ProcessGroup) -> Combine:
-    """Return a function for log Σ exp of all ranks' logits, and for the target's logit."""
+    """Return a function that combines the ranks' log Σ exp(logits), and their targets' logits."""
 
     def combine(lse_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         largest_N = lse_N.clone()
@@ -94,7 +95,10 @@ class SplitCrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Return the sum, from two all-reduces: of largest logits; of exponentials and targets."""
+        """Return the sum, after two all-reduces.
+
+        The first finds the largest logits; the second sums exponentials and targets' logits.
+        """
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)

@@ -1,8 +1,8 @@
 """Whole parameters for a user's loss that reads parameters while ranks hold shards.
 
-A penalty such as `sum(p.square().sum() for p in module.parameters())` outside the module's forward
-would see shards. It gets whole tensors instead, gathered on access. Their gradients are averaged
-over ranks like all others.
+A penalty such as `sum(p.square().sum() for p in module.parameters())`, computed outside the
+module's forward, would read shards. It gets whole tensors instead, which are gathered on access.
+Their gradients are averaged over ranks like all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ _FREED = "out of bounds for storage of size 0"
 class WholeParameters:
     """Make `module.parameters()` return whole parameters within the loss of an objective.
 
-    Shards that get a gradient in this way are added to `used`. `averages`: see `Layout`. `wait`
-    makes the current stream wait for gradients that other streams add to the shards.
+    Shards that get a gradient in this way are added to `used`. For `averages`, see `Layout`.
+    `wait()` makes the current stream wait for gradients that other streams add to the shards.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WholeParameters:
 
 
 def explain_shards(error: Exception) -> BadInputError | None:
-    """Return an error with advice if user code uses, copies or transforms shards, else None."""
+    """Return an error with advice if `error` shows that user code misuses shards; else None."""
     if _MIXED in str(error) or _UNUSED in str(error):
         return BadInputError(
             "the module or its loss uses parameters of a block outside of a call of the block, "
@@ -119,7 +119,7 @@ class _WholeParameter(torch.autograd.Function):
         """Average the gradient over ranks and return this rank's shard of the average.
 
         Autograd then adds the result to the shard's gradient on the current stream. `fully_shard`
-        may have just written that gradient on its own stream, so the current stream waits first.
+        may still be writing that gradient on a different stream, so the current stream waits first.
         """
         from torch.distributed.tensor import distribute_tensor
 

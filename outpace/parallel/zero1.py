@@ -1,12 +1,12 @@
 """ZeRO-1: replicas that each keep the optimizer state for a part of the parameters.
 
 Rajbhandari et al., "ZeRO", SC 2020, §5.1 ("P_os"). Gradients are averaged as under ddp; each rank
-steps its parameters and broadcasts them. It is built on torch's ZeroRedundancyOptimizer, which
-assigns whole parameters to ranks, largest first, always to the rank with the least so far. So a
-model's largest parameter limits how even the shares can be.
+steps its share of the parameters and broadcasts them. torch's ZeroRedundancyOptimizer assigns whole
+parameters to ranks, largest first, always to the rank with the least so far. A model's largest
+parameter therefore limits how even the shares can be.
 
-Its `overlap_with_ddp` is not used: it supports only one parameter group, whereas weight decay needs
-two, and skips the updates of the first steps.
+The option `overlap_with_ddp` is not used: it supports only one parameter group, whereas weight
+decay needs two, and it skips the updates of the first steps.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from outpace.parallel.tensors import raise_to
 
 class _Shares(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state.
+        """Return the state of all parameters.
 
         Raises BadInputError if `consolidate_state_dict` has not been called.
         """
@@ -47,14 +47,14 @@ class _MixedShares(_Shares):
     """ZeroRedundancyOptimizer for parameters of several dtypes, each broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
-        """Skip torch's check, which requires a single dtype even without a common buffer."""
+        """Skip torch's check, which requires a single dtype although there is no common buffer."""
 
 
 class _CustomModelShares(_Shares):
-    """ZeroRedundancyOptimizer for custom models, whose forward may run `p.data = …`."""
+    """ZeroRedundancyOptimizer for custom models, which may assign `p.data = …` or freeze `p`."""
 
     def _sync_params(self) -> None:
-        """Broadcast the parameters' current tensors, not the buffer views that they had before."""
+        """Broadcast the parameters' current values, even if they are no longer views of buffers."""
         own: Any = self
         parts = [part for parts in own._device_to_params_per_rank.values() for part in parts]
         buffers = [buffer for buffers in self._buckets for buffer in buffers]
@@ -76,7 +76,7 @@ class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer for its share of the parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer of all parameters, which updates and broadcasts this rank's share."""
+        """Return an optimizer of all parameters that updates and broadcasts this rank's share."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
@@ -94,9 +94,9 @@ class SharedStates(Replicas):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return all weights, and the inner optimizer with the state of this rank's share.
+        """Return the whole module, and the inner optimizer with the state of this rank's share.
 
-        The optimizer is None if there are more ranks than parameters and this rank has none.
+        The optimizer is None if this rank has no parameters, because there are fewer than ranks.
         `ZeroRedundancyOptimizer.state_dict` would gather the state of all ranks on one rank, keyed
         by number.
         """
@@ -108,7 +108,7 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace 16-bit weights with master weights; each rank broadcasts its share of these."""
+        """Replace 16-bit weights with master weights, of which each rank broadcasts its share."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()
@@ -122,5 +122,8 @@ class SharedStates(Replicas):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Wrap the objective in DistributedDataParallel. Requires the default process group."""
+    """Wrap the objective in DistributedDataParallel, for optimizers of shares of the parameters.
+
+    Requires the default process group.
+    """
     return SharedStates(request)
