@@ -60,7 +60,7 @@ class AbsentParameters:
         self.refused = False
 
     def refuse_use(self) -> None:
-        """Refuse, from now on, any use that needs values."""
+        """Refuse any use that needs values from now on."""
         self.refused = True
 
     @contextmanager
@@ -151,7 +151,7 @@ def _use_between_steps(
     absent: AbsentParameters,
     owner: Owner,
 ) -> Any:
-    """Run a function that needs no values. Raises BadInputError for any other."""
+    """Call a function on an absent parameter. Raises BadInputError if the function needs values."""
     name = getattr(func, "__name__", "")
     of_property = name in ("__get__", "__set__", "__delete__")
     attribute = func.__self__.__name__ if of_property else ""
@@ -181,7 +181,7 @@ def _is_harmless(attribute: str, reads: bool, caller: FrameType, here: bool) -> 
 
 
 def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
-    """Return a view that refuses what its parameter refuses."""
+    """Return a view that refuses the same uses as its parameter."""
     if view is absent:
         return view
     made: Tensor = Tensor._make_subclass(_AbsentTensor, view, False)

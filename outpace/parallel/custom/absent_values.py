@@ -1,4 +1,4 @@
-"""NaN placeholders, which take no memory, for values that a pipeline stage does not have."""
+"""NaN placeholders for values that a pipeline stage does not have."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -60,7 +60,7 @@ def split(value: Any) -> tuple[Form, list[Tensor]] | None:
 
 
 def collect_values(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
-    """Return the attributes and buffers of modules, except parameters and submodules."""
+    """Return the plain attributes and the buffers of modules, by module and attribute name."""
     found: dict[Key, Any] = {}
     for name, module in modules.items():
         for attribute, value in vars(module).items():

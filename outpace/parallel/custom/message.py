@@ -81,7 +81,7 @@ def make_sendable(tensor: Tensor) -> Tensor:
 
 
 def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
-    """Return an error about a dtype that cannot be sent between processes; None if all can."""
+    """Return an error about a dtype that cannot be sent between processes; None if all can be."""
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
             return BadInputError(

@@ -242,7 +242,7 @@ class CustomPipeline(SpreadLayout):
         return (self.model if self.model.state_dict() else None), None
 
     def resume_from(self, start_step: int) -> None:
-        """Give all stages the extra state that the last one has loaded. Collective."""
+        """Copy the extra state that the last stage has loaded to all stages. Collective."""
         if start_step:
             self._extra.share(self._at, self._group)
 
@@ -277,7 +277,7 @@ class CustomPipeline(SpreadLayout):
         return totals
 
     def _run_passes(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
-        """Run the schedule on each batch, and sum the `totals`."""
+        """Run the schedule on each batch, and add the results to `totals`."""
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
             parts = self.rows.cut(batch, self._plan.pp_microbatches)
@@ -408,7 +408,7 @@ class CustomPipeline(SpreadLayout):
     def counted_gradients(self) -> list[Tensor]:
         """Return this rank's gradients, each counted on one rank only.
 
-        Gradients that both the first and the last rank hold count on the first.
+        Gradients that both the first and the last stage's ranks hold are counted on the first.
         """
         copies = self._rest if self._rank != self._ranks_of[0] else set()
         return [
@@ -552,7 +552,7 @@ def _next_nodes(node: Any) -> list[Any]:
 
 
 def _reach(begins: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    """Return the nodes of a graph that can be reached over at least one edge."""
+    """Return the nodes of a graph that can be reached from `begins` over at least one edge."""
     found: set[Any] = set()
     left = list(begins)
     while left:

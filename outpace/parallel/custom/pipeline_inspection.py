@@ -312,7 +312,7 @@ class PipelineInspection:
         return made if isinstance(made, Tensor) else None
 
     def _run_alone(self, batch: Batch, hooks: StepHooks) -> Tensor | Exception:
-        """Return the totals of a single process, or its error, on the last stage's rank."""
+        """Run a single process's forward on the last stage's rank; return its totals or error."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -466,7 +466,7 @@ def _means(*totals: Tensor) -> list[float]:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the relative difference of two mean losses; 0 if that of `other` is not finite."""
+    """Return the relative difference of two mean losses; 0 if the second one is not finite."""
     return difference(*_means(one, other))
 
 

@@ -1,4 +1,4 @@
-"""The division of a custom model's blocks among pipeline stages, and what cannot be divided."""
+"""Division of a custom model's blocks among pipeline stages, refused where it is impossible."""
 
 from collections.abc import Sequence
 

@@ -16,7 +16,7 @@ _OTHERWISE = "Use strategy ddp or zero1."
 
 
 def explain_known(error: Exception) -> str | None:
-    """Return advice about an error of known cause that a single process does not raise, or None."""
+    """Return advice about an error that only pipeline stages raise; None if it is unknown."""
     return explain_writes_outside() if _SHARED_MEMORY in str(error) else None
 
 

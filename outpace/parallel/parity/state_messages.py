@@ -84,7 +84,7 @@ def _explain_generators(names: Sequence[str]) -> str:
 
 
 def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return a warning about evaluating a model whose state is in no file; None if not needed.
+    """Return a warning if an evaluated model depends on state that is in no file, otherwise None.
 
     The search for state uses the evaluation data, in training mode.
     """
@@ -98,7 +98,7 @@ def explain_evaluated_state(found: KeptState) -> str | None:
 
 
 def explain_state_after_resume(found: KeptState) -> str:
-    """Return a warning for state that makes a resumed run differ, even in a single process."""
+    """Return a warning about state that makes a resumed run differ, even in a single process."""
     return (
         "The result is right as long as the run is not interrupted, but a resumed run differs, "
         f"even in one process: the forward or the loss keeps {name_attributes(found.names)} from "
