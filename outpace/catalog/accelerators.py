@@ -1,9 +1,9 @@
-"""Accelerators: dense peak rates by dtype, memory, power and links, from makers' datasheets.
+"""Accelerators: dense peak rates by dtype, memory, power and links, from vendors' datasheets.
 
-The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
-rates are those with fp32 accumulation, which training uses. An AMD Instinct MI250X is two devices
-(GCDs) with a process each: figures are for one device (half of the module's), except the power,
-which is the module's. AMD's fp32 rate is that of its matrix cores.
+Peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
+rates assume fp32 accumulation, which training uses. An AMD Instinct MI250X appears as two devices
+(GCDs), with one process each: its figures are per GCD (half of the module's), except the power,
+which is the whole module's. AMD's fp32 rate is the rate of its matrix cores.
 """
 
 import re
@@ -31,9 +31,9 @@ _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
 
 def _accelerators() -> Iterator[Accelerator]:
-    """Yield the accelerators of accelerators.json, with the rates and the chip that a row names.
+    """Yield the accelerators of accelerators.json, each with the chip and the rates its row names.
 
-    The first of `powers_w` belongs to the published rates.
+    The published rates belong to the first of `powers_w`.
     """
     table = read_table("accelerators")
     for row in read_rows(table):
@@ -57,7 +57,10 @@ def _accelerators() -> Iterator[Accelerator]:
 
 
 def _card(card: Card) -> Accelerator:
-    """Create an accelerator from a table's row. Before Ampere, 16-bit rates are for fp16 only."""
+    """Create an accelerator from a row of the table.
+
+    Before Ampere, the 16-bit rate applies to fp16 only.
+    """
     source = SOURCE.format(PAPERS[card.architecture])
     rates: dict[Dtype, float] = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":
@@ -118,10 +121,10 @@ _LEAST_MEMORY, _MOST_MEMORY = 0.85, 1.02
 
 
 def find_accelerator(driver_name: str, memory_bytes: int | None) -> Accelerator | None:
-    """Return the catalog's entry for a device; None if it is unknown.
+    """Return the catalog's entry for a device, or None if the catalog has none.
 
-    `driver_name` is what the driver reports ("NVIDIA H100 80GB HBM3"). `memory_bytes`, if known,
-    must match the entry's.
+    `driver_name` is the name that the driver reports ("NVIDIA H100 80GB HBM3"). If `memory_bytes`
+    is given, it must be close to the entry's memory.
     """
     wanted = " ".join(_MAKERS.sub(" ", driver_name).split()).casefold()
     for accelerator in ACCELERATORS.values():

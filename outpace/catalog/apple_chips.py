@@ -1,9 +1,9 @@
-"""Apple's chips for Macs, in the variants with all GPU cores, by memory size (apple_chips.json).
+"""Apple chips for Macs, with all GPU cores enabled, by memory size (apple_chips.json).
 
-Rates in TFLOP/s are for fp32. Those of M1 and M2 are from Apple's press releases. Apple publishes
-none for later chips, so they are cores x 256 operations x about 1.38 (M3), 1.68 (M4) and 1.6 (M5)
-GHz. Matmuls in 16 bits are not faster. M1's GPUs convert bf16 to fp32 in software, so they have no
-rate for it; the matrix units of M5 are left out, since their rate is not published.
+Rates are in fp32 TFLOP/s. The rates of M1 and M2 come from Apple's press releases. Apple publishes
+none for later chips, so their rates are cores x 256 operations x about 1.38 (M3), 1.68 (M4) or 1.6
+(M5) GHz. 16-bit matmuls are no faster than fp32. M1's GPUs emulate bf16 in software, so M1 has no
+bf16 rate. The matrix units of M5 are ignored because Apple does not publish their rate.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ USABLE_SOURCE = (
 
 
 class AppleChip(NamedTuple):
-    """An Apple chip with one of the memory sizes in which it is sold."""
+    """An Apple chip with one of its available memory sizes."""
 
     name: str
     memory_gb: int

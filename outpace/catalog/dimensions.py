@@ -1,7 +1,7 @@
-"""Models with known dimensions only: for planning, not for training.
+"""Models of which only the dimensions are known: for planning, not for training.
 
-A ModelSpec cannot describe their special features (BLOOM's ALiBi positions and the norm after its
-embedding), which have almost no parameters.
+A ModelSpec cannot describe BLOOM's ALiBi positions or the norm after its embedding; both have
+almost no parameters.
 """
 
 from collections.abc import Mapping

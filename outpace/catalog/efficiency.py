@@ -1,8 +1,8 @@
 """Fractions of datasheet rates that accelerators and links reach, from published measurements.
 
-Each figure has its source. A chip without published measurements gets the figures of a measured
-chip of its architecture. An architecture without measurements gets those of the most similar one,
-and the source says so.
+Each figure has its source. A chip without published measurements uses the figures of a measured
+chip of the same architecture. An architecture without measurements uses those of the most similar
+architecture, and its source says so.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from outpace.records.hardware import Accelerator, Architecture
 
 
 class MatmulCurve(Record):
-    """Matmuls on one architecture, modelled as tiles that multiprocessors compute in waves.
+    """Model of an architecture's matmuls as tiles that multiprocessors compute in waves.
 
-    A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
-    fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
-    bits, a tile takes as long as if its inner dimension were longer by `fill` (to fill its pipeline
-    and write its results). The smallest matmul takes `fixed_s`. No matmul exceeds `limit` of the
-    best rate, at which even a short matmul reaches the board's power limit. Under the load of a
-    training step, none exceeds `sustained`, or `sustained_fp8`, of the dense peaks.
+    A full wave of the best tiles reaches `share` of the dense 16-bit peak, or `share_fp8` of the
+    fp8 peak. Tiles of 128 by 64 and 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In
+    16 bits, filling the pipeline and writing results costs a tile as much time as `fill` more
+    elements of the inner dimension. The smallest matmul takes `fixed_s`. Where even short matmuls
+    reach the board's power limit, `limit` caps the rate as a fraction of the best rate. During a
+    training step, the rate stays below `sustained`, or `sustained_fp8`, of the dense peak.
     """
 
     share: PositiveFloat
@@ -42,8 +42,8 @@ class MatmulCurve(Record):
 class AttentionRate(Record):
     """Rates of fused attention on long sequences, as fractions of the dense 16-bit peak.
 
-    The rates are for heads of width 128. Heads of width 64 reach `narrow` of these rates, and
-    causal attention half of them at `half_length` keys.
+    The rates are for head width 128. Head width 64 reaches `narrow` of these rates. Causal
+    attention reaches half of its rate at `half_length` keys.
     """
 
     forward: PositiveFloat
@@ -104,9 +104,9 @@ _GB200 = MatmulCurve(
 def _power_share(power_w: float, reference_w: float) -> float:
     """Return the sustained rate at a power limit, relative to the rate at `reference_w`.
 
-    Dynamic power grows with the clock times the square of the voltage. Since the voltage follows
-    the clock, power grows with the cube of the clock (Chandrakasan, Sheng & Brodersen, "Low-power
-    CMOS digital design", 1992).
+    Dynamic power is proportional to the clock times the square of the voltage, and the voltage
+    follows the clock, so power grows with the cube of the clock (Chandrakasan, Sheng & Brodersen,
+    "Low-power CMOS digital design", 1992).
     """
     share: float = (power_w / reference_w) ** (1 / 3)
     return share
@@ -122,7 +122,7 @@ def _power_w(name: str) -> int:
 def _blackwell_ultra(power_w: float) -> MatmulCurve:
     """Return the curve of a B300 or GB300, for which no sustained matmuls have been measured.
 
-    Assume B200's ratio of sustained to short matmuls, scaled to the board's own power limit.
+    The ratio of sustained to short matmuls is B200's, scaled to this board's power limit.
     """
     reference_w = _power_w("B200")
     more = _power_share(power_w, reference_w)
@@ -438,7 +438,7 @@ BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch 
 
 
 def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
-    """Return the curve of the accelerator, or of its architecture."""
+    """Return the chip's own matmul curve if it has one, else its architecture's."""
     if _is_rtx_blackwell(accelerator):
         return _RTX_BLACKWELL
     if _is_geforce_ada(accelerator):
@@ -450,7 +450,10 @@ def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
 
 
 def power_share(accelerator: Accelerator) -> float:
-    """Return the sustained rate of a board with a lower power limit, relative to an H200's."""
+    """Return a board's sustained rate relative to an H200's, given their power limits.
+
+    Returns 1 if the chip's bf16 peak differs from the H200's, or if its power is unknown.
+    """
     board = ACCELERATORS["H200 SXM"]
     same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]
     limit_w = accelerator.power_w if same else None
@@ -460,8 +463,8 @@ def power_share(accelerator: Accelerator) -> float:
 def overlaps_tiles(accelerator: Accelerator) -> bool:
     """Return whether matmuls write a tile's results while they compute the next tile.
 
-    Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and dedicated
-    warps write a tile while others compute the next one into the other half of that memory
+    Documented: Blackwell's datacenter chips keep accumulators in tensor memory, and dedicated warps
+    write one tile while other warps compute the next into the other half of that memory
     (jax-ml/jax, blackwell_matmul.md of Pallas, "Dedicated epilogue warpgroup"). On Hopper,
     cooperative kernels use all warp groups for one tile; only ping-pong kernels overlap a tile's
     epilogue with another's matmuls (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
@@ -469,17 +472,17 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
     file). In public traces of H100, names of cuBLAS's largest kernels contain "coopA" or "coopB"
     (nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT).
 
-    Assumed: cuBLAS, whose kernels are not public, overlaps the whole epilogue of a tile on
-    Blackwell, and nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks
-    on Ampere.
+    Assumed, because cuBLAS's kernels are not public: cuBLAS overlaps the whole epilogue of a tile
+    on Blackwell and nothing on other chips, neither with ping-pong kernels on Hopper nor with
+    several blocks per multiprocessor on Ampere.
     """
     return _has_tensor_memory(accelerator)
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return how much an uneven load of experts slows down matmuls.
+    """Return the factors by which an uneven load of experts slows down matmuls.
 
-    The two factors are for a single rank, and for the slowest of many ranks.
+    The first factor is for a single rank, the second for the slowest of many ranks.
     """
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
@@ -489,7 +492,7 @@ def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
 def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
     """Return whether fp8 matmuls accept operands that are not transposed (sm100, sm103).
 
-    Matmuls on Hopper and on sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
+    Hopper and sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
     nvte_is_non_tn_fp8_gemm_supported).
     """
     return _has_tensor_memory(accelerator)
@@ -505,7 +508,7 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 
 
 def has_fused_attention(accelerator: Accelerator) -> bool:
-    """Return whether the accelerator has a kernel for attention that does not keep its scores."""
+    """Return whether the accelerator has a fused attention kernel, which stores no scores."""
     return bool(attention_rates(accelerator))
 
 
@@ -520,9 +523,9 @@ def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether this is a GeForce Ada card, which power does not limit.
+    """Return whether this is a GeForce Ada GPU, whose matmuls stay below the power limit.
 
-    It accumulates in fp32 at half of the chip's rate.
+    GeForce Ada accumulates in fp32 at half of the chip's rate.
     """
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -1,6 +1,6 @@
-"""Links: their rates in one direction after line coding, by the standard or the maker (links.json).
+"""Links, with their unidirectional rates after line coding, by standard or vendor (links.json).
 
-Latencies are left out: published ones were measured on one machine, not specified.
+Latencies are omitted: published values are measurements of one machine, not specifications.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 
 def find_link(name: str) -> Link:
-    """Return a link by its name ("InfiniBand NDR", "infiniband-ndr").
+    """Return a link by its name ("InfiniBand NDR" or "infiniband-ndr").
 
-    Raises BadInputError, which names the closest links, if there is none.
+    Raises BadInputError, which suggests the closest names, if there is no such link.
     """
     plain = {known.casefold().replace(" ", "-"): known for known in LINKS}
     wanted = name.casefold().replace(" ", "-")
@@ -39,5 +39,5 @@ def find_link(name: str) -> Link:
 
 
 def bytes_per_s(bundle: Bundle | None) -> float | None:
-    """Return a bundle's rate in one direction, in bytes/s; None if there is no bundle."""
+    """Return a bundle's unidirectional rate in bytes/s, or None if there is no bundle."""
     return None if bundle is None else LINKS[bundle.link].bytes_per_s * bundle.count

@@ -13,7 +13,7 @@ from outpace.records.model import ModelSpec
 
 
 class Preset(Record):
-    """A model's dimensions, with their source."""
+    """A model's dimensions and their source."""
 
     spec: ModelSpec
     source: str
@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def _repositories() -> Iterator[tuple[str, str]]:
-    """Yield each Hugging Face repository, in lower case, with outpace's name for its model."""
+    """Yield each known Hugging Face repository, in lower case, and outpace's name for its model."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
@@ -39,24 +39,28 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the preset or outline that `reference` names, ignoring case, with "-" for spaces.
+    """Return the name of the preset or outline that matches `reference`.
 
-    Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Any other reference is returned unchanged. A
-    caller that accepts files must check first whether one has this name.
+    Case is ignored, and spaces count as "-": "Llama-3.1-8B" and "Mixtral 8x7B" are found. Any other
+    reference is returned unchanged. A caller that also accepts files must first check for a file of
+    this name.
     """
     name = reference.casefold().replace(" ", "-")
     return name if name in PRESETS or name in OUTLINES else reference
 
 
 def name_of_hub(reference: str) -> str | None:
-    """Return the preset or outline for the Hugging Face Hub's `reference` ("Qwen/Qwen2.5-7B")."""
+    """Return the name of the preset or outline for a Hugging Face repository ("Qwen/Qwen2.5-7B").
+
+    Returns None if there is none.
+    """
     return _BY_HUB.get(reference.casefold())
 
 
 def without_weights(reference: str) -> str:
-    """Return the preset or outline for a name on the Hub, if only dimensions are needed.
+    """Return the preset or outline for a Hub repository, for callers that need only dimensions.
 
-    Any other reference, and the path of an existing file or folder, is returned unchanged.
+    Any other reference is returned unchanged, and so is the path of an existing file or folder.
     """
     try:
         is_file = Path(reference).expanduser().exists()
@@ -66,10 +70,10 @@ def without_weights(reference: str) -> str:
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
-    """Return the error for a name that is neither among `known` nor a file or folder.
+    """Return the error for a reference that is neither a known model nor an existing path.
 
-    For a repository on the Hub, the message says how to download it, and names its preset if there
-    is one.
+    For a Hub repository, the message says how to download it, and names a preset with the same
+    dimensions if there is one.
     """
     said = f"no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
@@ -89,7 +93,10 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
 
 
 def untrained_model(reference: str) -> BadInputError | None:
-    """Return the error for building a model of which only the outline is known; None for others."""
+    """Return the error for building or training a model that outpace knows only as an outline.
+
+    Returns None for all other models.
+    """
     name = name_of_hub(reference) or named_model(reference)
     if name not in OUTLINES:
         return None
@@ -101,7 +108,10 @@ def untrained_model(reference: str) -> BadInputError | None:
 
 
 def preset(name: str) -> ModelSpec:
-    """Return the dimensions of a preset. Raises BadInputError, which names the closest presets."""
+    """Return the dimensions of a preset.
+
+    Raises BadInputError, which suggests the closest presets, if there is no such preset.
+    """
     try:
         return PRESETS[name].spec
     except KeyError:

@@ -1,4 +1,4 @@
-"""Machines by the names that users, drivers, SLURM and clouds give them."""
+"""Lookup of machines by the names that users, drivers, SLURM and clouds give them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,18 @@ _GIB = 2**30
 
 
 def find_node(name: str) -> Node:
-    """Return a machine of the catalog by its name, or by its accelerators' name, number and memory.
+    """Return a machine by its name in the catalog, or by its accelerators' name, count and memory.
 
     Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and the
     forms of drivers, SLURM and clouds: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
-    "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
-    a count larger than any host has is refused, and the error names the options for several hosts.
-    Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
-    For a chip that is sold both on boards and as cards, the board is assumed and named in the
-    result. Raises BadInputError, which names the closest entries, if there is none.
+    "8xH100-80GB", "A6000". A trailing number is a count unless it is one of the chip's memory
+    sizes. A count that no single host has is refused with an error that names the options for
+    several hosts.
+
+    Cards are assumed to have no bridge, and chips on boards to be linked to each other. If a chip
+    is sold both on boards and as a card, the board is assumed, and the result says so.
+
+    Raises BadInputError, which suggests the closest entries, if there is no such machine.
     """
     wanted = _slug(name)
     if found := _find(name) or _find_several(name, wanted):
@@ -51,7 +54,7 @@ def _find(name: str) -> Node | None:
 
 
 def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest names in the catalog, also with a count of chips: "8xh100" for "8xh100x"."""
+    """Suggest similar names of the catalog, keeping a count of chips: "8xh100" for "8xh100x"."""
     counted = _COUNT_FIRST.fullmatch(wanted)
     if counted is None:
         return suggest(wanted, known)
@@ -60,9 +63,10 @@ def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
 
 
 def _find_counted(name: str, text: str) -> Node | None:
-    """Return the accelerators of `text`; None if the catalog has no accelerator with that name.
+    """Return the accelerators that `text` names, or None if the catalog has no such accelerator.
 
-    `name` is the user's spelling. Raises BadInputError if it is ambiguous or contradicts itself.
+    `name` is the user's spelling, for messages. Raises BadInputError if a required memory size is
+    missing or not sold, or if no single host has that many accelerators.
     """
     counted = _COUNTED.fullmatch(text)
     if counted is None:
@@ -102,7 +106,7 @@ _MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
 def _number_last(wanted: str) -> str:
     """Rewrite SLURM's "h100:8" as "8xh100".
 
-    A number that is one of the chip's memory sizes is left alone: "rtx-3060:12".
+    A number that is one of the chip's memory sizes stays: "rtx-3060:12".
     """
     found = _NUMBER_LAST.fullmatch(wanted)
     if found is None or _COUNT_FIRST.fullmatch(wanted):
@@ -123,8 +127,8 @@ def _number_last(wanted: str) -> str:
 def _catalog_form(wanted: str) -> str:
     """Rewrite a name used by drivers, SLURM or clouds in the catalog's form: "8xh100:80gb".
 
-    A driver's full name becomes its accelerator. Otherwise, maker, kind of memory and socket
-    generation are dropped, and a size at the end is read as memory.
+    A driver's full name is replaced by its accelerator's name. In other names, the vendor, memory
+    type and socket generation are dropped, and a trailing size is read as memory.
     """
     word, count = wanted.replace("_", "-"), None
     gres = _GRES.fullmatch(word)
@@ -154,7 +158,7 @@ def _catalog_form(wanted: str) -> str:
 
 
 def _base(chip: str) -> str:
-    """Return the name under which the catalog lists a chip, without its memory size."""
+    """Return a chip's name in the catalog's form, without its memory size."""
     return _SIZED.sub("", _slug(chip))
 
 
@@ -164,7 +168,10 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True)
 class _MachineName:
-    """Accelerators as a user names them: `name` as typed, `word` and `memory` (GB) in it."""
+    """Accelerators as the user named them.
+
+    `name` is the text as typed; `word` and `memory` (GB) are the chip and the memory size in it.
+    """
 
     name: str
     count: int
@@ -181,7 +188,7 @@ _MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
 
 def _most_in_host(chip: Accelerator) -> int:
-    """Return the largest number of a chip that a host, or a rack of superchips, has."""
+    """Return the largest number of these chips in one host, or in one rack of superchips."""
     known = _MOST_OF.get(chip.name.split()[0], None if chip.has_collectives else 1)
     if known is not None:
         return known
@@ -190,7 +197,7 @@ def _most_in_host(chip: Accelerator) -> int:
 
 
 def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
-    """Raise BadInputError for more accelerators than a host has; say how to name several hosts."""
+    """Raise BadInputError if no host has that many accelerators, and say how to name several."""
     most = _most_in_host(chip)
     if asked.count <= most:
         return
@@ -212,7 +219,7 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
 
 
 def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
-    """Return a sentence for a count that may be a memory size: "rtx-4090:48"."""
+    """Return a hint if the count may have been meant as a memory size ("rtx-4090:48"), else ""."""
     last = _NUMBER_LAST.fullmatch(_slug(asked.name))
     sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
     if last is None or int(last[2]) != asked.count or asked.count not in sizes:
@@ -221,9 +228,9 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options for `count` accelerators on hosts of equal, usual size.
+    """Return the options that name `count` accelerators on hosts of equal, common size.
 
-    They name the catalog's first matching machine, or the accelerators if there is none.
+    The options name the first matching machine of the catalog, or else the accelerators.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
@@ -233,9 +240,9 @@ def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _find_several(name: str, wanted: str) -> Node | None:
-    """Find a machine by count and name in an unusual form ("4090x4").
+    """Find a machine by count and name in an unusual form ("4090x4"); None if there is none.
 
-    Raises BadInputError, which names the options to use, for several machines ("128xdgx-h100").
+    For several machines ("128xdgx-h100"), raises BadInputError with the options to use.
     """
     for pattern, places in ((_COUNT_FIRST, (1, 2)), (_COUNT_LAST, (2, 1)), (_NUMBER_LAST, (2, 1))):
         found = pattern.fullmatch(wanted)
@@ -270,9 +277,10 @@ def _slug(name: str) -> str:
 
 
 def _variant(asked: _MachineName) -> Accelerator | None:
-    """Return the named accelerator with that much memory, if it is sold with several sizes.
+    """Return the accelerator that the user named, in the requested memory size.
 
-    Raises BadInputError if it is not sold with that size, or if the size is missing.
+    Returns None if the catalog has no accelerator of that name. Raises BadInputError if it is not
+    sold with that size, or if it is sold with several sizes and none is given.
     """
     named = {_slug(known): one for known, one in ACCELERATORS.items()}
     word, memory = asked.word, asked.memory
@@ -291,7 +299,7 @@ def _variant(asked: _MachineName) -> Accelerator | None:
 
 
 def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
-    """Return the error for a memory size that is missing or not sold."""
+    """Return the error for a memory size that is missing or is not sold."""
     either = join_or(f"{size} GB" for size in sorted(sizes))
     largest = max(sizes)
     many = f"{asked.count}x" if asked.count > 1 else ""
@@ -314,8 +322,8 @@ _NOMINAL = 1.07
 def _board_of(asked: _MachineName) -> Accelerator | None:
     """Return the default board of a chip that is named without one: H100 SXM for "h100".
 
-    Returns None if the chip has no default. Raises BadInputError if its boards have several memory
-    sizes and none is given.
+    Returns None if the chip has no boards. Raises BadInputError if the user must choose one of the
+    boards' memory sizes.
     """
     chips = {_slug(known): one for known, one in ACCELERATORS.items()}
     form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")
@@ -332,22 +340,22 @@ def _board_of(asked: _MachineName) -> Accelerator | None:
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:
-    """Return whether a chip has that much memory, by its maker's figure or its usable memory.
+    """Return whether the user may give a chip's memory as `gb` GB.
 
-    These differ: a B300 has 288 GB, of which 270 are usable.
+    Accepted are its actual size and up to 7 % more than the size in its product name.
     """
     size = _printed_gb(chip)
     return gb == chip.memory_bytes // _GIB or size <= gb <= _NOMINAL * size
 
 
 def _printed_gb(chip: Accelerator) -> int:
-    """Return the memory size in a chip's name, else its actual size: a GH200 144 GB has 141."""
+    """Return the memory size in a chip's name, else its actual size: 141 for a GH200 144 GB."""
     said = _SIZED.search(_slug(chip.name))
     return int(said[1]) if said else chip.memory_bytes // _GIB
 
 
 def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
-    """Return a host with `count` accelerators of one model."""
+    """Return a host with `count` of these accelerators."""
     if count == 1:
         return Node(
             name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,
@@ -380,16 +388,16 @@ _BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", 
 
 
 def _is_card(chip: Accelerator) -> bool:
-    """Return whether this is a card for a PCIe slot, which needs a bridge for direct links."""
+    """Return whether the chip is a PCIe card, which needs a bridge for direct links."""
     return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
 
 
 def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
-    """Return similar machines ("8xh100", or "h100" for one) with a description of each.
+    """Return similar machines for an unknown name ("8xh100", or "h100" for one), each described.
 
-    A longer name that ends with an accelerator's name ("NVIDIA GeForce RTX 4090") matches it
-    ("4090"). If no machine matches, accelerators whose names contain the word ("3060") are
-    returned.
+    A name matches an accelerator if one of the two ends with the other ("NVIDIA GeForce RTX 4090"
+    and "4090"). If no machine matches, the result is the accelerators whose names contain the word
+    ("3060").
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
     if found is None:

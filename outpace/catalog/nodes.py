@@ -1,6 +1,6 @@
 """Machines by the names under which they are rented and sold, each with its source (nodes.json).
 
-For cards that you plug into a host yourself, the host's cores, memory and network are unknown.
+For cards that users install in their own hosts, cores, host memory and network are unknown.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ _GIB = 2**30
 
 
 def _node(name: str, values: dict[str, Any]) -> Node:
-    """Create a node from its row; accelerators have all their advertised links, or none.
+    """Create a node from its row, in which accelerators have all of their advertised links or none.
 
-    Links to the host are the accelerator's, unless the node has others.
+    The link to the host is the accelerator's, unless the row has another.
     """
     chip = ACCELERATORS.get(values["accelerator"])
     derived: dict[str, Any] = {}

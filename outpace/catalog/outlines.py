@@ -1,7 +1,7 @@
 """Outlines of published models that outpace can plan for but not train (outlines.json).
 
-They match what transformers builds from the source's config.json, layer by layer. DeepSeek-V3's
-leaves out the layers that predict further tokens.
+They match, layer by layer, what transformers builds from the source's config.json. DeepSeek-V3's
+outline omits the multi-token prediction layers.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Processors by the extensions that they report: FLOP per cycle of a core (processors.json).
+"""Instruction-set extensions of processors: FLOP per cycle and core (processors.json).
 
-A multiply-add is two FLOP. Processors do not report how many units execute an extension, so rates
-are ranges over the models sold. Multiplied by cores and clock, they are bounds of a peak rate.
+A multiply-add counts as two FLOP. Processors do not report how many units execute an extension, so
+each rate is a range over the models sold; multiplied by cores and clock, it bounds the peak rate.
 Clocks are not listed: under wide vectors they depend on load, cooling and model.
 """
 
@@ -22,19 +22,19 @@ PROCESSORS = tuple(_processor(name, **values) for name, values in read_table("pr
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
-    """Return the register width, in bits, in which a core with these features computes a dtype.
+    """Return the register width, in bits, that a core with these features uses for a dtype.
 
-    Returns None if no known extension supports the dtype, or if manufacturers choose the width.
+    Returns None if no known extension supports the dtype, or if the width is left to manufacturers.
     """
     known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
     return known[-1].vector_bits if known else None
 
 
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
-    """Return the peak FLOP per cycle of one core with these features (as in Machine.cpu_features).
+    """Return the peak FLOP per cycle of one core with these features (see Machine.cpu_features).
 
-    Returns None if no known feature computes in this dtype: a processor without bf16 matmuls
-    converts them to fp32, and no peak is published for that.
+    Returns None if no known feature computes in this dtype. A processor without bf16 matmuls, for
+    example, converts to fp32, for which no peak is published.
     """
     rates = (p.flops_per_cycle.get(dtype) for p in PROCESSORS if p.feature in features)
     known = [rate for rate in rates if rate is not None]

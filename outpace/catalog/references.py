@@ -1,8 +1,8 @@
-"""Small training steps that `outpace probe` times, for costs that single operations do not show.
+"""Small training steps that `outpace probe` times, for costs that isolated operators do not show.
 
-Operators in a step are slower than in isolation: caches are cold, and allocators, autograd and
-strategies' hooks run. One model is limited by operators, one by computation, one by both, and one
-has long sequences. Each runs with every strategy that supports the number of ranks.
+In a step, operators are slower than in isolation: caches are cold, and allocators, autograd and
+hooks of the strategies run. One model is bound by operators, one by computation and one by both;
+another has long sequences. Each runs with every strategy that supports the number of ranks.
 """
 
 import hashlib
@@ -51,14 +51,14 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Return a hash of everything that determines the step, which later versions may change."""
+        """Return a hash of everything that defines the step, to detect changes between versions."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the reference steps on `ranks` processes by name; if `quick`, only a quick probe's."""
+    """Return the reference steps on `ranks` processes by name; if `quick`, a quick probe's only."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)
@@ -101,7 +101,7 @@ def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str
 
 
 def _layouts(ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield one layout for each strategy that can split a model of these sizes."""
+    """Yield one layout for each strategy that can divide these models among `ranks`."""
     if ranks == 1:
         yield {"strategy": "single"}
         return

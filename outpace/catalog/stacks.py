@@ -1,7 +1,7 @@
-"""Software stacks for training: their traits, which are the same for every plan (stacks.json).
+"""Software stacks for training, with the traits that all of their plans share (stacks.json).
 
-A step's time depends on the program that runs it: what it fuses, how its collectives are split and
-overlapped, and what its modes of recomputation mean. Its use of memory is in
+Step time depends on the training program: what it fuses, how it splits and overlaps collectives,
+and what its recomputation modes mean. Memory traits of the programs are in
 `planner/memory/framework_traits.py`.
 """
 
@@ -41,34 +41,34 @@ Experts = Literal["grouped", "triton", "loop"]
 class SoftwareStack(Record):
     """Traits of a training program.
 
-    `attention`: the kernel that it uses where a model allows fused attention. `repeats_matmuls`:
-    which of a block's matmuls its selective recomputation repeats: none, every second one in 16
-    bits (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and
-    its gradients summed, together or one by one. `overlaps`: collectives run during computation.
-    `broadcasts`: under ZeRO-1, ranks send new parameters one after the other. `fuses_dropout`:
-    bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens reach experts,
-    during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what is replayed as
-    CUDA graphs. `sums_by_stages`: each interleaved stage sums gradients and gathers parameters
-    during passes of the others. `experts`: how their matmuls are computed. `gathers_for_adapters`:
-    if a matmul overlaps the gather of its input over tensor parallelism, an adapter on it gathers
-    the input again. `fuses_accumulation`: matmuls that give weights' gradients add them to fp32
-    buffers. `copies_units`: gathered buffers are copied into parameters, and gradients into buffers
-    to reduce. `blocks_launches`: the host waits for each kernel before it launches the next
-    (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of 8-bit matmuls are cast. `stops_early`:
-    recomputation ends as soon as everything that the backward reads exists, so that a block's last
-    matmul is not repeated (torch's checkpoint without `use_reentrant`, since torch 2.1:
-    torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch never repeat
-    what nothing reads. `gathers_fp8`: inputs of 8-bit matmuls are cast before they are gathered
-    over tensor parallelism, and `shards_fp8`: weights before they are gathered. `scatters_sums`:
-    overlapped tensor parallelism also overlaps the scatter of an input's gradient that several
-    matmuls add up to. `ring`: the implementation of its context parallelism. `gathers_keys`: keys
-    and values of all ranks are gathered together, instead of passed on after each part;
-    `repeats_keys`: before that, they are repeated for the heads of all queries. `stage_gathers`:
-    how often pipelines gather sharded parameters in a pass. `copies_hidden`: sequence parallelism
-    splits hidden states along their second dimension, so that gathers and reduce-scatters copy them
-    into and from the order of ranks. `pads_tokens`: each expert's tokens are copied to pad their
-    number for 8-bit matmuls, and results are copied back. `wraps_adapters`: each matrix of an
-    adapter is a unit of FSDP.
+    `attention`: the kernel used where a model allows fused attention. `repeats_matmuls`: the
+    matmuls of a block that selective recomputation repeats: none, every second 16-bit matmul
+    (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and its
+    gradients summed, together or one by one. `overlaps`: collectives run during computation.
+    `broadcasts`: in ZeRO-1, ranks broadcast their updated parameters one after the other.
+    `fuses_dropout`: bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens
+    reach experts, during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what
+    is replayed as CUDA graphs. `sums_by_stages`: each interleaved stage reduces gradients and
+    gathers parameters while other stages compute. `experts`: how experts' matmuls are computed.
+    `gathers_for_adapters`: where tensor parallelism overlaps a matmul with the gather of its input,
+    an adapter on that matmul gathers the input again. `fuses_accumulation`: weight-gradient matmuls
+    accumulate directly into fp32 buffers. `copies_units`: gathered buffers are copied into
+    parameters, and gradients into reduction buffers. `blocks_launches`: the host waits for each
+    kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of 8-bit
+    matmuls are cast. `stops_early`: recomputation stops once everything that the backward reads
+    exists, so a block's last matmul is not repeated (torch's checkpoint without `use_reentrant`,
+    since torch 2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch
+    never recompute unread results. `gathers_fp8`: tensor parallelism casts inputs of 8-bit matmuls
+    before it gathers them. `shards_fp8`: weights are cast before they are gathered.
+    `scatters_sums`: overlapped tensor parallelism also overlaps the reduce-scatter of an input
+    gradient to which several matmuls contribute. `ring`: the implementation of context parallelism.
+    `gathers_keys`: context parallelism gathers the keys and values of all ranks at once instead of
+    passing them around a ring. `repeats_keys`: before that gather, keys and values are repeated for
+    all query heads. `stage_gathers`: how often pipelines gather sharded parameters in a pass.
+    `copies_hidden`: sequence parallelism splits hidden states along their second dimension, so
+    gathers and reduce-scatters copy them into and out of rank order. `pads_tokens`: for 8-bit
+    matmuls, each expert's tokens are copied into padded buffers, and the results are copied back.
+    `wraps_adapters`: each matrix of an adapter is a unit of FSDP.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The planner: predicts time and memory of training plans, and ranks them. Imports no torch."""
+"""The planner: predicts the time and memory of training plans and ranks them. Imports no torch."""

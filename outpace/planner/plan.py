@@ -1,4 +1,4 @@
-"""The planner's answer: recommended plans, alternatives, and why other strategies were rejected."""
+"""The planner's answer: recommended plans, alternatives, and reasons for rejecting others."""
 
 import time
 from dataclasses import replace
@@ -35,10 +35,10 @@ from outpace.records.estimate import KeptOption, Plans, RankedPlan
 
 
 def plans(job: PlanningProblem) -> Plans:
-    """Return the ranked plans for a problem, and why other kinds of plan were rejected.
+    """Return the ranked plans for a problem, and why other families of plans were rejected.
 
-    Raises BadInputError if no plan fits, with changes that would help, or if outpace must train the
-    model but cannot.
+    Raises BadInputError if no plan fits, with changes that would help, or if outpace is to train
+    the model but cannot.
     """
     began = time.perf_counter()
     wanted = job.wanted
@@ -89,7 +89,7 @@ def plans(job: PlanningProblem) -> Plans:
 
 
 def _kept_option_costs(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return how much slower each required option makes the fastest plan."""
+    """Return, for each required option, how much slower it makes the fastest plan."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [
@@ -109,7 +109,7 @@ def _kept_option_costs(job: PlanningProblem, fastest_s: float) -> list[KeptOptio
 
 
 def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:
-    """Return the fastest plan on `nodes` nodes; None if none fits."""
+    """Return the fastest plan on `nodes` nodes, or None if none fits."""
     used, found = search_nodes(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):
         return None

@@ -1,4 +1,4 @@
-"""Plans in columns, for estimating the time and memory of many plans at once.
+"""Plans as columns, to estimate the time and memory of many plans at once.
 
 Every array has one entry per plan. Named values, such as the strategy, are stored as indices into
 the tuples of this module.
@@ -35,12 +35,12 @@ _SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIO
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Many plans as arrays, with one entry per plan.
+    """Many plans as arrays with one entry per plan.
 
-    `zero` is 0 if dp_shard is 1. `modes` has one column per entry of MODES: the fraction of blocks
-    in that mode. `etp` is the tensor-parallel degree within each expert. `passes` counts
+    `zero` is 0 if dp_shard is 1. `modes` has one column per entry of MODES, the fraction of blocks
+    in that mode. `etp` is the tensor-parallel degree within each expert. `passes` is the number of
     accumulation steps: each data-parallel rank trains micro_batch × microbatches × passes samples
-    per step. `adapters`: the AdapterSettings of plans that train only adapters, else None.
+    per step. `adapters` has the AdapterSettings of plans that train only adapters, else None.
     """
 
     strategy: Ints
@@ -84,7 +84,7 @@ class PlanBatch:
 
     @property
     def common_adapters(self) -> AdapterSettings | None:
-        """Return the adapter settings that all plans share; None without adapters.
+        """Return the adapter settings that all plans share, or None without adapters.
 
         Raises ValueError if plans have different settings.
         """
@@ -94,7 +94,7 @@ class PlanBatch:
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
-        """Yield each setting that adapters cannot be estimated with, and a mask of its plans."""
+        """Yield each setting with which adapters cannot be estimated, and a mask of its plans."""
         columns: dict[str, tuple[Any, Sequence[Any]]] = {
             "strategy": (self.strategy, STRATEGIES),
             "offload_activations": (self.offload_activations, OFFLOADS),
@@ -138,13 +138,13 @@ class PlanBatch:
         return _is_among(STRATEGIES, names)[self.strategy]
 
     def holds_masters(self) -> Bools:
-        """Return a mask of the bf16-master plans whose fp32 shards are the master weights."""
+        """Return a mask of the plans in bf16-master whose fp32 shards serve as master weights."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         return split & self.precision_in("bf16-master")
 
     def with_kept_states(self) -> Self:
-        """Return the plans with bf16 instead of bf16-master where fp32 shards are the masters.
+        """Return the plans with bf16 in place of bf16-master where fp32 shards are the masters.
 
         The optimizer of these plans keeps no separate master weights.
         """
@@ -152,7 +152,7 @@ class PlanBatch:
         return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
-        """Return each plan's bytes per element of gathered parameters and of reduced gradients."""
+        """Return the bytes per element of gathered parameters and of reduced gradients, by plan."""
         gathered, reduced = _SHARD_ITEMS[self.precision].T
         return gathered, reduced
 
@@ -169,7 +169,7 @@ def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return a mask that marks the `values` that are in `names`."""
+    """Return a mask over `values` of those in `names`."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found

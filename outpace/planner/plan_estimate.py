@@ -1,4 +1,4 @@
-"""Estimates of single plans: time, memory, cost, and measured steps of similar plans."""
+"""Estimates of single plans: time, memory, cost, and similar measured cases."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,7 +33,7 @@ from outpace.records.plan import Plan
 
 
 def prediction_interval(job: PlanningProblem) -> Interval:
-    """Return the prediction interval for a problem's device, kind of model and software stack."""
+    """Return the prediction interval for a problem's device, type of model and software stack."""
     chip = ACCELERATORS.get(job.cluster.device.name)
     kind = QuestionKind(
         architecture=None if chip is None else chip.architecture,
@@ -62,7 +62,10 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return `RankedPlan`'s fields on measured cases; empty on CPUs and without a vocabulary."""
+    """Return the fields of `RankedPlan` about measured cases.
+
+    Returns none on CPUs and for models without a vocabulary, for which there are no cases.
+    """
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
     return {
@@ -79,7 +82,7 @@ def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
     """Estimate one plan, whether or not it fits.
 
-    Raises BadInputError if it does not divide the global batch.
+    Raises BadInputError if the plan does not divide the global batch.
     """
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
@@ -103,7 +106,7 @@ def describe_plan(
     roles: tuple[Role, ...],
     listed: Sequence[int],
 ) -> RankedPlan:
-    """Return the plan at index `place` of a search; `listed` are the indices of all shown plans."""
+    """Return the plan at index `place` of a search; `listed` has the indices of all shown plans."""
     plan = to_plan(found.columns, place)
     return RankedPlan(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
@@ -176,7 +179,7 @@ def _estimate(
 
 
 def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
-    """Return the bytes and exposed time of a plan's offloading, by what is copied or computed."""
+    """Return the bytes and exposed seconds of each part of a plan's offloading."""
     found = offloading(job.question, row)
     plan = to_plan(row, 0)
     sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [

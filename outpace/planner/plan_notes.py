@@ -1,4 +1,4 @@
-"""Notes below the list of plans: assumptions, and settings that would change the result."""
+"""Notes below the list of plans: assumptions, and options that would change the result."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from outpace.records.units import show_bytes, show_count, show_seconds
 
 
 def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
-    """Return notes on assumptions that the prediction interval does not cover."""
+    """Return notes on estimates whose error the prediction interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
         told.append(
@@ -35,7 +35,7 @@ def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
 
 
 def extrapolated_note(planned: RankedPlan) -> list[str]:
-    """Return a note on the first plan's features that no measured case has."""
+    """Return a note on the first plan's features that no measured case covers."""
     if not planned.extrapolated:
         return []
     wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
@@ -43,7 +43,7 @@ def extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
-    """Return a note if a listed published step is faster because its matmuls use fewer bits."""
+    """Return a note if a listed published step is faster due to lower-precision matmuls."""
     plan, least_s = to_plan(found.columns, found.fastest), least_seconds(found)
     batch = job.wanted.global_batch
     case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
@@ -57,7 +57,7 @@ def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedP
 
 
 def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
-    """Return a note if the host memory is unknown and plans may offload to it."""
+    """Return a note if the host memory is unknown and offloading to it would be possible."""
     if len(job.by_assumption()) == 1:
         return []
     unknown = f"The host memory of {job.cluster.name} is not known"
@@ -73,8 +73,10 @@ def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
 def adapter_notes(
     job: PlanningProblem, used: PlanningProblem, planned: Sequence[RankedPlan]
 ) -> list[str]:
-    """Return notes on what adapters train and what weights in 4 bits would save, or suggest
-    adapters if the first plan offloads weights.
+    """Return notes on adapters.
+
+    With adapters, the notes tell what is trained and what 4-bit weights would save. Otherwise, a
+    note suggests adapters if the first plan offloads weights.
     """
     adapters = job.wanted.adapters
     if adapters is not None:
@@ -98,7 +100,7 @@ def adapter_notes(
 
 
 def _packed_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
-    """Return a note on frozen weights in 4 bits, unless they are decided or do not help."""
+    """Return a note on frozen 4-bit weights, unless the user chose a format or they do not help."""
     wanted = job.wanted
     if "base" in wanted.keep or wanted.on_host:
         return []
@@ -125,7 +127,7 @@ _SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
 
 
 def small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
-    """Return a note on a plan with low-bit weights and states if plan 1 offloads them."""
+    """Return a note on a plan with low-bit weights and states, if plan 1 offloads its own."""
     wanted, plan = job.wanted, planned.plan
     decided = {*wanted.keep, *wanted.vary} & {
         "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
@@ -159,7 +161,7 @@ _MUCH_OF_STEP = 0.25  # of the step time
 
 
 def batch_note(planned: RankedPlan) -> list[str]:
-    """Return a note if offloading takes long regardless of the batch size."""
+    """Return a note if offloading takes much of the step regardless of the batch size."""
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
@@ -174,7 +176,7 @@ def batch_note(planned: RankedPlan) -> list[str]:
 
 
 def list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
-    """Suggest settings that are not searched by default but would help, if hints are requested."""
+    """Suggest helpful options that are not searched by default, if hints are requested."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)

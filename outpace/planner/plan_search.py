@@ -1,4 +1,4 @@
-"""Search for a problem's fastest plans and their alternatives, with simulated pipelines."""
+"""Search for a problem's fastest plans and alternatives, with simulated pipelines."""
 
 import math
 from dataclasses import replace
@@ -30,9 +30,9 @@ _FEW_LAYOUTS = 64  # up to this, plans that need less memory are added to a shor
 
 
 def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Simulate the finalists' pipelines, and rank the finalists again.
+    """Simulate the pipelines of the finalists and rank the finalists again.
 
-    At least two are kept, because the fastest is compared with the next.
+    At least two are kept, because the fastest plan is compared with the next.
     """
     times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
     ranked = order(times, found.ranked)[: max(2, job.count)]
@@ -48,10 +48,11 @@ def search_plans(job: PlanningProblem) -> SearchResult:
 
 
 def add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Add the simplest and the leanest plan among those about as fast as the fastest.
+    """Add the simplest and the leanest of the plans that are about as fast as the fastest.
 
-    Their pipelines are simulated. If one turns out to be too slow, the best plan without a pipeline
-    replaces it. If one turns out to be the fastest, it takes that role and the search is repeated.
+    Their pipelines are simulated. If one of them is then too slow, the best plan without a pipeline
+    replaces it. If one of them is then the fastest plan, it is ranked as such, and alternatives are
+    searched again.
     """
     found = _find_simulated_alternatives(job, found)
     faster = _faster_alternatives(found)
@@ -87,18 +88,18 @@ _ROUNDING = 1e-9  # a simulated time's last digits depend on the other plans in 
 
 
 def _faster_alternatives(found: SearchResult) -> Ints:
-    """Return the indices of alternatives that are faster than the fastest plan."""
+    """Return the indices of alternatives that are faster than the plan ranked fastest."""
     places = np.array([found.simplest, found.leanest])
     least_s = found.times.step_s[found.fastest] * (1 - _ROUNDING)
     return np.unique(places[found.times.step_s[places] < least_s])
 
 
 def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Drop an unneeded plan with headroom, or correct which plan is the leanest.
+    """Drop a plan with headroom that is not needed, or correct which plan is the leanest.
 
-    A plan with headroom is unneeded if the recommended plan leaves enough memory free. If the
-    simulation has replaced the leanest plan by one that needs more memory than the recommended
-    plan, and the latter is fast enough, the recommended plan is also the leanest.
+    A plan with headroom is not needed if the recommended plan leaves enough memory free. If
+    simulation replaced the leanest plan by one that needs more memory than the recommended plan,
+    the recommended plan becomes the leanest, provided that it is fast enough.
     """
     least, simple = found.needs[found.leanest], found.needs[found.simplest]
     if found.roomier:
@@ -109,9 +110,9 @@ def settle_leanest(job: PlanningProblem, found: SearchResult) -> SearchResult:
 
 
 def add_leaner(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Add plans that need less memory than faster ones, if all layouts are of a few kinds.
+    """Add slower plans that need less memory than the listed ones, if there are few layouts.
 
-    Pipelines are left out, since their times would have to be simulated.
+    Pipelines are left out, because their times would have to be simulated.
     """
     shown = [place for place, _ in list_places(found)]
     if found.layouts is None or len(found.layouts) > _FEW_LAYOUTS or len(shown) >= job.count:
@@ -131,14 +132,14 @@ def add_leaner(job: PlanningProblem, found: SearchResult) -> SearchResult:
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
-    """Return whether the simplest and the leanest plan are too slow after simulation."""
+    """Return whether the simplest plan and the leanest plan are too slow after simulation."""
     took = found.times.step_s[[found.simplest, found.leanest]]
     slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Return the indices and roles of the plans to list: those with a role, then other kinds."""
+    """Return the indices and roles of the plans to list: those with a role, then others."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"),
         (found.leanest, "with headroom" if found.roomier else "leanest"),
@@ -158,9 +159,9 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def search_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search the problem's variants (`by_assumption`) in turn until one has a plan that fits.
+    """Search the problem's variants (`by_assumption`) in turn until a plan fits.
 
-    Returns that variant and its result, or the last variant's if nothing fits.
+    Returns the variant and its result, or the last variant and its result if nothing fits.
     """
     *first, last = job.by_assumption()
     for one in first:
@@ -185,7 +186,7 @@ def _fastest_on_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResu
 
 
 def least_seconds(found: SearchResult) -> float:
-    """Return the step time of the fastest plan, s; infinity if none fits."""
+    """Return the step time of the fastest plan in seconds; infinity if none fits."""
     return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
 
 
@@ -193,7 +194,7 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
     """Return the smaller numbers of nodes to search, largest first.
 
     These are repeated halves, powers of two, and numbers whose devices divide the global batch. The
-    numbers for a cluster of n nodes include those for n / 2.
+    numbers for n nodes include all numbers for n / 2.
     """
     nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
     batch = job.wanted.global_batch
@@ -204,7 +205,7 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
 
 
 def _least_s(job: PlanningProblem, nodes: int) -> float:
-    """Return a lower bound on the step time on `nodes` nodes: all matmuls at the best rate."""
+    """Return a lower bound on the step time on `nodes` nodes: matmuls alone, at the best rate."""
     wanted = job.wanted
     passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
     flops = passes * forward_flops(
@@ -217,7 +218,7 @@ def _least_s(job: PlanningProblem, nodes: int) -> float:
 
 
 def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
-    """Return the `count` fastest plans of any kind, their step times, and the number considered."""
+    """Return the `count` fastest plans with step times, and the number of plans considered."""
     columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
     times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)

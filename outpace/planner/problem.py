@@ -1,4 +1,4 @@
-"""Planning problem: a model, a batch and a machine."""
+"""Planning problem: a model, a batch, a machine, and requirements."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ class PlanningProblem:
     """A model, a batch and a machine, with requirements for the plans.
 
     `idle`: nodes may stay idle if fewer are faster or not all can be used. `hints`: report the
-    gains of settings that are not searched by default. `traits` describes how the trainer uses
-    memory, and `stack` what determines its speed.
+    gains of options that are not searched by default. `traits` describes the trainer's use of
+    memory, `stack` its speed.
     """
 
     outline: Outline
@@ -39,7 +39,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Return a device's memory in bytes; the largest float if unknown."""
+        """Return a device's memory in bytes, or the largest float if it is unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -49,7 +49,7 @@ class PlanningProblem:
 
     @property
     def question(self) -> StepTimeQuestion:
-        """Return the problem as the input of the step-time model."""
+        """Return the problem as input of the step-time model."""
         return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,
@@ -62,7 +62,7 @@ class PlanningProblem:
 
     @property
     def memory_question(self) -> MemoryQuestion:
-        """Return the problem as the input of the memory formula."""
+        """Return the problem as input of the memory formula."""
         device = self.cluster.device
         return MemoryQuestion(
             self.outline, self.wanted.seq_len, device.kind, device.fused_attention, self.traits
@@ -79,8 +79,7 @@ class PlanningProblem:
     def checked_bytes(self, columns: PlanBatch) -> Floats:
         """Return `required_bytes`, or just above the limit for plans that exceed the host's memory.
 
-        Such a plan does not fit, but is closer to fitting than a plan that is too large for a
-        device.
+        Such plans do not fit, but are closer to fitting than plans that exceed a device's memory.
         """
         needs = self.required_bytes(columns)
         host_bytes = self.cluster.host_bytes
@@ -93,7 +92,7 @@ class PlanningProblem:
         return needs
 
     def by_assumption(self) -> "tuple[PlanningProblem, ...]":
-        """Return variants of the problem, to search in turn until a plan fits.
+        """Return variants of the problem, to be searched in turn until a plan fits.
 
         If the host's memory is unknown, the first variant allows no offloading.
         """
@@ -102,7 +101,7 @@ class PlanningProblem:
         return replace(self, wanted=replace(self.wanted, offloads=False)), self
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Return the host memory that each plan's offloading needs on a node, in bytes."""
+        """Return the bytes of host memory that each plan's offloading needs on a node."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:

@@ -1,4 +1,4 @@
-"""Changes that make a model fit: other options, more devices, shorter sequences, adapters."""
+"""Changes that make a model fit: other options, more devices, shorter sequences, or adapters."""
 
 import math
 import re
@@ -23,7 +23,7 @@ from outpace.records.units import show_count
 
 
 def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
-    """Explain why no plan fits, and suggest changes that make one fit."""
+    """Explain why no plan fits, and suggest changes with which a plan would fit."""
     if not found.smallest:
         return impossible(job.wanted, job.question.other_program)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
@@ -40,7 +40,7 @@ def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
 def _remedy(job: PlanningProblem) -> str:
     """Return a sentence with changes that make a plan fit.
 
-    Options that prevent a fit come first, then more devices, then changes to what is trained.
+    Changes of required options come first, then more devices, then changes to what is trained.
     """
     fine = [*_four_bit_base(job), *_without_options(job)]
     larger = _fewest_devices(job)
@@ -61,7 +61,7 @@ def _remedy(job: PlanningProblem) -> str:
 
 
 def _four_bit_base(job: PlanningProblem) -> list[str]:
-    """Return the option for frozen 4-bit weights, if adapters fit with it."""
+    """Return the option for frozen 4-bit weights if adapters fit with them."""
     adapters = job.wanted.adapters
     if adapters is None or job.wanted.keep.get("base") == "nf4" or job.question.other_program:
         return []
@@ -69,7 +69,7 @@ def _four_bit_base(job: PlanningProblem) -> list[str]:
 
 
 def _without_options(job: PlanningProblem) -> Iterator[str]:
-    """Yield the required options that prevent offloading and without which a plan fits."""
+    """Yield the changes of required options with which a plan would fit by offloading."""
     wanted = job.wanted
     for name, value in wanted.keep.items():
         why = _why_kept_on_device(wanted, name)
@@ -84,14 +84,14 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
-    """Return a precision with the same matmuls whose states can be offloaded, if any."""
+    """Return the precision with the same matmuls whose states can be offloaded, or None."""
     plain = PRECISION_TRAITS[wanted.precision].low
     decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
     return None if decided or plain == wanted.precision else plain
 
 
 def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
-    """Return why an option prevents offloading weights and states; '' if it does not."""
+    """Return why an option prevents offloading of weights and states; '' if it does not."""
     precision = wanted.keep.get("precision", wanted.precision)
     optimizer = wanted.keep.get("optimizer", default_optimizer(precision))
     if name == "optimizer" and optimizer not in PLAIN_ADAMW:
@@ -112,7 +112,7 @@ _SHORTEST = 128  # tokens of the shortest sequence that is proposed
 
 
 def _longest_sequence(job: PlanningProblem) -> int | None:
-    """Return the sequence length, halved until a plan fits; None if none does."""
+    """Return the longest sequence length with which a plan fits, found by halving; None if none."""
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
         return None
@@ -124,7 +124,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
 
 
 def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return adapter options with which a plan fits; None if there are none or it has adapters."""
+    """Return adapter options with which a plan fits; None if there are none or adapters are set."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -140,7 +140,7 @@ def _fitting_adapters(job: PlanningProblem) -> str | None:
 
 
 def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
-    """Return whether any plan fits after these changes to the request."""
+    """Return whether any plan fits after these changes of the request."""
     other = replace(job, wanted=replace(job.wanted, **changes))
     return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
 
@@ -150,7 +150,7 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 
 
 def _fewest_devices(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the smallest sufficient number of devices in one node, and that machine's name.
+    """Return the smallest number of devices in one node with which a plan fits, and that machine.
 
     Returns None if the machine has a fixed number of devices, several nodes or probed rates, or if
     8 devices do not suffice.
@@ -178,7 +178,7 @@ def _fewest_devices(job: PlanningProblem) -> tuple[int, str] | None:
 
 
 def _beyond_positions(job: PlanningProblem) -> str:
-    """Return a sentence if sequences exceed the model's positions, else ''."""
+    """Return a sentence if sequences are longer than the model's positions allow, else ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""
@@ -192,7 +192,7 @@ _MOST_NODES = 4096
 
 
 def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """Bisect for the smallest sufficient number of nodes, assuming that more also suffice."""
+    """Bisect for the smallest sufficient number of nodes, assuming that larger numbers suffice."""
     enough = 1
     while not fits(enough):
         enough *= 2
@@ -209,7 +209,7 @@ def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
 
 
 def _fits_on(job: PlanningProblem, nodes: int) -> bool:
-    """Return whether `nodes` nodes suffice, with the global batch rounded up to fill them."""
+    """Return whether a plan fits on more nodes, with the global batch rounded up to fill them."""
     if nodes <= job.cluster.nodes:
         return False
     other = job.with_nodes(nodes)

@@ -1,1 +1,1 @@
-"""Rates and intervals from measured steps."""
+"""Rates and prediction intervals from measured steps."""

@@ -1,4 +1,4 @@
-"""Device and links of a machine, from the catalog or from a probe."""
+"""A machine's device and link rates, from the catalog or from a probe."""
 
 import math
 import statistics
@@ -32,11 +32,11 @@ from outpace.records.units import show_share
 class Cluster:
     """Identical nodes with their rates and properties.
 
-    `probed`: the rates were measured; `calibrated`: complete steps were measured as well.
-    `residuals` are the ratios of measured to predicted time of those steps, if rates were not
-    fitted to them. `loader_tokens_per_s` is a node's data loading rate; infinite if it was not
-    probed. `host_bytes` is the host memory that devices may offload to; None if it is unknown, or
-    if the host is the device.
+    `probed`: the rates were measured. `calibrated`: complete steps were measured as well.
+    `residuals`: those steps' ratios of measured to predicted time, if the rates were not fitted to
+    them. `loader_tokens_per_s`: a node's data loading rate; infinite if it was not probed.
+    `host_bytes`: the host memory available for offloading; None if it is unknown or if the host is
+    the device.
     """
 
     name: str
@@ -93,8 +93,8 @@ def of_catalog(
 ) -> Cluster:
     """Return a machine from the catalog as a cluster of `nodes` nodes.
 
-    `network` replaces the network of each node. `devices` is the number used per node; None means
-    all.
+    `network` replaces the nodes' own network. `devices` is the number of devices to use per node;
+    None means all.
 
     Raises BadInputError if the machine has no accelerator from the catalog, or if several nodes are
     requested and the accelerator has no collectives.
@@ -129,7 +129,7 @@ def of_catalog(
 
 
 def assumed_network_note(node: Node, network: Network) -> str:
-    """Return the note on a network that is assumed for a machine."""
+    """Return a note that names the network assumed for a machine without network cards."""
     several = f" Each node has one device. If yours have 8, use --machine 8x{node.name}."
     return (
         f"{node.name} is sold without network cards: {network.name} is assumed. Name another with "
@@ -138,7 +138,7 @@ def assumed_network_note(node: Node, network: Network) -> str:
 
 
 def default_network(node: Node) -> Network:
-    """Return a network with one card per device, as is usual for machines with this accelerator."""
+    """Return the usual network for a node's accelerator, with one card per device."""
     chip = ACCELERATORS[node.accelerator or ""]
     link = LINKS[DEFAULT_NETWORKS[chip.architecture]]
     return Network(
@@ -193,7 +193,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_rates.DispatchRate:
-    """Return a token dispatcher's rates as fractions of a ring's rates."""
+    """Return a token dispatcher's rates as fractions of the rates that ring collectives reach."""
     found = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return found.model_copy(
         update={"link_share": found.link_share / share,
@@ -202,7 +202,10 @@ def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return the fabric of some of a node's devices; in a mesh, only the links between them."""
+    """Return a fabric that uses only `devices` of a node's devices.
+
+    In a mesh with equally many links per pair, only the links among these devices remain.
+    """
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -213,9 +216,9 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
 
 
 def of_probe(machine: Machine, ranks: int) -> Cluster:
-    """Return a machine with the rates from `outpace probe`, for `ranks` processes on each host.
+    """Return a machine with the rates from `outpace probe`, for `ranks` processes per host.
 
-    An unstable figure counts with the median of its samples, and a note says so.
+    For an unstable figure, the median of its samples is used, and a note says so.
 
     Raises BadInputError if a required figure was not probed.
     """
@@ -263,7 +266,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
 
 
 def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
-    """Return the ratio of measured to predicted time of each step."""
+    """Return each step's ratio of measured to predicted time."""
     found = []
     for one in seen:
         question = StepTimeQuestion(one.outline, one.seq_len, rates.device, rates.fabric)
@@ -273,7 +276,7 @@ def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
 
 
 def _median_off(residuals: Sequence[float]) -> float:
-    """Return the median relative error of the steps with these residuals."""
+    """Return the median relative error for these ratios of measured to predicted time."""
     return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in residuals))
 
 
@@ -291,12 +294,12 @@ def _probed_fabric(known: ProbeFigures, ranks: int, kind: Kind) -> Fabric:
 
 
 def _with_gloo_rounds(fabric: Fabric) -> Fabric:
-    """Double the rounds of reduce-scatters: gloo (torch 2.13) sums whole arrays on every rank."""
+    """Double the rounds of reduce-scatters, because gloo (torch 2.13) reduces whole arrays."""
     return replace(fabric, scatter_rounds=2)
 
 
 def _with_all_rates(rates: RateFit) -> RateFit:
-    """Add default rates for an accelerator that the catalog lacks; measured steps correct them."""
+    """Add default rates for an accelerator not in the catalog; measured steps calibrate them."""
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -307,7 +310,7 @@ def _with_all_rates(rates: RateFit) -> RateFit:
 
 
 def _reference_steps(known: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """Yield the probe's reference steps on `ranks` ranks that this version also defines."""
+    """Yield the probe's reference steps on `ranks` ranks that this version still defines."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
@@ -335,8 +338,8 @@ _BRIEFLY = (
 def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
     """Return the cluster of a host that was not probed.
 
-    Accelerators have the catalog's rates. A CPU has the `measured` rates, or rates guessed from its
-    vector width. Raises BadInputError for an accelerator that is not in the catalog.
+    An accelerator gets the catalog's rates. A CPU gets the `measured` rates, or else rates guessed
+    from its vector width. Raises BadInputError for an accelerator that is not in the catalog.
     """
     if machine.devices:
         first = machine.devices[0]
@@ -375,7 +378,7 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
 
 
 def network_share(network: Network) -> float:
-    """Return the fraction of its nominal rate that a network reaches, by its kind of link."""
+    """Return the fraction of its nominal rate that a network reaches; 1 if it was measured."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

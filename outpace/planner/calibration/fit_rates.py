@@ -1,9 +1,9 @@
-"""Calibration: correct the planner's rates by measured steps.
+"""Calibration: correct the planner's rates with measured steps.
 
-Probes measure matmuls and copies in isolation; in a step, operators run one after the other, with
-cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
-measured steps show the error of each rate. The correction factors are found by least squares on
-logarithms. A prior of 1 preserves rates for which the steps provide little evidence.
+Probes measure matmuls and copies in isolation. In a step, operators run one after the other, with
+cold caches, autograd and hooks. Step time is a sum of terms, each proportional to one rate, so
+measured steps reveal the error of each rate. Least squares on logarithms finds the correction
+factors. A prior centred on 1 keeps a rate where the steps say little about it.
 """
 
 import math
@@ -32,7 +32,7 @@ _SLOPE = 0.05  # step of logarithms, for derivatives
 
 @dataclass(frozen=True)
 class SeenStep:
-    """A measured step: its plan, batch and time."""
+    """A measured step: its model, plan, batch and time."""
 
     outline: Outline
     seq_len: int
@@ -57,8 +57,8 @@ Adjustment = Callable[[RateFit, float], RateFit]
 class Calibration:
     """Calibrated rates by number of ranks, and their uncertainty.
 
-    `off`: the median error of the predictions for the observed steps. `covariance`: of the
-    logarithms of the adjustments, (adjustments, adjustments).
+    `off` is the median error of the predictions for the measured steps. `covariance` is the
+    covariance of the logarithms of the adjustments, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
@@ -74,7 +74,7 @@ class Calibration:
         return (np.array(changed) - here) / _SLOPE
 
     def spreads(self, slopes: Floats) -> Floats:
-        """Return the uncertainty of times with these slopes, as standard deviations of logarithms.
+        """Return the standard deviations of the logarithms of times with these slopes.
 
         For the ratio of two times, pass the difference of their slopes: common errors cancel.
         """
@@ -85,10 +85,11 @@ class Calibration:
 def calibrate(
     rates: Mapping[int, RateFit], seen: Sequence[SeenStep], spread: float = UNKNOWN
 ) -> Calibration:
-    """Return the rates that best predict `seen`.
+    """Return the rates that best predict the measured steps in `seen`.
 
-    `rates`: one machine's rates by number of ranks; each is corrected by the same factor for any
-    number. `spread`: the rates' prior uncertainty, as the standard deviation of logarithms.
+    `rates` has one machine's rates by number of ranks; all of them are corrected by the same
+    factors. `spread` is the prior uncertainty of a rate, as the standard deviation of its
+    logarithm.
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here
 
@@ -119,14 +120,14 @@ def calibrate(
 
 
 def _limit_outliers(misses: Floats) -> Floats:
-    """Make squared errors grow only linearly beyond _SOFT, because some steps were disturbed."""
+    """Let squared errors beyond _SOFT grow only linearly, because some steps were disturbed."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     return np.sign(misses) * np.sqrt(squares)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Steps of one model, batch and number of ranks."""
+    """Measured steps with the same model, batch and number of ranks."""
 
     ranks: int
     outline: Outline
@@ -135,14 +136,14 @@ class _Group:
     step_time_s: Floats
 
     def steps_s(self, rates: RateFit) -> Floats:
-        """Return the predicted time of each step, s."""
+        """Return the predicted time of each step in seconds."""
         return steps_s(
             StepTimeQuestion(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
         )
 
 
 def steps_s(question: StepTimeQuestion, columns: PlanBatch) -> Floats:
-    """Return the step times of plans, with every pipeline simulated."""
+    """Return the step times of plans in seconds, with every pipeline simulated."""
     pipelines = np.nonzero(columns.pp > 1)[0]
     return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
 
@@ -166,7 +167,7 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
 
 
 def _adjustments(rates: RateFit) -> list[Adjustment]:
-    """Return the adjustments of every rate that determines a part of a step."""
+    """Return the adjustments of every rate that contributes to step time."""
     return [
         *(_dtype_adjustment("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_dtype_adjustment("attention_rates", dtype) for dtype in rates.device.attention_rates),
@@ -175,7 +176,7 @@ def _adjustments(rates: RateFit) -> list[Adjustment]:
 
 
 def _dtype_adjustment(field: str, dtype: str) -> Adjustment:
-    """Return an adjustment of one dtype's rate in a field of the device."""
+    """Return an adjustment for the rate of one dtype in a field of the device."""
 
     def adjust(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)

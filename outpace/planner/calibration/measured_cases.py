@@ -1,4 +1,4 @@
-"""Published steps similar to a plan, and features of the plan that no published step has.
+"""Published steps similar to a plan, and features of the plan that no published step covers.
 
 The table is generated from benchmarks/data and the recorded predictions
 (benchmarks/measured_steps.py).
@@ -47,7 +47,7 @@ _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
 
 @dataclass(frozen=True)
 class Likeness:
-    """Features by which cases are compared. None means unknown; such features are ignored."""
+    """Features by which a plan is compared with measured cases; those that are None are ignored."""
 
     devices: int
     plan: Plan | None = None
@@ -60,7 +60,7 @@ class Likeness:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the axis sizes and the ZeRO stage, by the table's column names."""
+        """Return the axis sizes and the ZeRO stage under the table's column names."""
         plan = self.plan
         if plan is None:
             return {}
@@ -71,12 +71,12 @@ class Likeness:
 
 @lru_cache
 def measured_rows() -> tuple[Mapping[str, Any], ...]:
-    """Return all rows of the table."""
+    """Return all rows of the table of measured steps."""
     return tuple(read_rows(read_table("measured_steps")))
 
 
 def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
-    """Return the `count` most similar cases, best first, at most one per model and source."""
+    """Return the `count` most similar cases, nearest first, at most one per model and source."""
     best: dict[tuple[str, str], tuple[float, Mapping[str, Any]]] = {}
     for row in measured_rows():
         far, key = _distance(like, row), (row["source"], row["model"])
@@ -91,7 +91,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return the distance between a plan and a case; 0 if all compared features are equal."""
+    """Return the distance between a plan and a case; 0 if all compared features match."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -113,10 +113,10 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 def faster_case(
     like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
 ) -> MeasuredCase | None:
-    """Return the fastest of `cases` that beats the plan because its matmuls use fewer bits.
+    """Return the fastest of `cases` that beats the plan with lower-precision matmuls, or None.
 
-    It has the plan's model, chip, number of devices, sequence length and batch, and is faster than
-    the plan's `step_time_s`. Returns None if there is none.
+    A case counts if it has the plan's model, chip, number of devices, sequence length and batch,
+    fewer bits per matmul operand, and a shorter time than the plan's `step_time_s`.
     """
     if like.plan is None:
         return None
@@ -136,13 +136,13 @@ _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8
 
 
 def _bits_of(case: MeasuredCase) -> int:
-    """Return the bits of a case's matmuls; 32 if unknown."""
+    """Return the width of a case's matmul operands in bits; 32 if unknown."""
     said = case.precision or "fp32"
     return 8 if "fp8" in said.lower() else 16 if "16" in said else 32
 
 
 def extrapolations(like: Likeness) -> tuple[str, ...]:
-    """Return the features of a plan that no measured case has; empty if there are none."""
+    """Return the features of a plan that no measured case covers, as phrases for the report."""
     return tuple(_extrapolations(like))
 
 
@@ -166,7 +166,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
 
 
 def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the plan's axes that were measured on fewer devices only, or not at all."""
+    """Yield a phrase for each axis of the plan that was not measured, or only on fewer devices."""
     names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
              "ep": "expert parallelism"}  # fmt: skip
     programs = _PROGRAMS.get(like.stack, ()) if like.stack != "outpace" else ()
@@ -185,7 +185,10 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the plan offloads and no case does; cases offload activations at most."""
+    """Yield a phrase on what the plan offloads and no case does.
+
+    Cases offload activations at most.
+    """
     plan = like.plan
     if plan is None:
         return
@@ -198,11 +201,12 @@ def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) ->
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """Return the factor by which to widen an interval, in logarithms, beyond the measured cases.
+    """Return the factor on an interval's logarithms for plans on more devices than were measured.
 
-    Predictions above 64 devices have larger errors than those below (root mean square of log
-    measured over predicted time). Beyond the largest measured number, errors are assumed to grow by
-    the same factor again.
+    Predictions above 64 devices have larger errors (root mean square of the log of measured over
+    predicted time) than those up to 64. Beyond the largest measured number of devices, errors are
+    assumed to grow by the same factor again. `words` are the plan's extrapolations; without a
+    number of devices among them, the factor is 1.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

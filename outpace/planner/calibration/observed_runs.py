@@ -1,4 +1,4 @@
-"""Correction of a machine's rates by logged runs of any trainer."""
+"""Correction of a machine's rates with logged runs of any trainer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,9 @@ from outpace.records.units import show_share
 def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
     """Return the machine with the rates that best predict the steps of `runs`.
 
-    One factor per rate applies to any number of ranks. The factors also absorb how the trainer
-    differs from the planner's assumptions. The prediction interval is unchanged, because a few runs
-    do not show how large errors are for other runs.
+    Each rate has one correction factor for any number of ranks. The factors also absorb differences
+    between the trainer and the planner's assumptions. The prediction interval does not change: a
+    few runs do not show how large the errors of other runs are.
     """
     seen = [
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)

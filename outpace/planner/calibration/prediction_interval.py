@@ -1,4 +1,4 @@
-"""Uncertainty of a predicted time."""
+"""Prediction intervals for step times."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ def _residuals() -> Mapping[str, Any]:
 
 
 class Interval(NamedTuple):
-    """Factors that enclose the ratio of true to predicted time with probability `level`."""
+    """Factors that contain the ratio of true to predicted time with probability `level`."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ class Interval(NamedTuple):
 
     @property
     def explanation(self) -> str:
-        """Return a sentence on the measurements that the interval is based on."""
+        """Return a sentence that names the measurements behind the interval."""
         share = f"{self.level:.0%}".replace("%", " %")
         if self.level == LEVEL:
             return f"The {share} interval is based on {self.basis}."
@@ -48,11 +48,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class QuestionKind:
-    """Features of a planning problem that select the published steps for its interval.
+    """Features of a planning problem that select the published steps for its prediction interval.
 
-    `architecture`: the chip's, None if it is not in the catalog. `experts`: the model has experts.
-    `adapters`: only adapters are trained. `software`: the stack's name (see `catalog.stacks`).
-    `devices`: how many there are. None matches any.
+    `architecture` is the chip's, or None if the chip is not in the catalog. `experts`: the model
+    has experts. `adapters`: only adapters are trained. `software` is the stack's name (see
+    `catalog.stacks`). `devices` is the number of devices. A feature that is None selects steps of
+    any value.
     """
 
     architecture: str | None = None
@@ -63,7 +64,7 @@ class QuestionKind:
 
     @property
     def narrow_name(self) -> str | None:
-        """Return the name of the kind with all its features; None if one is not set."""
+        """Return the name of the kind with all features, or None if a feature is not set."""
         if None in (self.architecture, self.software, self.devices):
             return None
         model = f"{self.model}, adapters" if self.adapters else self.model
@@ -72,11 +73,11 @@ class QuestionKind:
 
     @property
     def model(self) -> str:
-        """Return "experts" or "dense", the kind of model."""
+        """Return the type of model: "experts" or "dense"."""
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the name and the row of the narrowest kind in a table."""
+        """Return the name and the row of the narrowest matching kind in a table."""
         wide = kind_name(self.architecture, self.experts)
         names = (self.narrow_name, wide, kind_name(None, self.experts))
         name = next(name for name in names if name in table)
@@ -93,11 +94,13 @@ def interval(
     """Return the prediction interval for a planning problem.
 
     Its factors are quantiles of measured over predicted times, with each source left out once. They
-    come from published steps of the narrowest `kind` that has enough of them, else from those on
-    any chip (benchmarks/planner_accuracy.py). For `calibrated` rates without residuals they come
-    from steps on probed machines (planner_measured.py). `guessed`: the rates are guesses, so no
-    measurement applies. `residuals`: ratios of measured to predicted time of steps on this machine
-    to which rates were not fitted; their median error widens the interval.
+    come from published steps of the narrowest `kind` with enough of them, or else on any chip
+    (benchmarks/planner_accuracy.py). For `calibrated` rates without residuals, they come from steps
+    on probed machines (planner_measured.py).
+
+    If the rates are `guessed`, no measurement applies. `residuals` are ratios of measured to
+    predicted time for steps on this machine to which no rates were fitted; their median error
+    widens the interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
@@ -123,7 +126,7 @@ def interval(
 
 
 def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
-    """Describe the published steps on which an interval is based."""
+    """Describe the published steps behind an interval, for the report."""
     model = "models with experts" if kind.experts else "dense models"
     where = f"on {kind.architecture} chips"
     if name == kind_name(None, kind.experts):
@@ -139,7 +142,7 @@ def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
 
 
 def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
-    """Return why a kind has no interval of its architecture."""
+    """Return why an architecture has no interval of its own."""
     row = table["without_interval"].get(kind_name(architecture, experts))
     if row is None:
         return f"none of them is on {architecture}"
@@ -155,5 +158,5 @@ def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
 
 
 def kind_name(architecture: str | None, experts: bool) -> str:
-    """Return the name of a kind in the table; an architecture of None stands for any chip."""
+    """Return a kind's name in the table; an architecture of None means any chip."""
     return f"{architecture or 'any chip'}, {'experts' if experts else 'dense'}"

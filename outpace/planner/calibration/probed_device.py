@@ -1,4 +1,4 @@
-"""Rates of a probed device, from the probe's figures and the catalog."""
+"""Rates of a probed device, from the probe's figures and from the catalog."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ class ProbeFigures:
         self._unstable: set[Key] = set()
 
     def value_of(self, figure: Figure | None) -> float | None:
-        """Return a figure's value; if it is unstable, the median of its measurements."""
+        """Return a figure's value, or the median of its samples if it is unstable."""
         if figure is None:
             return None
         if figure.value is None and figure.samples:
@@ -37,7 +37,7 @@ class ProbeFigures:
         return figure.value
 
     def matmuls(self, dtype: str) -> dict[float, float]:
-        """Return the best FLOP/s measured for each number of FLOPs."""
+        """Return the highest FLOP/s measured for each number of FLOPs."""
         best: dict[float, float] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -51,7 +51,7 @@ class ProbeFigures:
         return best
 
     def matmul_points(self, dtype: str) -> dict[tuple[int, int, int], float]:
-        """Return the median time of each measured matmul, s, by (m, n, k)."""
+        """Return the median time in seconds of each measured matmul, by (m, n, k)."""
         found: dict[tuple[int, int, int], list[float]] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -65,7 +65,7 @@ class ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the time to launch an operator, s: the median time of the smallest matmuls.
+        """Return the seconds to launch an operator: the median time of the smallest matmuls.
 
         Returns None if no small matmul was measured.
         """
@@ -78,7 +78,7 @@ class ProbeFigures:
         return statistics.median(small) if small else None
 
     def memory_bytes_per_s(self, what: str) -> float | None:
-        """Return the rate of one kind of memory access, for the largest array."""
+        """Return the rate of one type of memory access on the largest probed array."""
         own = [f for f in self.probed.figures if (f.key.kind, f.key.what) == ("memory", what)]
         return self.value_of(max(own, key=lambda f: f.key.number("bytes"), default=None))
 
@@ -94,7 +94,7 @@ class ProbeFigures:
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
         """Return the tokens/s that loaders of `ranks` ranks reach together; infinite if unknown.
 
-        Loaders were probed one at a time. Several are assumed to keep their rate as long as every
+        Loaders were probed one at a time. Several are assumed to run at full rate as long as every
         worker has a core.
         """
         found = []
@@ -107,7 +107,7 @@ class ProbeFigures:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes on the figures for the user."""
+        """Return notes for the user about unstable figures."""
         if not self._unstable:
             return []
         return [
@@ -119,7 +119,7 @@ class ProbeFigures:
 def probed_device(
     machine: Machine, known: ProbeFigures, ranks: int, chip: Accelerator | None
 ) -> DeviceRates:
-    """Return a device with measured rates; `ranks` processes share a CPU's cores."""
+    """Return a device with measured rates; on a CPU, the rates of one of `ranks` processes."""
     curves = {dtype: known.matmuls(dtype) for dtype in _DTYPES}
     best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
     if not best:
@@ -148,8 +148,8 @@ def _measured_accelerator(
 ) -> DeviceRates:
     """Return the catalog's device with measured rates instead of typical ones.
 
-    Measured matmuls correct the predictions for similar shapes, unaligned rows get the measured
-    rate, and a launch takes as long as the smallest matmul.
+    Measured matmuls correct predictions for similar shapes. Unaligned rows get their measured rate,
+    and a launch takes as long as the smallest matmul.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()
@@ -172,9 +172,9 @@ def _measured_accelerator(
 def _compare_matmuls(
     base: DeviceRates, known: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
-    """Return ratios of measured to predicted time by dtype, and relative rates of unaligned rows.
+    """Return ratios of measured to predicted time by dtype, and unaligned matmuls' relative rates.
 
-    Matmuls shorter than `least_s` are limited by their launch and ignored.
+    Aligned matmuls of at most `least_s` are limited by their launch and ignored.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
@@ -193,7 +193,7 @@ def _compare_matmuls(
 
 
 def _predict_matmul_s(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
-    """Return the time of a matmul at the catalog's rates, s."""
+    """Return a matmul's predicted time in seconds at the device's rates."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
     rate = np.array([device.rate(dtype)])
@@ -206,7 +206,7 @@ def _unlisted_accelerator(
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return an accelerator that the catalog lacks, with measured rates and typical other ones."""
+    """Return a device not in the catalog, with its measured rates and typical others."""
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
@@ -254,7 +254,7 @@ def _without_tiles(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a device without known matmul tiles: a CPU, unless the caller changes `kind`."""
+    """Return a device whose matmul tiles are unknown: a CPU, unless the caller replaces `kind`."""
     return DeviceRates(
         name=name,
         kind="cpu",

@@ -1,10 +1,10 @@
 """Deviations of step times from their predictions, learned from measured plans.
 
-The planner's errors have causes that plans share: a strategy's communication, the cost of
-recomputation, how well a micro-batch fits the caches. The logarithm of measured over predicted time
-is modelled as a sum of one term per shared feature and one for the plan itself, all normally
-distributed with mean 0. Measurements of some plans then inform predictions of others; the more
-features two plans share, the more they do. See Rasmussen & Williams, "Gaussian Processes for
+Many causes of prediction errors are common to several plans: a strategy's communication, the cost
+of recomputation, how well a micro-batch fits the caches. The logarithm of measured over predicted
+time is modelled as a sum of one term per shared feature and one term for the plan itself, all
+normally distributed with mean 0. Measurements of some plans therefore improve predictions for
+others, more so the more features the plans share. See Rasmussen & Williams, "Gaussian Processes for
 Machine Learning" (2006), equations 2.25 and 2.26.
 """
 
@@ -38,13 +38,13 @@ _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors on the spreads to try
 
 @dataclass(frozen=True)
 class Deviations:
-    """Measured plans, and the logarithm of measured over predicted time of each."""
+    """Measured plans, each with the logarithm of its measured over predicted time."""
 
     plans: tuple[Plan, ...]
     missed: Floats
 
     def predict(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
-        """Return each plan's expected deviation, and its standard deviation."""
+        """Return each plan's expected deviation and its standard deviation."""
         strategies, rest = self._times
         by_strategy = _strategy_covariance(self.plans, plans)
         between = strategies**2 * by_strategy + rest**2 * _feature_covariance(self.plans, plans)
@@ -67,13 +67,13 @@ class Deviations:
         return min(product(_TIMES.tolist(), repeat=2), key=loss_of)
 
     def _covariance(self, strategies: float, rest: float) -> Floats:
-        """Return the covariance of the measurements."""
+        """Return the covariance matrix of the measured deviations."""
         own = _feature_covariance(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
         return strategies**2 * _strategy_covariance(self.plans, self.plans) + rest**2 * own
 
 
 def _strategy_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance of plans with equal strategy, number of processes and precision."""
+    """Return the covariance of plans that share strategy, number of ranks and precision."""
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (ones, others))  # fmt: skip
     same = np.array([[one == other for other in of_others] for one in kinds], dtype=float)
@@ -81,7 +81,7 @@ def _strategy_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats
 
 
 def _feature_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance due to all other features that `ones` share with `others`."""
+    """Return the covariance from all other features that the plans share."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
     found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)

@@ -1,1 +1,1 @@
-"""Bytes sent over each link, and the placement of ranks."""
+"""Bytes sent over each link, and placement of ranks on nodes."""

@@ -2,7 +2,7 @@
 
 For plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace
 verify` measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel
-collectives that recomputation repeats, the terms are composed here.
+collectives that recomputation repeats, the formulas are in this module.
 
 Volumes: gradients 2(N−1)/N · Ψ, and 1.5 times that with sharded parameters (Rajbhandari et al.,
 arXiv 1910.02054, §7); between stages b · S · D per micro-batch and boundary; for tensor parallelism
@@ -45,8 +45,8 @@ class Flow:
     """Bytes sent for one purpose on one axis in a step.
 
     `sent_bytes`: the bytes that a rank sends, counted as in `planner.communication.volume`.
-    `link_bytes`: the bytes on each link of a ring through the ranks of the axis, or in one
-    direction across each boundary between two stages.
+    `link_bytes`: the bytes on each link of a ring through the axis's ranks; for pipelines, the
+    bytes in one direction across each stage boundary.
     """
 
     part: Part
@@ -64,7 +64,10 @@ _OF_ONE_AXIS: tuple[Strategy, ...] = (
 
 
 def flows(work: StepOnRank) -> list[Flow]:
-    """Return the communication of `work.rank` in a step. Raises BadInputError if it is unknown."""
+    """Return the communication of `work.rank` in a step.
+
+    Raises BadInputError if there is no formula for the plan.
+    """
     plan = work.plan
     if plan.strategy == "single":
         return []
@@ -93,14 +96,17 @@ def flows(work: StepOnRank) -> list[Flow]:
 
 
 def _no_recompute(plan: Plan) -> Plan:
-    """Return the plan without recomputation, which would repeat tensor-parallel collectives."""
+    """Return the plan without recomputation, whose repeated collectives are counted separately."""
     return plan.model_copy(
         update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
     )
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Split the tally of a one-axis strategy by purpose; messages of every job are control."""
+    """Split the traffic of a one-axis strategy by purpose.
+
+    Messages that every job sends count as control.
+    """
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -143,7 +149,7 @@ def _ring_flow(part: Part, axis: Where, count: int) -> Flow:
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
-    """Return the bytes of loss totals, stop requests and gradient norm, by kind of collective."""
+    """Return the bytes of loss totals, stop requests and gradient norms, by collective."""
     tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
@@ -155,9 +161,9 @@ def _control_bytes(plan: Plan) -> Counter[str]:
 def _product(work: StepOnRank) -> Iterator[Flow]:
     """Yield a rank's flows on combined axes: within its stage, among replicas, and between stages.
 
-    A pipeline's micro-batches share one reduction; blocks are gathered for every forward and once
-    for the backwards of a pass (measured: `outpace verify --strategy 3d`). The values are this
-    rank's, not averages over stages.
+    All micro-batches of a pipeline share one reduction. Blocks are gathered for every forward pass,
+    and once for the backward passes of an accumulation step (measured: `outpace verify --strategy
+    3d`). The values are this rank's, not averages over stages.
     """
     plan, spec = work.plan, work.spec
     place = _place(work)
@@ -189,7 +195,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
 
 
 def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iterator[Flow]:
-    """Yield flows of tensor and context parallelism, per layer of the stage and micro-batch."""
+    """Yield the tensor- and context-parallel flows of the stage's layers."""
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
         hidden = work.hidden_elements // plan.cp
@@ -210,11 +216,11 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
 
 
 def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
-    """Return the bytes of the forward's tensor-parallel collectives that recomputation repeats.
+    """Return the bytes of forward tensor-parallel collectives that recomputation repeats.
 
-    A block's last collective is not repeated if the backward does not read its result (measured: 2
-    all-gathers and a reduce-scatter of 4 collectives, or one all-reduce of 2); dropout and norms
-    after it read it.
+    A block's last collective is not repeated unless the backward reads its result, as dropout or a
+    norm after it does. Measured: 2 all-gathers and a reduce-scatter of 4 collectives are repeated,
+    or one all-reduce of 2.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)
@@ -229,7 +235,10 @@ def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> 
 
 @dataclass(frozen=True)
 class _Place:
-    """Position of a rank on combined axes, with the rows and widths of its parameters by unit."""
+    """A rank's position on combined axes.
+
+    `units` has the rows and the width of each parameter that the rank holds, by FSDP unit.
+    """
 
     layers: int
     first: bool
@@ -269,14 +278,14 @@ def _place(work: StepOnRank) -> _Place:
 
 
 def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
-    """Return whether the first or the last stage holds a parameter outside of blocks."""
+    """Return whether a rank with the first or last stage holds a parameter outside of blocks."""
     if name.startswith("embed."):
         return first or (last and tied and name == "embed.tokens.weight")
     return last
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks that send each other something for every micro-batch."""
+    """Return the pairs of pipeline ranks that send messages to each other for every micro-batch."""
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

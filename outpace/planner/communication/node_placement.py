@@ -1,9 +1,9 @@
-"""Placement of communication on nodes: traffic inside each node, and traffic that leaves it.
+"""Placement of communication on nodes: traffic within each node, and traffic that leaves it.
 
 Ranks are assigned to nodes in the order of `records.plan.AXES`, with tensor-parallel ranks closest
 together. A collective over several nodes uses a ring that enters and leaves each node once, like
-NCCL's rings and trees: each node sends the traffic of one link, regardless of how many of its
-devices take part.
+NCCL's rings and trees. Each node therefore sends the traffic of one link, regardless of how many of
+its devices take part.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from outpace.records.plan import Plan
 class Crossing:
     """A flow placed on nodes.
 
-    `link_bytes` are sent over a device's link within its node; 0 if the axis has one rank per node.
-    `node_bytes` leave the busiest node.
+    `link_bytes`: bytes over a device's link within its node; 0 if the axis has one rank per node.
+    `node_bytes`: bytes that leave the busiest node.
     """
 
     flow: Flow
@@ -45,7 +45,7 @@ def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
 
 
 def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
-    """Return the size of a group and the distance between its ranks."""
+    """Return the size of an axis's groups and the distance between a group's ranks."""
     sequences = plan.cp * plan.tp
     if axis == "world":
         return plan.world_size, 1
@@ -59,7 +59,10 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Place a flow between neighbouring stages, or between the ends for a tied embedding."""
+    """Place a flow between neighbouring stages.
+
+    A tied embedding's flow is between the first and the last pipeline rank.
+    """
     apart = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
     leaving: Counter[int] = Counter()

@@ -1,7 +1,7 @@
 """Communication of a rank in a training step, by formula: collectives and bytes by kind.
 
-Bytes are those that a rank sends if each collective uses the algorithm that sends the least. If
-each of N ranks has B bytes, it sends, in
+Bytes sent assume that each collective uses the algorithm that sends the least. If each of N ranks
+has B bytes, a rank sends, in
 
 - all_reduce 2(N−1)/N · B, reduce_scatter and all_to_all (N−1)/N · B, all_gather (N−1) · B (B is its
   own part, 1/N of the result): Patarasuk and Yuan, "Bandwidth optimal all-reduce
@@ -11,7 +11,7 @@ each of N ranks has B bytes, it sends, in
   from all except the root;
 - send B.
 
-Messages are counted at their sender only. `training.collective_counter` counts actual calls by the
+Messages are counted at the sender only. `training.collective_counter` counts actual calls by the
 same rules.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers, Ψ
@@ -37,7 +37,7 @@ NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
-    """Return the bytes that one of `ranks` sends in a collective on `given` bytes per rank."""
+    """Return the bytes that a rank sends in a collective of `ranks` with `given` bytes each."""
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -54,20 +54,20 @@ def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
 
 @dataclass
 class Tally:
-    """Number of collectives and of bytes sent, by kind of collective."""
+    """Counts of collectives and of bytes sent, by type of collective."""
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
-        """Count `times` collectives on `given` bytes per rank among `ranks`."""
+        """Count `times` collectives on `given` bytes per rank among `ranks` ranks."""
         if times:
             self.collectives[kind] += times
             self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
 
     @property
     def bytes(self) -> int:
-        """Return the total bytes of all kinds."""
+        """Return the bytes sent in all collectives."""
         return self.bytes_by_kind.total()
 
 
@@ -83,7 +83,10 @@ class StepOnRank:
 
     @property
     def passes(self) -> int:
-        """Return A, the number of accumulation steps; in a pipeline, each has pp_microbatches."""
+        """Return A, the number of accumulation steps.
+
+        In a pipeline, each step has pp_microbatches micro-batches.
+        """
         return self.plan.accumulation(self.global_batch)
 
     @property
@@ -112,7 +115,7 @@ class StepOnRank:
 
     @property
     def reduced_item(self) -> int:
-        """Return the bytes per element of gradients that sharding ranks reduce."""
+        """Return the bytes per element of gradients that sharded data parallelism reduces."""
         return self._traits.shard_bytes[1]
 
     @property
@@ -145,8 +148,8 @@ def step_traffic(
 ) -> Tally | None:
     """Return the traffic that `rank` sends in a step; None if there is no formula.
 
-    Plans with recomputation or adapters have no formula. The traffic includes the messages of every
-    job: the loss's sum and count, and requests to stop.
+    There is none for plans with recomputation or adapters. The traffic includes the messages of
+    every job: the loss's sum and count, and the status of each rank.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -158,7 +161,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return the messages that every step sends between ranks, whatever the strategy."""
+    """Return the messages between ranks that every step sends, whatever its strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -182,11 +185,11 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """Count the traffic of zero1: that of ddp, and a broadcast of the parameters each rank updates.
+    """Count the traffic of zero1: ddp's, plus a broadcast of each rank's updated parameters.
 
-    Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Each
-    parameter goes to the rank with the fewest elements so far: matrices before vectors, largest
-    first.
+    See Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Each
+    parameter is assigned to the rank with the fewest elements so far: matrices before vectors,
+    largest first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size
@@ -202,9 +205,9 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
 def _ring(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of ring: 2(N−1)/N of each buffer, in 2(N−1) messages.
 
-    Patarasuk and Yuan 2009, §3. A buffer has one additional element per parameter. If N does not
-    divide its length, chunk lengths differ by one, and a rank sends up to two elements more or
-    fewer per buffer.
+    See Patarasuk and Yuan 2009, §3. A buffer has one additional element per parameter. If N does
+    not divide the buffer's length, chunk lengths differ by one, and a rank sends up to two elements
+    more or fewer per buffer than this count.
     """
     ranks, item = work.plan.world_size, work.gradient_item_bytes
     for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
@@ -214,7 +217,7 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Group sizes so that each group's sum is at most `limit`; larger sizes are not grouped."""
+    """Group consecutive sizes so that each sum is at most `limit`; larger sizes stay alone."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:
@@ -229,11 +232,11 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
 
     zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
     hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
-    "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. torch reduces gradients
-    in every pass, ddp once per step. In mixed precision, parameters are gathered in 16 bits and
-    gradients reduced in 32. Each parameter is split along its first dimension, padded to a multiple
-    of N. hsdp then all-reduces each shard's gradients among replicas (Zhao et al., "PyTorch FSDP",
-    VLDB 2023, §3.2.2).
+    "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. FSDP reduces gradients
+    in every pass, unlike ddp, which reduces them once per step. In mixed precision, parameters are
+    gathered in 16 bits and gradients reduced in 32. Each parameter is split along its first
+    dimension, padded to a multiple of N. hsdp then all-reduces each shard's gradients among
+    replicas (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _units(parameter_shapes(work.spec)).items():
@@ -249,7 +252,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
-    """Return the units that are gathered as a whole: blocks by number, and the rest under ""."""
+    """Group parameter shapes by FSDP unit: each block under its number, all others under ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""
@@ -258,10 +261,11 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 
 
 def _data_parallel(work: StepOnRank, tally: Tally) -> None:
-    """Count the traffic of dp: five collectives per pass, as in `nn.DataParallel`.
+    """Count the traffic of dp: five collectives per pass, as in `nn.DataParallel`, and a broadcast.
 
-    These carry weights, samples, outputs, gradients of outputs, and gradients of weights with one
-    additional element for each (Li et al., VLDB 2020, §2.2).
+    The five carry weights, samples, outputs, gradients of outputs, and gradients of weights with
+    one additional element per parameter (Li et al., VLDB 2020, §2.2). The broadcast, once per step,
+    sends the gradient norm.
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
     # BERT's last norm has the dtype of the matmul before it, other norms have fp32.
@@ -278,10 +282,11 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
 
 
 def _servers(work: StepOnRank, tally: Tally) -> None:
-    """Count the traffic of ps: gradients of workers, and servers' shares of sums or weights.
+    """Count the traffic of ps: workers' gradients, and the sums or weights that servers return.
 
-    Li et al., OSDI 2014, §2.2. Gradients include one additional element per parameter. A worker's
-    other devices reduce their gradients to its first device, which broadcasts the results to them.
+    See Li et al., OSDI 2014, §2.2. Gradients include one additional element per parameter. A
+    worker's other devices reduce their gradients to its first device, which broadcasts the results
+    to them.
     """
     plan, item = work.plan, work.item
     each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
@@ -304,9 +309,9 @@ def _servers(work: StepOnRank, tally: Tally) -> None:
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
-    """Distribute items over shares: largest first, each to the smallest share so far.
+    """Distribute items over groups: largest first, each to the smallest group so far.
 
-    The largest share is at most 4/3 of the largest in the best distribution (Graham, "Bounds on
+    The largest group is at most 4/3 of the largest in an optimal distribution (Graham, "Bounds on
     multiprocessing timing anomalies", 1969).
     """
     chosen: list[list[int]] = [[] for _ in range(shares)]
@@ -321,8 +326,8 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of pipelines: hidden states forward, and their gradients backward.
 
-    Each is b · S · D elements per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
-    §3.2). If the embedding is tied, the ranks of the first and last stage all-reduce its gradient.
+    Each takes b · S · D elements per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
+    §3.2). If embeddings are tied, the ranks of the first and last stage all-reduce their gradient.
     """
     plan, spec = work.plan, work.spec
     schedule = SCHEDULES[plan.strategy]
@@ -342,13 +347,14 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
 def _tensor(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of tp: 8(N−1)/N · b · S · D elements per layer and pass.
 
-    Sequence parallelism sends as much as plain tensor parallelism. Without it: all-reduces of the
-    outputs of attention and MLP, and of the gradients of their inputs (Shoeybi et al., arXiv
-    1909.08053, §3). With it: a reduce-scatter and an all-gather for each (Korthikanti et al., arXiv
-    2205.05198, §4.2.2). The embedding's output and the head's input add one of each; BERT's head,
-    whose transform every rank computes in full, has an all-reduce instead of the reduce-scatter.
-    The loss adds three numbers per token. Gradients of unsplit weights that ranks compute from
-    parts of the sequence or of the heads are summed once per step.
+    Sequence parallelism sends as many bytes as plain tensor parallelism. Plain tensor parallelism
+    all-reduces the outputs of attention and MLP, and the gradients of their inputs (Shoeybi et al.,
+    arXiv 1909.08053, §3). Sequence parallelism replaces each all-reduce by a reduce-scatter and an
+    all-gather (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's
+    input each add one more. BERT's head, whose transform every rank computes in full, has an
+    all-reduce instead of the reduce-scatter. The loss adds three numbers per token. Gradients of
+    unsplit weights that each rank computes from its part of the sequence or of the heads are
+    all-reduced once per step.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     regions = (2 * spec.layers + 1) * work.passes  # attentions, MLPs and the head
@@ -373,7 +379,7 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_elements(work: StepOnRank) -> int:
-    """Return the number of elements of unsplit weights whose gradients tp ranks must sum."""
+    """Return the number of elements of unsplit weights whose gradients tp ranks must all-reduce."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]
@@ -386,11 +392,11 @@ def _shared_elements(work: StepOnRank) -> int:
 
 
 def _context(work: StepOnRank, tally: Tally) -> None:
-    """Count the traffic of cp: keys and values pass around a ring, and so do their gradients.
+    """Count the traffic of cp: keys, values and their gradients, passed around a ring.
 
-    Keys and values take N−1 messages per layer in the forward and in the backward; gradients return
-    to their owners in N messages (Liu et al., arXiv 2310.01889, §3). Gradients of parameters are
-    reduced as in ddp.
+    Keys and values take N−1 messages per layer in the forward, and again in the backward. Their
+    gradients return to the owners in N messages (Liu et al., arXiv 2310.01889, §3). Gradients of
+    parameters are all-reduced as in ddp.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.cp
     times = spec.layers * work.passes
@@ -401,7 +407,7 @@ def _context(work: StepOnRank, tally: Tally) -> None:
 
 
 def _no_traffic(work: StepOnRank, tally: Tally) -> None:
-    """Count nothing: a single process sends nothing."""
+    """Count nothing, because a single process sends nothing."""
 
 
 _FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {

@@ -1,4 +1,4 @@
-"""Links that the axes of a plan use, for reports and exported configurations."""
+"""Descriptions of the links that a plan's axes use, for reports and exported configurations."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from outpace.records.plan import AXES, Plan
 def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
     """Describe the link between the ranks of each axis with more than one rank.
 
-    Ranks are placed in the order of AXES, the last axis closest together; ep is part of dp_shard ×
-    cp.
+    Ranks are placed in the order of AXES, with the last axis closest together; ep is part of
+    dp_shard × cp.
     """
     found: dict[str, str] = {}
     inside, stride = _inner_link(cluster), 1
@@ -38,7 +38,7 @@ def _describe_link(cluster: Cluster, size: int, stride: int, inside: str) -> str
 
 
 def _inner_link(cluster: Cluster) -> str:
-    """Return the name of the link between a node's devices; a generic one if it is unknown."""
+    """Return the name of the link between a node's devices, or a generic phrase if unknown."""
     node = NODES.get(cluster.name)
     if node is None:
         return "the node's own links"

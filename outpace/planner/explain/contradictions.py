@@ -1,4 +1,4 @@
-"""Required options that contradict each other, and the values that would be possible instead."""
+"""Required options that contradict each other, and values that would be possible instead."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +23,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[str]:
     """Return a sentence for each smallest set of required options that no plan can combine.
 
-    `other_program`: the trainer is not outpace, and may support more than the planner can predict.
+    `other_program`: the trainer is not outpace and may support combinations that the planner cannot
+    predict.
     """
     items = _required_items(wanted)
     for count in range(1, _MOST_OPTIONS + 1):
@@ -67,9 +68,10 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
 
 
 def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bool) -> str:
-    """Return a sentence on options that contradict each other, with values that the others allow.
+    """Return a sentence on options that contradict each other, and values that would be allowed.
 
-    For another trainer, it says only that outpace cannot predict their combination.
+    If another trainer's precision is involved, it says only that outpace cannot predict the
+    combination.
     """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"
@@ -88,7 +90,7 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
 
 
 def _possible_sizes(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
-    """Return a clause with sizes possible instead of a required one; '' for other options."""
+    """Return a clause with the sizes possible for one required option; "" for other options."""
     (name,) = items
     most = min(wanted.world, _MOST_SIZES) if name in _SIZES else 0
     fine = [n for n in range(1, most + 1) if has_plans(_with_items(wanted, {name: n}))]

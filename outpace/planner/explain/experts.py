@@ -1,4 +1,4 @@
-"""Notes on plans of models with experts: assumed load, assumed kernels, and expert parallelism."""
+"""Notes on plans for models with experts: assumed load and kernels, and expert parallelism."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ _SENDS: Mapping[Dispatcher, str] = {
 
 
 def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int]) -> list[str]:
-    """Return notes on a model's experts, if it has any.
+    """Return notes on a model's experts; empty for a dense model.
 
     If no listed plan uses expert parallelism, one note gives the time of the fastest plan that
     does.

@@ -1,4 +1,4 @@
-"""Notes on gains from settings that are not searched by default, and on causal MFU."""
+"""Notes on options that are not searched by default, and on causal MFU."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Return a sentence with settings worth adding to --vary; None if none is.
+    """Return a sentence with options worth adding to --vary, or None if no option is.
 
     To save time, only the best plan's tp, cp, pp and ep sizes are searched (for fp8, only tp 1 if
     the best plan has more), so --vary may find faster plans.
@@ -78,7 +78,7 @@ def _word(name: str) -> str:
 def _variations(
     device: DeviceRates, wanted: SearchRequest, best: Plan
 ) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield requests with one more setting each, on the axes of the best plan."""
+    """Yield a request for each option not searched by default, with the best plan's axes."""
     for name, value, _ in _ASKED:
         if (
             name in wanted.keep

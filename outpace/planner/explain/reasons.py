@@ -1,4 +1,4 @@
-"""Reasons for a plan's rank, for rejecting other plans, and for having no plan."""
+"""Explanations of a plan's rank, of rejected plans, and of problems without any plan."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,10 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Return why a plan is listed, compared with the fastest (the fastest with the next)."""
+    """Return why a plan is listed, compared with the fastest plan.
+
+    The fastest plan itself is compared with the next one.
+    """
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
@@ -72,13 +75,13 @@ def explain_plan(
 
 
 def _trains_only(job: PlanningProblem, found: SearchResult, place: int) -> bool:
-    """Return whether outpace is the trainer and can train this plan, but not the fastest one."""
+    """Return whether outpace is the trainer and can train this plan but not the fastest one."""
     cannot = untrained_mask(found.columns.select([place, found.fastest]))
     return trained_by_outpace(job.question) and bool(cannot[1] and not cannot[0])
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Return why a plan about as fast as the fastest is preferred: less effort or less memory."""
+    """Return the advantage of a plan about as fast as the fastest: simpler, or more memory left."""
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
         found.columns.select([place, found.fastest]), plainest, job.question.other_program
@@ -95,9 +98,9 @@ def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
-    """Return a risk of the fastest plan that another avoids: offloading or full memory.
+    """Return a risk of the fastest plan that another plan avoids, or None if there is none.
 
-    Returns None if there is none.
+    The risks are offloading and nearly full memory.
     """
     theirs, mine = (
         _offloaded_kinds(to_plan(found.columns, one)) for one in (found.fastest, place)
@@ -113,7 +116,7 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> s
 
 
 def _offloaded_kinds(plan: Plan) -> list[str]:
-    """Return what a plan offloads: activations, parameters or optimizer."""
+    """Return the names of what a plan offloads: activations, parameters or optimizer."""
     names = ("activations", "parameters", "optimizer")
     return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
 
@@ -125,9 +128,9 @@ def _explain_fastest(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Compare the fastest plan with the next one listed, and name its other roles.
+    """Compare the fastest plan with the next listed one, and name its other roles.
 
-    If no other plan is listed, it is compared with the next of another kind.
+    If no other plan is listed, compare it with the next of the ranked plans.
     """
     begin = f"{join_and(roles)}: "
     times = found.times.step_s
@@ -147,9 +150,9 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Describe the one or two parts in which a plan loses most time, and the net rest.
+    """Describe the one or two parts of a step in which a plan loses most time, and the net rest.
 
-    The rest may partly make up for the loss.
+    The rest may be a gain that makes up for some of the loss.
     """
     gaps = {
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
@@ -171,7 +174,7 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
 
 
 def _name_other(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Name another plan by its number and, if it differs, its layout; an unlisted plan in full."""
+    """Return another plan's number, with its layout if that differs; describe an unlisted plan."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     layout = theirs.split(", micro-batch")[0]
     differs = layout != mine.split(", micro-batch")[0]
@@ -194,7 +197,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
 def rejected_families(
     job: PlanningProblem, found: SearchResult, listed: Sequence[int]
 ) -> list[RejectedFamily]:
-    """Return every family that is not listed, with its best plan, or its smallest if none fits."""
+    """Return each unlisted family with its fastest plan, or with its smallest if none fits."""
     shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
@@ -208,7 +211,7 @@ def rejected_families(
 
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
-    """Compare a family's best plan with the fastest plan, or state what its smallest plan lacks."""
+    """Compare a family's best plan with the fastest, or say what memory its smallest plan lacks."""
     place = found.best[name]
     if place < 0:
         small = found.smallest[name]
@@ -223,7 +226,7 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
 
 
 def compare_with_fastest(found: SearchResult, place: int) -> str:
-    """Return by which factor a plan is slower than the fastest, and in which parts."""
+    """Return the ratio of a plan's step time to the fastest plan's, and the slower parts."""
     ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
     return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
 
@@ -237,7 +240,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Describe the device or host memory that a plan needs, compared with what there is."""
+    """Describe the device or host memory that a plan needs and the memory that is available."""
     row = columns.select([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
@@ -277,7 +280,10 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
 
 
 def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
-    """Explain why the trainer can express none of the possible plans; None if there are none."""
+    """Explain why the trainer can express none of the possible plans.
+
+    Returns None if the trainer has no restrictions, or if no plan is possible for any trainer.
+    """
     accepts, free = wanted.accepts, replace(wanted, accepts=None)
     if accepts is None or not has_plans(free):
         return None
@@ -293,7 +299,7 @@ def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
 
 
 def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
-    """Yield the requested sizes that are impossible for this model, these devices or this batch."""
+    """Yield each required size that is impossible for this model, these devices or this batch."""
     keep, world = wanted.keep, wanted.world
     named = False
     for axis in ("tp", "cp", "pp", "ep"):

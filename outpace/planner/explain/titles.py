@@ -1,4 +1,4 @@
-"""Descriptions of plans and of the parts of their time."""
+"""Titles and descriptions of plans, and names of the parts of their time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -68,7 +68,7 @@ def plan_options(plan: Plan) -> list[str]:
 
 
 def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """Describe those of a plan's varied settings that differ from the default."""
+    """Describe the varied settings in which a plan differs from the default."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,
@@ -87,7 +87,7 @@ _SHOWN_IF_SET = (
 
 
 def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
-    """Return a given plan's title, with its varied settings and all others that are not default.
+    """Return the title of a user's plan, with all settings that were varied or are not the default.
 
     `precision` is the default precision.
     """

@@ -11,10 +11,10 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak memory of the fullest rank, and the predicted step time, if known.
+    """Peak memory of the fullest rank and, if known, the predicted step time.
 
-    `tensor_bytes` is the part of the peak that tensors take. `by_kind` splits the peak by kind of
-    memory, if known.
+    `tensor_bytes` is the part of the peak that tensors occupy. `by_kind` divides the peak by kind
+    of memory, if known.
     """
 
     peak_memory_bytes: int
@@ -34,9 +34,9 @@ _STATE_BYTES = 32
 def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
     """Return a quick upper bound on a rank's memory.
 
-    It assumes that everything is unsharded, in fp32 and never freed, and that attention is not
-    fused. Each run computes it before its first step, where loading the planner's formula would
-    take 0.05 s.
+    The bound assumes unsharded fp32 tensors that are never freed, and attention that is not fused.
+    Each run computes it before its first step, where loading the planner's formula would take 0.05
+    s.
     """
     tokens = plan.samples_read * seq_len  # of all ranks if one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)

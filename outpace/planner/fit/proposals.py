@@ -40,10 +40,10 @@ _PAIRS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and the memory and time predicted with them.
+    """Settings to change, with the predicted memory and time.
 
-    A `slowdown` of 0.1 is 10 % more time. `exact`: training computes the same numbers, except for
-    rounding.
+    A `slowdown` of 0.1 means 10 % more time. `exact`: apart from rounding, training computes the
+    same numbers.
     """
 
     settings: Change
@@ -61,8 +61,8 @@ class _TriedChange:
 def kinds_of_change(plan: Plan, *, low_precision: bool, separate_host: bool) -> list[list[Change]]:
     """Return possible changes by kind, each ordered from the smallest change to the largest.
 
-    `low_precision`: the device supports bf16. `separate_host`: the device's memory is separate from
-    the host's.
+    `low_precision`: the device supports bf16. `separate_host`: device and host have separate
+    memory.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # needs one micro-batch per step
@@ -90,7 +90,10 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, separate_host: bool) -> 
 
 
 def change_plan(plan: Plan, change: Change) -> Plan:
-    """Return the plan with changed settings. Raises BadInputError if they are impossible."""
+    """Return the plan with changed settings.
+
+    Raises BadInputError if the changed plan is impossible.
+    """
     values = {**plan.model_dump(), **change}
     if "checkpointing" in change:
         values["checkpoint_layers"] = ()
@@ -108,11 +111,11 @@ def propose(
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
-    """Return the `count` cheapest changes that fit, one of each kind.
+    """Return up to `count` of the fastest changes that fit, one of each kind first.
 
-    If there are too few, more changes of the kinds that fit follow, then combinations of two kinds.
-    `predict` is called about log2(n) times for n changes of a kind, and for a few pairs, until
-    `enough` returns true.
+    If these are too few, further changes of the same kinds follow, then combinations of two kinds.
+    `predict` is called about log2(n) times for a kind with n changes, and for a few pairs. The
+    search stops when `enough` returns true.
     """
     now = predict(plan)
     base = _TriedChange({}, now)
@@ -152,7 +155,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Bisect for the first change that fits; also return the last one tried that does not."""
+    """Bisect for the smallest change that fits; also return the largest tried that does not."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:
@@ -166,7 +169,7 @@ def _least_that_fits(
 
 
 def most_saved(change: Change, now: Cost) -> float:
-    """Return an upper bound on the bytes that a change of this kind saves at the peak."""
+    """Return an upper bound on the bytes at the peak that a change of these settings can save."""
     if not now.by_kind:
         return now.peak_memory_bytes
     names = {name for name in change if name in _MAKES_SMALLER}
@@ -183,7 +186,7 @@ def _pairs(
     attempt: Callable[[Change], _TriedChange | None],
     wanted: int,
 ) -> list[_TriedChange]:
-    """Combine changes of two kinds, neither of which fits alone."""
+    """Combine two changes of different kinds, neither of which suffices alone."""
 
     def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
@@ -206,7 +209,7 @@ def _pairs(
 
 
 def _seconds(tried: _TriedChange) -> float:
-    """Return a sort key for step times, with unknown ones last."""
+    """Return a sort key by step time, with unknown times last."""
     return math.inf if tried.cost.step_s is None else tried.cost.step_s
 
 

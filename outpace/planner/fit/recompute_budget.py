@@ -1,8 +1,8 @@
 """Choice of blocks to recompute, so that a step fits a memory budget at the lowest cost in time.
 
-Blocks are equal, so a choice is a number of blocks for each mode, and all choices can be tried.
-(Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
-"Checkmate", arXiv 1910.02653, solve it for unequal layers.)
+All blocks are equal, so a choice is a number of blocks per mode, and all choices can be tried. Feng
+and Huang ("Optimal Gradient Checkpoint Search", arXiv 1808.00079) and Jain et al. ("Checkmate",
+arXiv 1910.02653) solve the problem for unequal layers.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _TRIES = 3
 
 
 def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict) -> Plan:
-    """Return `plan` with the block modes that fit into the budget at the lowest cost in time.
+    """Return `plan` with the fastest choice of recomputed blocks that fits into the budget.
 
     All pipeline stages use prefixes of the same pattern. Raises BadInputError if the plan does not
     fit even with full recomputation.
@@ -62,7 +62,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 def _use_first_fitting_mode(
     plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int
 ) -> Plan:
-    """Return the plan with all blocks in the first mode that fits.
+    """Return the plan with one mode for all blocks, the first that fits.
 
     Raises BadInputError if none fits.
     """
@@ -83,9 +83,9 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return the cheapest numbers of blocks per mode that save `need` bytes; None if none suffice.
+    """Return the cheapest numbers of blocks per mode that save `need` bytes, or None if none do.
 
-    `saved` and `costs` are per block. The answer is exact: all numbers for two modes are tried,
+    `saved` and `costs` are per block. The search is exact: it tries all numbers for two modes, each
     with the smallest sufficient number for the third.
     """
     *outer, inner = MODES[1:]
@@ -113,8 +113,8 @@ def _ceil(wanted: float, each: float) -> int:
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
     """Return the plan with these numbers of blocks per mode in its largest stage.
 
-    Blocks that recompute most come first: when the backward reaches them, it has freed the later
-    blocks' memory, which the recomputed activations can use.
+    Blocks that recompute most come first. When the backward reaches them, it has freed the memory
+    of later blocks, which the recomputed activations can then use.
     """
     pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
     pattern += ["none"] * (max(stages) - len(pattern))

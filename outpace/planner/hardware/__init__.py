@@ -1,1 +1,1 @@
-"""Devices and links as the planner models them."""
+"""Models of devices and links."""

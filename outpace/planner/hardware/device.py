@@ -1,4 +1,4 @@
-"""A device's rates for matmuls, attention, memory and the host, from the catalog or a probe."""
+"""Rates of a device for matmuls, attention, memory and host, from the catalog or a probe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,32 +29,32 @@ class DeviceRates:
     """Achievable rates of one rank's device; only `peak_flops_per_s` is a peak.
 
     Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is the
-    minimum host time of an operator. `curve` has points of a matmul's FLOPs and the fraction of the
-    best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is the
-    fraction of the rate for rows that are not a multiple of 16 bytes, and `unaligned_batches` that
-    of batched matmuls in 16 bits, forward and backward, if it differs. `memory_bytes` is available
-    to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
-    `attention_backward` are fractions of the rate of 16-bit matmuls; `attention_narrow` is the
-    fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
-    bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
-    same cores do both. During a collective, matmuls take `beside_collectives` times as long; 1 if
-    they are slowed like all other work. `spread` is the standard deviation of the clocks of devices
-    of this kind, relative to the median. `sharers` ranks share a core; while some of them wait, the
-    others are proportionally faster. `unit_s` is the host time to gather or reduce a sharding unit.
-    `piecewise`: rotary embeddings, and RMS norms of tensors split over tp, run as several
-    operators; other RMS norms are a single operator of outpace (nn.norms). `attention_rates` are
-    the FLOP/s in fp32 and bf16 to which attention's fractions refer, if they differ from those of
-    matmuls. `attention_kernels` are the fractions of other kernels, by name; causal attention
-    reaches half of its rate at `attention_half` keys.
+    minimum host time of an operator. `curve`, if measured, gives the fraction of the best rate by a
+    matmul's FLOPs; otherwise, tiles and waves determine it. Matmuls whose rows are not a multiple
+    of 16 bytes reach the fraction `unaligned` of the rate; `unaligned_batches`, if given, are the
+    fractions for batched 16-bit matmuls, forward and backward. `memory_bytes` is the part of the
+    manufacturer's `nominal_bytes` that a process can use. `attention_forward` and
+    `attention_backward` are fractions of the 16-bit matmul rate; heads of width 64 reach
+    `attention_narrow` of these. An optimizer reaches `optimizer_share` of the memory bandwidth.
+    `hides` is the fraction of a collective that can overlap with computation; 0 if the same cores
+    do both. During a collective, matmuls take `beside_collectives` times as long; 1 means that they
+    slow down like all other work. `spread` is the relative standard deviation of the clocks of such
+    devices. `sharers` ranks share a core; while some of them wait, the others run proportionally
+    faster. `unit_s` is the host time to gather or reduce a sharding unit. `piecewise`: rotary
+    embeddings, and RMS norms of tensors split over tp, run as several operators; other RMS norms
+    are a single operator of outpace (nn.norms). `attention_rates` are the FLOP/s in fp32 and bf16
+    that attention's fractions refer to, if not the matmul rates. `attention_kernels` has the
+    fractions of each kernel by name. Causal attention reaches half of its rate at `attention_half`
+    keys.
 
     A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
     matmuls reach at most `limit` of the best rate; within a step, which is a sustained load, they
     reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype: ratios
     of measured to predicted times of matmuls on this device. Triton's grouped matmuls of experts
-    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in fp8 accept
-    operands that are not transposed. `uneven_experts`: how many times as long grouped matmuls take
-    if some experts have most of the tokens, on one rank and on the slowest of many.
-    `fused_attention`: attention does not keep its scores. `compiles`: outpace compiles for it.
+    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: fp8 matmuls accept
+    operands that are not transposed. `uneven_experts`: the slowdown of grouped matmuls if some
+    experts get most of the tokens, on one rank and on the slowest of many. `fused_attention`:
+    attention does not store its scores. `compiles`: outpace can compile models for the device.
     """
 
     name: str
@@ -101,11 +101,11 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return which matmuls run at the rate of fp8, which is twice the rate of 16 bits."""
+        """Return which matmuls run at the fp8 rate, which is about twice the 16-bit rate."""
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matmuls, in the next wider dtype if this one has no rate."""
+        """Return the FLOP/s of large matmuls in a dtype, or in the next wider dtype with a rate."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -114,7 +114,7 @@ class DeviceRates:
 
 
 def dtype_of(precision: Precision) -> Dtype:
-    """Return the dtype in which matmuls are computed."""
+    """Return the dtype of matmuls in a precision."""
     return PRECISION_TRAITS[precision].matmuls
 
 
@@ -129,7 +129,7 @@ def check_dtype(precision: Precision, device: DeviceRates) -> None:
 
 
 def items(precision: Ints) -> Floats:
-    """Return the bytes per operand element of matmuls, by precision."""
+    """Return the bytes per element of matmul operands, by precision."""
     sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
@@ -141,7 +141,7 @@ _UNFUSED = efficiency.AttentionRate(
 
 
 def of_accelerator(chip: Accelerator) -> DeviceRates:
-    """Return a device with rates from published measurements of its architecture."""
+    """Return an accelerator's rates, from published measurements of it or its architecture."""
     curve = efficiency.matmul_curve(chip)
     kernels = efficiency.attention_rates(chip)
     attention = kernels.get("cudnn") or kernels.get("flash2") or _UNFUSED
@@ -215,10 +215,10 @@ def matmul_s(
 ) -> Floats:
     """Return the seconds of `batch` matmuls of (m, k) by (k, n); large ones run at `rate` FLOP/s.
 
-    Outputs are cut into tiles, which multiprocessors compute in waves; the last wave may be nearly
-    empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few tiles
-    are split along k, and the partial results are summed. A batch multiplies the number of tiles.
-    """  # fmt: skip
+    Multiprocessors compute the output in waves of tiles. The last wave may be nearly empty (wave
+    quantisation), and so may tiles at the edges (tile quantisation). Matmuls with few tiles may be
+    split along k, with a sum over the partial results. A batch multiplies the number of tiles.
+    """
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
     if device.curve:
@@ -258,9 +258,9 @@ def sustained_matmul_s(
 ) -> Floats:
     """Return the seconds of `matmul_s` within a training step, where power and caches limit rates.
 
-    No matmul exceeds the sustained rate; slower ones take as long as in isolation. `more_bytes` are
-    moved at the end of tiles, in addition to operands and results. They take additional time unless
-    the device computes the next tiles meanwhile.
+    No matmul exceeds the sustained rate; slower ones take as long as in isolation. At the end of
+    each tile, `more_bytes` are moved in addition to operands and results. This takes additional
+    time unless the device computes the next tiles meanwhile.
     """
     short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
@@ -277,8 +277,9 @@ def sustained_matmul_s(
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
     """Return the ratio of measured to predicted time for matmuls of this shape.
 
-    Measured points of the same dtype are weighted by their closeness in the logarithms of the three
-    dimensions. At a point, the result is its ratio; far from all points, it is the mean ratio.
+    Measured matmuls of the same dtype are weighted by their closeness in the logarithms of m, n and
+    k. At a measured shape, the result is close to its ratio; far from all of them, it approaches
+    the mean.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)
@@ -301,7 +302,7 @@ def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floa
 def _by_curve(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Return the time of a batch of matmuls, by the fraction of the rate reached at their size."""
+    """Return the seconds of a batch of matmuls, from the rate reached at their size."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

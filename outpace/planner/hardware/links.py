@@ -1,8 +1,8 @@
-"""Links between ranks: the time that a collective takes on an axis of the mesh.
+"""Times of collectives on the axes of the mesh, from the links between ranks.
 
-Ranks are laid out on nodes in the order of `records.plan.AXES`, the last axis closest together. A
-ring through the ranks of several nodes enters and leaves each node once; rings of other groups that
-cross at the same time share the node's network cards. All-reduces can use trees instead: up and
+Ranks are laid out on nodes in the order of `records.plan.AXES`, with the last axis closest
+together. A ring over several nodes enters and leaves each node once; rings of other groups that
+leave the node at the same time share its network cards. All-reduces can use trees instead: up and
 down a chain in each node, and between nodes along two binary trees, each for half of the array.
 Every node is an inner node of one tree and a leaf of the other.
 """
@@ -20,11 +20,11 @@ _SMALLEST = 6  # log2 of the first size in `by_size`
 
 
 class Protocol(NamedTuple):
-    """A protocol of a collective: its latencies and its share of bandwidth.
+    """A collective protocol: its latencies and its fraction of the bandwidth.
 
     The latency is `base_s` plus a term for each step inside and across nodes. Protocols with short
-    steps use less of the bandwidth; the fastest protocol is used. `by_size` marks a tree protocol:
-    the share of bandwidth by array size, in powers of two from 64 bytes.
+    steps use less of the bandwidth; the fastest protocol is used. A protocol with `by_size` is a
+    tree: `by_size` is the fraction of the bandwidth by array size, in powers of two from 64 bytes.
     """
 
     base_s: float
@@ -36,15 +36,15 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of `per_node` devices, with rates that a ring reaches in one direction, in bytes/s.
+    """Nodes of `per_node` devices, and the rates in bytes/s that a ring reaches in one direction.
 
-    `inside_bytes_per_s` is the rate between a device and the others of its node,
-    `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
-    between a device and one other of its node. Within a node, all-gather and reduce-scatter reach a
-    share of these rates, and small groups reach `group_shares` by their size. All-to-all has one
-    share inside nodes (`all_to_all_share`) and one across. `dispatch`: times of a dispatcher that
-    sends each token once per rank. `scatter_rounds` is 2 if the library sums everything on every
-    rank and then keeps a part, as gloo does.
+    `inside_bytes_per_s` is the rate between a device and all others of its node, `pair_bytes_per_s`
+    the rate between two devices of a node, and `across_bytes_per_s` the rate of all network cards
+    of a node together. `gather_share`, `scatter_share` and, for small groups, `group_shares` by
+    size are the fractions of these rates that collectives reach within a node. All-to-all has
+    separate fractions inside nodes (`all_to_all_share`) and across nodes. `dispatch` models a
+    dispatcher that sends each token once per rank. `scatter_rounds` is 2 if the library reduces
+    whole arrays on every rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -62,9 +62,9 @@ class Fabric:
     dispatch: DispatchRate | None = None
 
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
-        """Return the fabric with other rates, common to all plans or one per plan.
+        """Return the fabric with other rates, either common to all plans or one per plan.
 
-        The ratio between a device's rates to one other device and to all others stays the same.
+        The ratio of the pair rate to the rate inside a node stays the same.
         """
         share = self.pair_bytes_per_s / self.inside_bytes_per_s
         pair = inside * share if self.inside_bytes_per_s < np.inf else inside
@@ -76,16 +76,16 @@ class Fabric:
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
         """Return a group's ranks per node, its nodes, and the groups that share a node's cards.
 
-        Groups have `size` ranks at distance `stride`, and use the network cards at the same time.
+        Groups have `size` ranks at distance `stride`. All groups communicate at the same time.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
     def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
-        """Return the bytes/s per link of a ring, and the nodes that it spans.
+        """Return the bytes/s per link of a ring, and the number of nodes that it spans.
 
-        Groups have `size` ranks at distance `stride`. `share`: the fraction of a node's link rate
+        Groups have `size` ranks at distance `stride`. `share` is the fraction of a node's link rate
         that the collective reaches.
         """
         within, nodes, groups = self.spread(size, stride)
@@ -96,28 +96,28 @@ class Fabric:
         return np.where(nodes > 1, across, inside), nodes
 
     def sum_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time of an all-reduce of arrays of `nbytes` in each group."""
+        """Return the seconds of an all-reduce of arrays of `nbytes` in each group."""
         return self._collective_s(nbytes, size, stride, 2, 1.0)
 
     def gather_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time of an all-gather into arrays of `nbytes`."""
+        """Return the seconds of an all-gather into arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, 1, self.gather_share)
 
     def scatter_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time of a reduce-scatter of arrays of `nbytes`."""
+        """Return the seconds of a reduce-scatter of arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
 
     def all_to_all_s(
         self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False,
         tokens: Floats | float = 0.0,
     ) -> Floats:  # fmt: skip
-        """Return the time of an all-to-all of tokens to their experts, with `nbytes` per rank.
+        """Return the seconds of an all-to-all of tokens to their experts, with `nbytes` per rank.
 
-        Each token goes to `copies` experts, drawn uniformly from those on the `size` ranks of its
-        group, and is sent once per expert. With `once`, it is sent once per rank, and across the
-        network once per node, whose own links distribute it (DeepSeek-AI, DeepEP); each of a rank's
-        `tokens` then adds a fixed time. Links inside and across nodes work at the same time;
-        devices share the node's cards.
+        Each token goes to `copies` experts, drawn uniformly from the experts on the `size` ranks of
+        its group, and is sent once per expert. With `once`, a token is sent once per rank and,
+        across the network, once per node, from where the node's own links distribute it
+        (DeepSeek-AI, DeepEP); each of a rank's `tokens` then adds a fixed time. Links inside and
+        across nodes work concurrently, and the devices of a node share its cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
@@ -142,7 +142,7 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time for all ranks of a group to broadcast their shares of arrays of `nbytes`.
+        """Return the seconds in which all ranks of a group broadcast their shards of `nbytes`.
 
         The broadcasts travel around the ring one after the other, each with a step per rank.
         """
@@ -159,9 +159,9 @@ class Fabric:
     def _collective_s(
         self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
     ) -> Floats:
-        """Return the time of a collective in `rounds` × (size − 1) ring steps, or by faster trees.
+        """Return the seconds of a collective with `rounds` × (size − 1) ring steps, or by trees.
 
-        `share`: the fraction of a node's link rate that the collective reaches.
+        `share` is the fraction of a node's link rate that the collective reaches.
         """
         rate, nodes = self._ring(size, stride, share)
         steps = rounds * (size - 1)
@@ -179,11 +179,11 @@ class Fabric:
     def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the seconds of an all-reduce over several nodes by double binary trees.
 
-        Within a node, each rank of a chain sends the array up and down. Between nodes, each tree
-        carries half of the array; an inner node of a tree sends three halves to its neighbours in
-        that tree, and one half in the other tree. With two nodes, each is the root of one tree and
-        a leaf of the other, which halves this traffic. Latencies follow NCCL: through the chain and
-        back, and log2(nodes) hops.
+        Within a node, each rank of a chain sends the array once up and once down. Between nodes,
+        each tree carries half of the array; an inner node of a tree sends three halves to its
+        neighbours in that tree, and one half in the other tree. With two nodes, each is the root of
+        one tree and a leaf of the other, which halves this traffic. Latencies follow NCCL: the
+        chain in both directions, and log2(nodes) hops in both.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
@@ -199,10 +199,10 @@ class Fabric:
         return best
 
     def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time of a message to the next of `size` ranks `stride` apart, while all send.
+        """Return the seconds of a message to the next rank of an axis while all ranks send.
 
-        If the ranks span several nodes, the slowest message crosses nodes, at a device's share of
-        its node's cards.
+        The axis has `size` ranks at distance `stride`. If it spans several nodes, the slowest
+        message crosses nodes and gets a device's share of its node's cards.
         """
         leaves = size * stride > self.per_node
         rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
@@ -211,5 +211,5 @@ class Fabric:
 
 
 def _count_targets(groups: Floats, copies: int) -> Floats:
-    """Return the expected number of other groups that `copies` random copies of a token reach."""
+    """Return the expected number of other groups to which a token with `copies` experts is sent."""
     return groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups

@@ -1,4 +1,4 @@
-"""Networks and device links to choose from, slowest first, and a parser for their names."""
+"""Candidate networks and device links, slowest first, and a parser for their names."""
 
 import re
 from collections.abc import Iterable
@@ -35,9 +35,9 @@ def ladder() -> list[Network]:
 def device_ladder(chip: Accelerator | None) -> list[Network]:
     """Return the links that a device could have to others in its node, slowest first.
 
-    These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) of
-    the catalog's accelerators. Equally fast links are grouped, with the device's own first. There
-    are none on a CPU, whose ranks communicate through memory.
+    The links are a slot of each PCIe generation and the NVLink bundles (for AMD, Infinity Fabric)
+    of the catalog's accelerators. Equally fast links are merged, with the device's own first.
+    Without an accelerator, the list is empty: on CPUs, ranks communicate through memory.
     """
     if chip is None:
         return []
@@ -67,7 +67,7 @@ def by_rate(networks: Iterable[Network]) -> list[Network]:
 
 
 def of_node(node: Node) -> Network | None:
-    """Return the network of a machine in the catalog, all its cards together; None if unknown."""
+    """Return the combined network of a node's cards in the catalog; None if unknown."""
     if not node.nics:
         return None
     rate = sum(LINKS[bundle.link].bytes_per_s * bundle.count for bundle in node.nics)
@@ -78,8 +78,8 @@ def of_node(node: Node) -> Network | None:
 def read_network(text: str, option: str = "--network ") -> Network:
     """Parse a node's network: "4 x omni-path-100", "infiniband-ndr", "50Gbit/s", "12.5GB/s".
 
-    `option` precedes the text in error messages. Raises BadInputError if the text cannot be parsed
-    or names an unknown link.
+    Error messages start with `option` and the text. Raises BadInputError if the text cannot be
+    parsed or names an unknown link.
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is not None:

@@ -1,1 +1,1 @@
-"""Peak memory of every plan of a batch, in closed form."""
+"""Peak memory of many plans at once, in closed form."""

@@ -1,6 +1,6 @@
-"""Memory of a frozen head and the loss, from the last hidden state to its gradient.
+"""Memory of a frozen head and of the loss, from the last hidden state to its gradient.
 
-The logits are handled as in `planner.memory.loss`, without the head's gradient.
+Logits are handled as in `planner.memory.loss`, but the head has no gradient.
 """
 
 import numpy as np
@@ -28,9 +28,9 @@ def add_frozen_head_loss(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, device: str,
     item: Floats,
 ) -> None:  # fmt: skip
-    """Add the head's matmuls and the loss; `item`: bytes per element of the head's weight.
+    """Add the head's matmuls and the loss; `item` is the bytes per element of the head's weight.
 
-    The resulting gradient of the last hidden state is not counted here.
+    The gradient of the last hidden state, which this produces, is not counted here.
     """
     if device == "cuda":
         _on_accelerator(timeline, outline, columns, sizes, item)
@@ -92,7 +92,7 @@ def add_frozen_head_loss(
 def _on_accelerator(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, item: Floats
 ) -> None:
-    """Add `nn.head_loss`: all logits at once if compiled, else gradients in the forward."""
+    """Add `nn.head_loss`: all logits at once if compiled, else with gradients in the forward."""
     c, s, hidden = columns, sizes, outline.hidden
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden

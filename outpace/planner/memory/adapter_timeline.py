@@ -1,6 +1,7 @@
 """Memory timeline of a step that trains adapters.
 
-docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it.
+docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when that memory is
+freed.
 """
 
 import numpy as np
@@ -29,14 +30,14 @@ _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 
 
 def start_timeline(step: AdapterMemory) -> MemoryTimeline:
-    """Return the timeline of a rank up to the first forward."""
+    """Return a rank's timeline up to the first forward."""
     timeline = MemoryTimeline(len(step.columns), step.records_kinds)
     _add_permanent(timeline, step)
     return timeline
 
 
 def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the quantization of weights, then the tensors that exist before a forward."""
+    """Add the quantization of weights, then all tensors that exist before the first forward."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
         # On a CPU, all weights are loaded before they are quantized one by one.
@@ -63,7 +64,7 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _state_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes of the optimizer's state for a block's adapters."""
+    """Return the bytes of optimizer state for the adapters of one block."""
 
     def value(optimizer: int, low: int) -> float:
         name = OPTIMIZERS[optimizer]
@@ -73,7 +74,7 @@ def _state_bytes(step: AdapterMemory) -> Floats:
 
 
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
-    """Return the timeline of a step on a rank; it is the same on all ranks."""
+    """Return the timeline of a step on a rank, which is the same for all ranks."""
     timeline = start_timeline(step)
     _add_root(timeline, step)
     _add_forward(timeline, step)
@@ -92,12 +93,12 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
 
 
 def _unit(step: AdapterMemory) -> Floats:
-    """Return the bytes of a gathered block; 0 for plans that do not gather."""
+    """Return the bytes of a gathered block; 0 for plans that gather no parameters."""
     return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
 
 
 def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add gathered parameters outside of blocks, and the fp32 table (`nn.fp32_modules`)."""
+    """Add the gather of parameters outside of blocks, and the embedding's fp32 copy."""
     root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
     timeline.allocate("unsharded", root)
     timeline.allocate("communication", root)
@@ -108,7 +109,10 @@ def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the tensors that blocks save; each block is gathered while the previous buffer exists."""
+    """Add the tensors that blocks save.
+
+    Each block is gathered while the buffer of the previous gather still exists.
+    """
     c, layers = step.columns, step.outline.layers
     plain = share_of(c, "none")
     kept = plain * step.saved_bytes
@@ -134,7 +138,7 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
-    """Add the backward: the last two blocks, those in between as one, and the first two."""
+    """Add the backward: the last two blocks, then all middle blocks at once, then the first two."""
     layers = step.outline.layers
     every = recompute_interval(step.columns, layers)
     shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
@@ -158,19 +162,19 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return which plans recompute block `place`: every n-th block, starting with the first."""
+    """Return which plans recompute block `place`, if they recompute every `every`-th block."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
 
 def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes that a block saves in its forward."""
+    """Return the bytes that a block's forward saves."""
     less = step.first_saves_less if place == 0 else 0.0
     return np.where(_recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less)
 
 
 def _checkpoint_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes that a recomputed block saves; all recomputed blocks have one mode."""
+    """Return the bytes that a recomputed block saves; a plan's recomputed blocks have one mode."""
     modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
     found = step.saved_bytes
     for mode in modes:
@@ -179,14 +183,17 @@ def _checkpoint_bytes(step: AdapterMemory) -> Floats:
 
 
 def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes of casts that a block saves in its forward."""
+    """Return the bytes of weight casts that a block's forward saves."""
     return np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
 
 
 def _pass_over_others(
     timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
 ) -> None:
-    """Add the changes of `count` middle blocks; `given` and `copied`: bytes of all other blocks."""
+    """Add the memory changes of the `count` middle blocks.
+
+    `given` and `copied` are the saved bytes and the casts of the blocks that are added one by one.
+    """
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers
@@ -201,12 +208,15 @@ def _pass_over_others(
 
 
 def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return which plans have gradients before a backward creates more."""
+    """Return which plans already have gradients when a backward starts."""
     return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Start reducing a block's gradients, free the previous ones, return the bytes in flight."""
+    """Start the reduction of a block's gradients and free the previous block's.
+
+    Returns the bytes being reduced.
+    """
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -220,7 +230,7 @@ def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> F
 
 
 def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
-    """Add the gradient of an adapter's factor: stored, accumulated, or reduced."""
+    """Add the gradient of one adapter matrix: stored, accumulated, or kept until its reduction."""
     whole = step.gathered_item * elements
     timeline.allocate("communication", np.where(step.gathers, whole, 0.0))
     own = np.where(step.gathers, 0.0, whole)
@@ -230,7 +240,7 @@ def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) 
 
 
 def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, first: bool) -> None:
-    """Add a block's backward, after its recomputation: the MLP, then attention.
+    """Add a block's recomputation and backward, first of the MLP, then of attention.
 
     The gradient of the residual stream is live throughout.
     """
@@ -263,7 +273,10 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
 
 
 def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
-    """Add the MLP's backward; `cast`: bytes of its output's gradient if it is cast, else 0."""
+    """Add the MLP's backward.
+
+    `cast` is the bytes of its output's gradient if that gradient is cast, else 0.
+    """
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
     _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
@@ -330,7 +343,7 @@ def _add_linear(
     """Add a linear layer's backward: the adapter's B, the frozen matrix, then the adapter's A.
 
     It frees `made` bytes of the output's gradient and `read` bytes of the input that adapters
-    saved. If the input `has_gradient`, that gradient stays; `joins`: it is added to an existing
+    saved. With `has_gradient`, the input's gradient stays; with `joins`, it is added to an existing
     one.
     """
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
@@ -365,7 +378,7 @@ def _add_linear(
 
 
 def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
-    """Add the gradient of a norm's input, which is then added to the residual stream's gradient."""
+    """Add the gradient of a norm's input and its sum with the residual stream's gradient."""
     timeline.pass_over("temporary", stream - read)
     timeline.allocate("temporary", stream)
     timeline.free("activations", step.block.residual + step.block.norm)
@@ -377,8 +390,8 @@ def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, rea
 def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the workspace of attention's backward.
 
-    FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). outpace's
-    kernel on a CPU in bf16 (`nn.attention`) sums the gradients of keys and values, and holds three
+    FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). On a CPU in
+    bf16, outpace's kernel (`nn.attention`) sums the gradients of keys and values, and holds three
     copies of the inputs and probabilities of a block of queries.
     """
     one, c, b = step.outline.stacks[0].attention, step.columns, step.block
@@ -402,7 +415,7 @@ def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add temporaries of the optimizer's step."""
+    """Add the temporaries of the optimizer's step."""
     timeline.clear("activations", "temporary", "weight copies", "unsharded", "communication")
     c, s = step.columns, step.sizes
     elements = step.outline.layers * step.trained_elements / step.shards

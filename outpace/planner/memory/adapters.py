@@ -1,8 +1,8 @@
 """Memory of a step that trains adapters on frozen weights, for many plans at once.
 
-docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it: frozen
-matrices save no inputs and have no gradients, each adapter saves its input and its low-rank output,
-and the first block's input needs no gradient. Nothing is fitted.
+docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when that memory is
+freed. Frozen matrices save no inputs and have no gradients, each adapter saves its input and its
+low-rank output, and the first block's input needs no gradient. Nothing is fitted.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ QKV = ("q", "k", "v")
 class AdapterMemory:
     """A step that trains adapters: the model, the device, and plans with the same adapters.
 
-    `matrices`: the matrices of a block; `block`: a layer of the stack. `records_kinds`: whether the
-    peak by kind will be requested.
+    `matrices` are the matrices of a block, `block` is a layer of the stack. `records_kinds`: also
+    record memory by kind, for the peak's breakdown.
     """
 
     outline: Outline
@@ -53,17 +53,17 @@ class AdapterMemory:
 
     @cached_property
     def gathers(self) -> Bools:
-        """Return which plans shard parameters and gather them for use."""
+        """Return which plans shard parameters and gather them before use."""
         return self.columns.zero >= 2
 
     @cached_property
     def shards(self) -> Floats:
-        """Return the number of ranks that parameters are sharded over."""
+        """Return the number of shards of each parameter."""
         return np.where(self.gathers, self.columns.dp_shard, 1).astype(float)
 
     @cached_property
     def vectors(self) -> int:
-        """Return the number of elements of a block's biases and norms."""
+        """Return the number of elements in a block's biases and norms."""
         stack = self.outline.stacks[0]
         rest = layer_parameters(stack, self.outline.hidden)
         return rest - sum(w.inputs * w.outputs for w in weights(stack, self.outline.hidden))
@@ -89,7 +89,7 @@ class AdapterMemory:
     def gathered_item(self) -> Floats:
         """Return the bytes per element of a block's parameters in the forward.
 
-        A gather cannot cast byte tensors, so blocks that have them cast nothing
+        Gathers cannot cast byte tensors, so quantized blocks are gathered without a cast
         (`parallel.fsdp.policy_of`).
         """
         item = self.sizes.weight if self.packs else self.sizes.gathered
@@ -97,11 +97,11 @@ class AdapterMemory:
 
     @cached_property
     def root_item(self) -> Floats:
-        """Return the bytes per element of parameters outside of blocks in the forward."""
+        """Return the bytes per element, in the forward, of parameters outside of blocks."""
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters, with `item` bytes per element not in 4 bits."""
+        """Return the bytes of a block's parameters, with `item` bytes per unquantized element."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -110,27 +110,27 @@ class AdapterMemory:
 
     @cached_property
     def root_elements(self) -> Floats:
-        """Return the number of elements outside of blocks."""
+        """Return the number of parameter elements outside of blocks."""
         e = self.ends
         return e.embedding + e.head + e.positions + e.tail
 
     @cached_property
     def casts_adapters(self) -> Bools:
-        """Return which plans cast adapters, and matrices that are not quantized, for matmuls."""
+        """Return which plans cast adapters and unquantized matrices for matmuls."""
         return self.sizes.operand < self.gathered_item
 
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
-        """Return the bytes of casts that a linear layer's backward reads.
+        """Return the bytes of weight casts that a linear layer's backward reads.
 
-        These are casts of the adapters and, if the input has a gradient (`reads_gradient`), of the
-        frozen matrix.
+        They are casts of the adapter and, with `reads_gradient`, of the frozen matrix, which the
+        gradient of the input needs.
         """
         frozen = matrix.elements if reads_gradient and not self.packs else 0
         own = self.settings.rank * (matrix.inputs + matrix.outputs) if matrix.adapted else 0
         return np.where(self.casts_adapters, self.sizes.operand * (frozen + own), 0.0)
 
     def block_copies(self, first: bool) -> Floats:
-        """Return the bytes of a block's casts that its backward reads."""
+        """Return the bytes of weight casts that a block's backward reads."""
         found = [self.copy_bytes(m, not (first and m.name in QKV)) for m in self.matrices]
         return sum(found, start=np.zeros(len(self.columns)))
 
@@ -138,20 +138,20 @@ class AdapterMemory:
 
     @cached_property
     def low(self) -> Floats:
-        """Return the bytes of a low-rank matmul's output: T·r."""
+        """Return the bytes of an adapter's low-rank output, T·r elements."""
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
     def input_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of a matrix's input, in the dtype of matmuls."""
+        """Return the bytes of a matrix's input in the matmul dtype."""
         return self.sizes.tokens * matrix.inputs * self.sizes.operand
 
     def output_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of a matrix's output, in the dtype of matmuls."""
+        """Return the bytes of a matrix's output in the matmul dtype."""
         return self.sizes.tokens * matrix.outputs * self.sizes.operand
 
     @cached_property
     def mask(self) -> Floats:
-        """Return the bytes per element of dropout's mask; on a CPU, it has the operand's dtype."""
+        """Return the bytes per element of a dropout mask, which has the operand dtype on a CPU."""
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
     def dropout_bytes(self, matrix: Matrix) -> Floats:
@@ -177,7 +177,7 @@ class AdapterMemory:
 
     @cached_property
     def normed_heads(self) -> Floats:
-        """Return the bytes that norms of queries and keys save: inputs (scales are frozen)."""
+        """Return the bytes that norms of queries and keys save; their scales are frozen."""
         one, s = self.outline.stacks[0].attention, self.sizes
         assert one is not None
         if not one.qk_norm:
@@ -188,20 +188,20 @@ class AdapterMemory:
 
     @cached_property
     def attention(self) -> Floats:
-        """Return the bytes that attention saves besides its input."""
+        """Return the bytes that attention saves in addition to its input."""
         b = self.block
         found = b.queries + 2 * b.keys + b.mixed + self.normed_heads + b.scores
         return found + np.where(self.repeats_keys, 2 * (b.queries - b.keys), 0.0)
 
     @cached_property
     def repeats_keys(self) -> Bools:
-        """Return which plans use a kernel without grouped queries (`nn.kernels.choose_kernel`)."""
+        """Return which plans repeat keys and values, for a kernel without grouped queries."""
         kernel = self.columns.precision_in("fp32", *COMPUTES_IN_FP16)
         return kernel & (self.device == "cuda")
 
     @cached_property
     def saved_bytes(self) -> Floats:
-        """Return the bytes saved by a block without recomputation whose input has a gradient."""
+        """Return the bytes that a block saves without recomputation if its input has a gradient."""
         b = self.block
         inner = 3 if b.gated else 1
         own = [self.low + self.dropout_bytes(m) for m in self.matrices if m.adapted]
@@ -218,9 +218,9 @@ class AdapterMemory:
 
     @cached_property
     def first_saves_less(self) -> Floats:
-        """Return how many fewer bytes the first block saves because its input has no gradient.
+        """Return how many bytes less the first block saves because its input has no gradient.
 
-        Its first norm saves nothing, and neither does attention unless an adapter precedes it.
+        Its first norm saves nothing. Neither does attention, unless an adapter precedes it.
         """
         b = self.block
         less = b.residual + b.norm
@@ -236,10 +236,11 @@ class AdapterMemory:
 
     @cached_property
     def forward_bytes(self) -> Floats:
-        """Return the bytes that a block's forward needs at its peak in addition to what it saves.
+        """Return the bytes that a block's forward needs at its peak beyond those that it saves.
 
-        Outputs of attention, and of norms before their cast, live until its end. The MLP's last
-        matmul, or the one before it, adds the outputs of a matrix and its adapter, and their sum.
+        The outputs of attention, and of norms before their cast, live until the block ends. The
+        peak is in one of the MLP's last two matmuls, where a matrix's output, its adapter's output
+        and their sum exist, or in GELU.
         """
         s = self.sizes
         throughout = s.whole * s.operand + np.where(s.casts, 2 * s.part * s.stream, 0.0)
@@ -261,10 +262,9 @@ class AdapterMemory:
 
     @cached_property
     def recomputed_forward_bytes(self) -> Floats:
-        """Return `forward_bytes` of a block whose forward is repeated in the backward.
+        """Return `forward_bytes` for a forward that is repeated in the backward.
 
-        By the end of this forward, all tensors of the MLP exist, except the outputs of matmuls that
-        are kept.
+        At its end, all tensors of the MLP exist, except matmul outputs that were saved.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -278,7 +278,7 @@ class AdapterMemory:
         return np.where(share_of(self.columns, "selective") > 0, selective, full)
 
     def saved_bytes_in(self, mode: Checkpointing) -> Floats:
-        """Return the bytes that a block saves in a mode."""
+        """Return the bytes that a block saves in a recomputation mode."""
         b = self.block
         if mode == "none":
             return self.saved_bytes
@@ -298,7 +298,8 @@ def set_up_adapters(
 ) -> AdapterMemory:  # fmt: skip
     """Return the inputs of the memory formula for plans with these adapters.
 
-    Raises BadInputError for targets that the model lacks, and for plans that have no formula.
+    Raises BadInputError if the model lacks a target of the adapters, or if there is no formula for
+    a plan.
     """
     require_adaptable(outline)
     _require_known(columns)
@@ -312,7 +313,7 @@ def set_up_adapters(
 
 
 def _require_known(columns: PlanBatch) -> None:
-    """Raise BadInputError for a plan that has no formula."""
+    """Raise BadInputError if there is no formula for a plan."""
     for what, unknown in columns.unknown_with_adapters():
         if unknown.any():
             raise BadInputError(

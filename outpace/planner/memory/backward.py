@@ -1,4 +1,4 @@
-"""Memory of a rank's backward: its blocks, from the last to the first, and the embedding."""
+"""Memory of a rank's backward: its blocks, from last to first, then the embedding."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from outpace.planner.plan_columns import Bools, Floats, Ints
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a block: which plans have it, its mode, and which plans gather the next block."""
+    """A block's position: which plans have it, its mode, and which plans prefetch the next."""
 
     present: Bools
     mode: BlockMode
@@ -24,7 +24,7 @@ class _Position:
 
 
 def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the backward of the last and the first blocks; those in between are treated as equal."""
+    """Add the backward of the first and last blocks, and of all middle blocks at once."""
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
@@ -59,7 +59,7 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _pass_over_others(
     timeline: MemoryTimeline, rank: RankSetup, ends: list[_Position], beginnings: list[_Position]
 ) -> None:
-    """Add the memory changes of the blocks in between."""
+    """Add the memory changes of the middle blocks."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
     delays, modes = rank.delays, rank.recomputation
     at_end, at_beginning = _count(ends), _count(beginnings)
@@ -81,7 +81,7 @@ def _pass_over_others(
 
 
 def _count(positions: list[_Position]) -> Ints:
-    """Return how many of these positions each plan's rank has."""
+    """Return, for each plan, how many of these positions its rank has."""
     count: Ints = np.sum([one.present for one in positions], axis=0)
     return count
 
@@ -89,9 +89,9 @@ def _count(positions: list[_Position]) -> Ints:
 def _add_block(
     timeline: MemoryTimeline, rank: RankSetup, position: _Position, reduced: Floats
 ) -> Floats:
-    """Add a block's backward; return the bytes of its gradients that are being reduced.
+    """Add a block's backward and return the bytes of its gradients that are being reduced.
 
-    `reduced`: bytes of the previous block, whose reduction ends here.
+    `reduced` is the same for the previous block, whose reduction ends here.
     """
     if not position.present.any():
         return reduced
@@ -128,8 +128,8 @@ def _add_block(
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
     """Keep a block's gradients until a pipeline's last micro-batch, or add them to those kept.
 
-    After the block's backward, they are added one by one in the dtype of the reduction, in which
-    they have `sent` bytes.
+    After the block's backward they are added one by one in the reduction dtype, in which they have
+    `sent` bytes.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -141,7 +141,7 @@ def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) ->
 
 
 def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the embedding's gradient, which covers all rows; a tied head's is added to it."""
+    """Add the embedding's gradient, which has all rows, and its sum with a tied head's gradient."""
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, matmul=False)
@@ -160,9 +160,10 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the reduction of gradients outside of blocks, and of those that were delayed until then.
+    """Add the reduction of gradients outside of blocks and of delayed gradients.
 
-    The head's gradients were counted with the loss; root shards are reduced at the end.
+    The head's gradients were counted with the loss. The shards of all parameters outside of blocks
+    are reduced at the end.
     """
     setup, place, s, sharding = rank.setup, rank.place, rank.setup.sizes, rank.setup.sharding
     item, delays = sharding.item, rank.delays

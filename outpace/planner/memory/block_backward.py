@@ -1,4 +1,4 @@
-"""Memory of one block's backward, in the order of its operators."""
+"""Memory of a block's backward, in the order of its operators."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,10 @@ _ATTENTION_ROWS = 512  # rows of scores that ring attention holds at a time
 class _Block:
     """Values shared by the operators of a block's backward.
 
-    `live`: fraction of saved tensors on the device. `copies`: bytes of weight copies per matrix
-    element. Tensors in bytes: `stream`, the residual stream's gradient; `read`, the input of
-    matmuls; `cast`, the input's copy if it is cast; `gathered`, its copy if it is gathered again.
+    `live` is the fraction of saved tensors on the device, `copies` the bytes of weight copies per
+    matrix element. In bytes: `stream` is the residual stream's gradient, `read` the input of
+    matmuls, `cast` its copy in another dtype, and `gathered` its copy if it is gathered again;
+    copies that do not exist are 0.
     """
 
     setup: MemorySetup
@@ -35,7 +36,7 @@ class _Block:
 
 
 def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMode) -> None:
-    """Add a block's backward, after its recomputation: the MLP, then attention."""
+    """Add a block's recomputation and backward, first of the MLP, then of attention."""
     setup, s, b = rank.setup, rank.setup.sizes, rank.setup.block
     away = mode.offloaded  # offloaded tensors are used in host memory
     copies_away = setup.offloads_activations & ~mode.recomputes
@@ -120,7 +121,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the gradient of a norm's input, which is then added to the residual stream's gradient."""
+    """Add the gradient of a norm's input and its sum with the residual stream's gradient."""
     b = block.setup.block
     # Assembled before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))
@@ -131,7 +132,7 @@ def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add ring attention: operands in fp32, and three tensors of 512 rows of scores."""
+    """Add ring attention's temporaries: fp32 operands, and three tensors of 512 rows of scores."""
     c, s, b = setup.columns, setup.sizes, setup.block
     spread = c.cp > 1
     if not spread.any():
@@ -147,7 +148,7 @@ def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 
 
 def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add the workspace of attention's kernel on an accelerator."""
+    """Add the workspace of an accelerator's attention kernel."""
     one = setup.outline.stacks[0].attention
     if setup.question.device == "cpu" or one is None:
         return
@@ -161,8 +162,8 @@ def flash_workspace_bytes(
 ) -> Floats:
     """Return the bytes of FlashAttention's fp32 query gradients (Dao, arXiv 2307.08691, §3).
 
-    With grouped queries, they include gradients of keys and values for every query head, as large
-    as `queries` (bytes) each.
+    With grouped queries, the result includes gradients of keys and of values for every query head,
+    each as large as `queries` bytes.
     """
     unit = 32 if one.head_dim <= 128 else 64
     width = -(-one.head_dim // unit) * unit + 1

@@ -1,4 +1,4 @@
-"""Memory of a rank's forwards, for all micro-batches whose backward has not run yet."""
+"""Memory of a rank's forwards, for all micro-batches whose backward is still to come."""
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from outpace.records.precisions import WEIGHTS
 
 
 def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
-    """Add the tensors that forwards gather and keep, up to the loss.
+    """Add the tensors that forwards gather and save, up to the loss.
 
-    `delayed`: bytes that earlier chunks keep for their delayed weight gradients.
+    `delayed` is the bytes that earlier chunks keep for their delayed weight gradients.
     """
     setup, place = rank.setup, rank.place
     _gather_root(timeline, rank)
@@ -39,7 +39,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
 
 
 def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
-    """Add casts of matrices that the backward reads again, in blocks without recomputation."""
+    """Add the weight casts that the backward reads again, in blocks without recomputation."""
     away = rank.setup.offloads_activations
     nbytes = blocks * rank.setup.copies * rank.recomputation.plain
     timeline.pass_over("weight copies", np.where(away, 0.0, nbytes))
@@ -47,7 +47,7 @@ def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> Non
 
 
 def raised_table(rank: RankSetup) -> Floats:
-    """Return the bytes of the embedding's fp32 copy, which look-up and gradient use."""
+    """Return the bytes of the embedding's fp32 copy, which the lookup and its gradient use."""
     setup, sharding = rank.setup, rank.setup.sharding
     autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
     raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")
@@ -61,7 +61,10 @@ def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the gathers of blocks; each is copied while the previous block's parameters exist."""
+    """Add the gathers of blocks.
+
+    Each block is copied out of its buffer while the previous block's parameters still exist.
+    """
     unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
     others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
     before = np.where(rank.blocks > 1.5, unit, rank.root)
@@ -73,7 +76,7 @@ def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_tables(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add cosines and sines of positions, in fp32."""
+    """Add the fp32 tables of cosines and sines for rotary embeddings."""
     question = rank.setup.question
     first = question.outline.stacks[0].attention
     if question.outline.learned_positions == 0 and first is not None:

@@ -1,7 +1,7 @@
-"""Memory traits of trainers that hold for any plan: outpace, Megatron-LM, Lightning's FSDP.
+"""Memory traits of trainers: outpace, Megatron-LM, DeepSpeed and Lightning's FSDP.
 
-A plan says which axes and options are used; the traits, each with its source, say how a trainer
-implements them.
+A plan says which axes and options are used. The traits, each with its source, say how a trainer
+implements them; they hold for any plan.
 """
 
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ class FrameworkTraits:
     """Memory traits of one trainer.
 
     `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
-    logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
-    parallelism, a rank keeps its shard of matmuls' inputs and gathers it again. `main_gradients`:
-    bytes per element of a buffer that accumulates gradients throughout the job, whole unless the
-    plan shards weights; None means the buffers of outpace's strategies. `shards_by_element`: zero1
-    splits parameters by elements over data and context parallelism. `reuses_receive_buffer`: a
-    pipeline has one receive buffer for all micro-batches, and frees tensors that it has sent.
-    `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
-    unsharded until the last backward. `gradient_copies`: bytes per gradient of a copy that the step
-    makes besides those in fp32, of all that a rank updates at once. `reduce_buffer`: bytes of the
-    copy in which gradients are reduced, in a block of its own.
+    logits becomes the softmax and then its gradient. `regathers_inputs`: with sequence parallelism,
+    a rank saves its shard of a matmul's input and gathers the input again in the backward.
+    `main_gradients`: bytes per element of a permanent gradient buffer, which is sharded only if
+    weights are; None means the buffers of outpace's strategies. `shards_by_element`: zero1 splits
+    parameters by elements over data and context parallelism. `reuses_receive_buffer`: a pipeline
+    has one receive buffer for all micro-batches, and frees tensors that it has sent.
+    `accumulates_unsharded`: with sharded weights and gradient accumulation, gradients stay
+    unsharded until the last backward. `gradient_copies`: bytes per element of copies that the
+    optimizer's step makes of all of a rank's gradients at once, in addition to the fp32 ones.
+    `reduce_buffer`: bytes of a separate buffer in which gradients are reduced.
     """
 
     chunks_loss: bool = True

@@ -16,7 +16,7 @@ _FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}
 
 @dataclass(frozen=True)
 class Place:
-    """One pipeline rank of each plan (see `in_flight.Rank`); without a pipeline, any rank."""
+    """One pipeline rank of each plan (see `in_flight.Rank`), or any rank if it has no pipeline."""
 
     layers: Floats
     chunk_layers: Floats
@@ -35,14 +35,14 @@ class Place:
     last_again: Bools
 
     def select(self, rows: Ints) -> "Place":
-        """Return the places of some of the plans."""
+        """Return the places of the plans at indices `rows`."""
         return Place(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
     """Return the pipeline ranks that may need the most memory, each for all plans.
 
-    Plans with fewer such ranks (`in_flight.ranks_of`) repeat their last one.
+    Plans with fewer such ranks than others (`in_flight.ranks_of`) repeat their last one.
     """
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
@@ -57,7 +57,7 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
 
 
 def _place(ranks: list[Rank], rows: Ints) -> Place:
-    """Return one rank of each plan, by the plan's index in `ranks`."""
+    """Return one rank of each plan; `rows` has each plan's index in `ranks`."""
     columns = np.array(ranks, float)[rows].T
     return Place(
         *(
@@ -70,7 +70,7 @@ def _place(ranks: list[Rank], rows: Ints) -> Place:
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
     """Return n if every n-th block recomputes, starting with the first; 0 if none does.
 
-    Plans give fractions: k of L blocks means every (L/k rounded up)-th block.
+    Plans specify a fraction: if k of L blocks recompute, n is L/k rounded up.
     """
     recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
     return np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(np.int64)

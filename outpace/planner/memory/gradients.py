@@ -1,4 +1,4 @@
-"""Memory of a weight's gradient during a backward, by how the plan stores gradients."""
+"""Memory of a weight's gradient during the backward, by how the plan stores gradients."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from outpace.planner.plan_columns import Bools, Floats
 class GradientBytes:
     """Bytes per element of a gradient, one entry per plan.
 
-    `matmul` and `other`: bytes before a cast, if a matmul or another operator computes the
-    gradient. If ranks have whole weights, `kept` bytes stay, or `added` bytes live until they are
-    added to existing gradients. If parameters are gathered, both are 0, and `whole` bytes live
-    until they are reduced, or `joined` bytes until they are added to gradients whose reduction is
-    delayed.
+    A gradient first has `matmul` or `other` bytes, before a cast, depending on the operator that
+    computes it. On ranks with unsharded weights, `kept` bytes stay, or `added` bytes live until
+    they are added to existing gradients. On ranks that gather parameters, both are 0; `whole` bytes
+    live until the reduction, or `joined` bytes until they are added to gradients with a delayed
+    reduction.
     """
 
     matmul: Floats
@@ -32,8 +32,8 @@ class GradientBytes:
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
     """Return the bytes per element of a gradient, for every plan.
 
-    `allocates`: the backward allocates gradients that stay. `joins`: a pipeline already keeps
-    gradients until its last micro-batch.
+    `allocates`: the backward allocates gradients that stay. `joins`: a pipeline already holds
+    gradients that wait for its last micro-batch.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
     cast = np.where(setup.gradients.casts_sums, item, 0.0)
@@ -51,7 +51,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 
 def added_bytes(setup: MemorySetup) -> Floats:
-    """Return the bytes per element of a gradient that is added to existing, ungathered ones."""
+    """Return the bytes per element of a gradient that ranks without sharded weights accumulate."""
     return np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
 
 
@@ -64,7 +64,7 @@ def add_gradient(
 ) -> None:
     """Add a weight's gradient: stored, accumulated, or kept until its reduction.
 
-    The gradient of a `matmul` is cast when the weight's copy, of `copies` bytes per element, is
+    A gradient from a `matmul` is cast when the weight's copy, of `copies` bytes per element, is
     freed.
     """
     made = elements * (item.matmul if matmul else item.other)
@@ -78,5 +78,5 @@ def add_gradient(
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:
-    """Add gradients to host memory in plans whose weights are there."""
+    """Add gradients to host memory, for plans that keep their weights there."""
     timeline.offload(np.where(setup.gradients_on_host, nbytes, 0.0), False)

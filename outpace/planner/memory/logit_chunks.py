@@ -1,4 +1,4 @@
-"""Rows of logits that the loss computes at a time: all, chunks, or blocks of rows."""
+"""Number of rows of logits that the loss computes at a time: all rows, chunks, or blocks."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ LOW_HEAD_ROWS = 2048
 
 
 def padded_columns(vocab: Floats) -> Floats:
-    """Return the columns of logits on an accelerator, with padding."""
+    """Return the number of columns of an accelerator's logits, with padding."""
     return np.ceil(vocab / _PADDED_TO) * _PADDED_TO
 
 
@@ -36,7 +36,7 @@ def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator computes at a time.
+    """Return the number of rows of logits that an accelerator computes at a time.
 
     `asked`: the plan requests a chunked loss.
     """
@@ -50,13 +50,13 @@ def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bool
 
 
 def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
-    """Return the bytes of fp32 copies of logits; compiled passes need none."""
+    """Return the bytes of fp32 copies of logits; 0 if compiled."""
     most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(columns, 1))))
     return np.where(compiled, 0.0, FP32 * np.minimum(rows, most) * columns)
 
 
 def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
-    """Return whether a CPU must split logits because all of them together are too large."""
+    """Return whether all logits together are too large for a CPU, which then splits them."""
     large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
     return np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
 

@@ -29,8 +29,9 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 class _Head:
     """The head of ranks that have one, with `elements` and an input of `rows` tokens.
 
-    `more`: other micro-batches whose backward has not run yet. `last`: bytes of a buffer that is
-    freed when the head begins. `copied`: matmuls read a cast or padded copy of the weight.
+    `more` is the number of other micro-batches whose backward is still to come. `last` is the bytes
+    of a buffer that is freed when the head's backward begins. `copied`: matmuls read a cast or
+    padded copy of the weight.
     """
 
     setup: MemorySetup
@@ -43,9 +44,9 @@ class _Head:
 
 
 def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the last norm, the head and the loss, for micro-batches whose backward has not run yet.
+    """Add the last norm, the head and the loss of all micro-batches that await their backward.
 
-    The gradient of the last hidden state remains.
+    The gradient of the last hidden state remains allocated.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     place, hidden = rank.place, rank.setup.outline.hidden
@@ -75,7 +76,10 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the inputs of the head's delayed gradient: the logits' gradient and the weight's copy."""
+    """Add the inputs of the head's delayed weight gradient.
+
+    These are the logits' gradient and the copy of the weight.
+    """
     setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
     here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
     here.pass_over("temporary", s.tokens * vocab * s.operand)
@@ -85,7 +89,7 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def tied_head_bytes(rank: RankSetup) -> Floats:
-    """Return the bytes of a tied head's gradient that waits for the embedding's gradient.
+    """Return the bytes of a tied head's gradient, which waits for the embedding's gradient.
 
     Returns 0 if the head's gradient is stored until the optimizer's step anyway.
     """
@@ -98,7 +102,7 @@ def tied_head_bytes(rank: RankSetup) -> Floats:
 def _add_logits(
     timeline: MemoryTimeline, setup: MemorySetup, rows: Floats, more: Floats, last: Floats
 ) -> None:
-    """Add the head and the loss, by the method of each plan."""
+    """Add the head and the loss, as each plan computes them."""
     item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _vocab(setup)
     cast = setup.sizes.operand < item
     chunked = _uses_chunks(setup, rows, vocab)
@@ -122,7 +126,7 @@ def _add_logits(
 
 
 def _vocab(setup: MemorySetup) -> Floats:
-    """Return the columns of logits on a rank."""
+    """Return the number of columns of a rank's logits."""
     return np.ceil(setup.outline.outputs / setup.columns.tp)
 
 
@@ -135,7 +139,7 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which plans compute the loss in chunks: if requested, or if logits are large."""
+    """Return which plans compute the loss in chunks, on request or because logits are large."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
@@ -146,12 +150,12 @@ def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
 
 
 def _uses_head_loss(setup: MemorySetup) -> bool:
-    """Return whether the loss is `nn.head_loss`: outpace's model on an accelerator."""
+    """Return whether the loss is `nn.head_loss`, which outpace uses on accelerators."""
     return setup.question.traits.chunks_loss and setup.question.device == "cuda"
 
 
 def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
-    """Return whether logits live from forward to backward; else the forward frees them."""
+    """Return which plans keep logits for the backward instead of freeing them in the forward."""
     c = setup.columns
     whole = c.compile & fits(rows, columns, setup.sizes.operand)
     return c.splits_backward() | (c.tp > 1) | whole
@@ -179,7 +183,7 @@ def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add logits, at once or in chunks, whose forward computes all gradients in place."""
+    """Add logits, all at once or in chunks, whose gradients the forward computes in place."""
     s, rows, item = head.setup.sizes, head.rows, head.setup.sharding.item
     hidden = head.setup.outline.hidden
     c, row_bytes = head.setup.columns, np.maximum(head.vocab, 1) * s.operand
@@ -203,7 +207,7 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _takes_bf16_logits(setup: MemorySetup) -> Bools:
-    """Return which plans have bf16 matmuls on a CPU, where the gradient overwrites the logits."""
+    """Return which plans compute logits in bf16 on a CPU and overwrite them with their gradient."""
     c = setup.columns
     own = c.precision_in(*COMPUTES_IN_BF16) & ~c.splits_backward() & (c.tp == 1)
     takes: Bools = own & setup.question.traits.chunks_loss & (setup.question.device == "cpu")
@@ -231,7 +235,7 @@ def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits in fp32, their softmax, and gradients of both."""
+    """Add all logits in fp32, their softmax, and the gradients of both."""
     setup, s, c = head.setup, head.setup.sizes, head.setup.columns
     in_place = setup.question.traits.softmax_in_place
     states = head.rows * setup.outline.hidden
@@ -263,7 +267,7 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add the CPU's chunked loss; the forward computes the gradients of hidden states and head."""
+    """Add the CPU's chunked loss, whose forward computes gradients of hidden states and head."""
     s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
     rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
     asked = head.setup.columns.chunked_loss

@@ -28,9 +28,9 @@ _FP32 = 4
 
 
 def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
-    """Return the number of values in a row that share a scale; None if moments are in fp32.
+    """Return the number of consecutive values that share a scale; None if moments are in fp32.
 
-    `split` is the number of ranks that each row is split over.
+    `split` is the number of ranks over which each row is split.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_VALUES or shape[-1] % split:
         return None
@@ -45,7 +45,7 @@ def optimizer_bytes(
     *,
     hidden: bool = True,
 ) -> float:
-    """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
+    """Return the bytes of optimizer state for a parameter of this shape, without the step count.
 
     `hidden`: Muon updates the parameter if it is a matrix.
     """

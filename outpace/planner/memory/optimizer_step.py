@@ -18,7 +18,7 @@ _COPIES = np.array([traits.copies for traits in _TRAITS])
 
 
 def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add temporaries of the optimizer's step."""
+    """Add the temporaries of the optimizer's step."""
     setup, sharding = rank.setup, rank.setup.sharding
     timeline.clear("activations", "temporary", "weight copies", "unsharded")
     _drop_sums(timeline, rank)
@@ -50,7 +50,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Free gradients that were copied into buffers, and sums outside of buckets."""
+    """Free gradients that were copied into buffers, and those accumulated outside of buckets."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -62,7 +62,7 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
     """Add the fp32 gradients that fp16-master unscales, on ranks with master weights.
 
-    They replace 16-bit gradients one by one, except views of buffers, which stay.
+    They replace the 16-bit gradients one by one; 16-bit gradients that are views of buffers stay.
     """
     setup, sharding, g = rank.setup, rank.setup.sharding, rank.setup.gradients
     master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)
@@ -72,12 +72,12 @@ def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) ->
 
 
 def _copy_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add the copies of gradients that some trainers' steps make of all at once.
+    """Add the copies that some trainers' optimizer steps make of all gradients at once.
 
-    They are larger than any freed activation or gradient, so an allocator adds blocks for them, for
-    the fp32 gradients and for the buffer of reductions. Without a pipeline, the block of the zero
-    gradients with which states were initialised is free again after a backward; the receive buffers
-    of a pipeline stay in it.
+    The copies, the fp32 gradients and the reduction buffer are larger than any freed block, so the
+    allocator adds blocks for them. Without a pipeline, the block of the zero gradients with which
+    states were initialised is free again after a backward; with a pipeline, its receive buffers
+    stay in that block.
     """
     setup, sharding = rank.setup, rank.setup.sharding
     traits = setup.question.traits
@@ -90,7 +90,7 @@ def _copy_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats)
 
 
 def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:
-    """Return the number of elements that are updated at once."""
+    """Return the number of elements that the optimizer updates at once."""
     c, sharding = rank.setup.columns, rank.setup.sharding
     stepped = elements
     if sharding.shares_states.any():
@@ -103,9 +103,9 @@ def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats
 def add_step_tensors(
     timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
 ) -> None:
-    """Add the temporaries of a step: tensors as large as the `largest` parameter, and copies.
+    """Add an optimizer's temporaries: tensors as large as the `largest` parameter, and copies.
 
-    `largest` and `stepped`: bytes of that parameter, and of all parameters updated at once.
+    `largest` and `stepped` are the bytes of that parameter and of all parameters updated at once.
     """
     pure, rounds = columns.precision_in(*PURE), columns.precision_in("bf16-pure")
     in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[columns.optimizer].T

@@ -1,8 +1,8 @@
-"""Peak memory of a plan's fullest rank, in closed form and for many plans at once.
+"""Peak memory of each plan's fullest rank, in closed form, for many plans at once.
 
 Sizes of states follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, and activations Korthikanti
-et al., arXiv 2205.05198, §4. Every term is derived in docs/concepts/memory-model.md from what the
-model's operators save and what the strategies' buffers hold. Nothing is fitted.
+et al., arXiv 2205.05198, §4. docs/concepts/memory-model.md derives every term from what the model's
+operators save and what the strategies' buffers hold. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
 def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
     """Return the peak memory of each plan's fullest rank, by kind.
 
-    Offloaded bytes are a separate kind, not included in the sum.
+    Offloaded bytes are a separate kind, outside of the device's peak.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
     best = np.zeros(len(columns))
@@ -55,7 +55,7 @@ def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
 def peak_bytes(
     question: MemoryQuestion, columns: PlanBatch, rank: Literal["fullest", "last"] = "fullest"
 ) -> Floats:
-    """Return the peak bytes of tensors on the fullest rank, or on the last one, for every plan."""
+    """Return the peak tensor bytes of each plan's fullest rank, or of its last rank."""
     peak = np.zeros(len(columns))
     for rows, timeline in _timelines(question, columns, only_last=rank == "last"):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
@@ -63,10 +63,10 @@ def peak_bytes(
 
 
 def offloaded_bytes(question: MemoryQuestion, columns: PlanBatch) -> tuple[Floats, Floats]:
-    """Return the bytes that a rank stores in host memory and on disk, each at its peak.
+    """Return the peak bytes that a rank stores in host memory and on disk.
 
     Host memory peaks at the end of the forward, with all activations, or at the end of the
-    backward, with gradients of offloaded weights. This need not coincide with the device's peak.
+    backward, with gradients of offloaded weights. Its peak need not coincide with the device's.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
     for rows, timeline in _timelines(question, columns):
@@ -81,7 +81,7 @@ def _timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield the step's timelines of the ranks that may need the most memory, with plan indices."""
+    """Yield plan indices, and a step's timeline on a rank that may need the most memory."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.select(rows)
@@ -99,7 +99,7 @@ def _timelines(
 def _start_timelines(
     question: MemoryQuestion, columns: PlanBatch
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield timelines up to the first forward, of the same ranks, with plan indices."""
+    """Yield plan indices, and timelines up to the first forward of possibly fullest ranks."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.select(rows)
@@ -113,7 +113,7 @@ def _start_timelines(
 
 
 def _parts(columns: PlanBatch) -> Iterator[Ints]:
-    """Yield plan indices in cache-sized parts, separately by pipelining and by sharding."""
+    """Yield plan indices in cache-sized chunks, separated by use of pipelines and sharding."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -125,11 +125,11 @@ def _parts(columns: PlanBatch) -> Iterator[Ints]:
 
 
 def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
-    """Return the device memory that plans need: tensors, segments, CUDA's context, NCCL's buffers.
+    """Return the device memory that plans need: tensors, segments, CUDA context and NCCL buffers.
 
     The last three are upper bounds by the rules of docs/concepts/memory-model.md, not measurements:
-    unused parts of segments, kernels and context, and ring buffers of each group of ranks. On a
-    CPU, the result is `peak_bytes`.
+    unused parts of segments, kernels and context, and ring buffers of each process group. On a CPU,
+    the result is `peak_bytes`.
     """
     return _reserve(question, columns, peak_bytes(question, columns))
 
@@ -137,7 +137,7 @@ def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
 def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Floats:
     """Return the bytes that a device of `room` bytes holds after steps, as nvidia-smi shows them.
 
-    These are `reserved_bytes` with the blocks that an allocator keeps as long as there is room.
+    These are `reserved_bytes` plus the freed blocks that the allocator keeps while there is room.
     """
     peak, held = np.zeros(len(columns)), np.zeros(len(columns))
     for rows, timeline in _timelines(question, columns):
@@ -150,8 +150,7 @@ def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Flo
 def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     """Return a lower bound on `reserved_bytes`, from permanent tensors alone.
 
-    It is a lower bound because `reserved_bytes` is a maximum over several moments, of which the
-    start of the step is one.
+    `reserved_bytes` is a maximum over several moments, one of which is the start of the step.
     """
     peak = np.zeros(len(columns))
     for rows, timeline in _start_timelines(question, columns):
@@ -160,9 +159,9 @@ def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
 
 
 def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floats:
-    """Return the reserved bytes: tensors with segments, the context, and buffers of collectives.
+    """Return the reserved bytes for a peak: tensors in segments, context and collective buffers.
 
-    On a CPU, these are only the tensors.
+    On a CPU, only tensors count.
     """
     if question.device == "cpu":
         return peak
@@ -173,7 +172,7 @@ def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floa
 
 
 def library_bytes(columns: PlanBatch) -> Floats:
-    """Return the part of `reserved_bytes` outside of torch: CUDA's context and NCCL's buffers."""
+    """Return the part of `reserved_bytes` outside of torch: CUDA context and NCCL buffers."""
     groups: Floats = np.zeros(len(columns)) + _count_groups(columns)
     return _CONTEXT + groups * _RING_BYTES
 
@@ -184,6 +183,6 @@ def plan_library_bytes(plan: Plan) -> int:
 
 
 def _count_groups(axes: Plan | PlanBatch) -> Any:
-    """Return the number of process groups of a rank that have buffers."""
+    """Return the number of a rank's process groups that have NCCL buffers."""
     sizes = (axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.pp)
     return sum(1 * (size > 1) for size in sizes)

@@ -1,4 +1,4 @@
-"""Tensors on a rank at the start of a step: weights, states, buffers, and earlier gradients."""
+"""Tensors on a rank at the start of a step: weights, states, buffers and earlier gradients."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ _CPU, _DISK = OFFLOADS.index("cpu"), OFFLOADS.index("disk")
 
 
 def add_permanent_tensors(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the tensors that exist before a forward, with gradients of earlier micro-batches."""
+    """Add the tensors that exist before a forward, including gradients of earlier micro-batches."""
     states = _state_bytes(rank)
     _add_weights_and_states(timeline, rank, states)
     _add_buffers(timeline, rank, states)
@@ -62,7 +62,7 @@ def _state_bytes(rank: RankSetup) -> Floats:
 
 
 def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> None:
-    """Add buffers for gradients and communication, workspaces, and a step's inputs."""
+    """Add the buffers for gradients and communication, the workspaces, and a step's inputs."""
     setup, c, g = rank.setup, rank.setup.columns, rank.setup.gradients
     device = setup.question.device
     timeline.pass_over("gradients", np.where(g.buckets, g.bucket_item * rank.elements, 0.0))
@@ -80,7 +80,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
 
 
 def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the buffers in which a pipeline sends and receives: one per micro-batch, or one."""
+    """Add a pipeline's send and receive buffers: one for all micro-batches, or one for each."""
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     stream = setup.sizes.part * setup.sizes.stream
     piped = c.pp > 1
@@ -91,7 +91,7 @@ def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients that are kept in addition to the buckets."""
+    """Add accumulated gradients that exist in addition to gradient buckets."""
     setup, g = rank.setup, rank.setup.gradients
     timeline.pass_over("gradients", g.apart * rank.elements)
     # Sums in fp32 are rounded to the buckets' dtype before the last micro-batch.
@@ -100,10 +100,10 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients outside of buckets.
+    """Add accumulated gradients, for plans without buckets.
 
     If weights are on the host, their reduced gradients are copied there. In a pipeline, sharded
-    gradients stay whole until the last micro-batch.
+    gradients stay unsharded until the last micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     sharding, g, delays = setup.sharding, setup.gradients, rank.delays

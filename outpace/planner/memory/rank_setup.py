@@ -18,9 +18,9 @@ from outpace.records.plan import Checkpointing
 class BlockMode:
     """Recomputation mode of a block.
 
-    `recomputes`: the block recomputes tensors; `selective`: not all of them. `saved`: bytes that
-    its forward saves; `offloaded`: the offloaded part of them, without tensors that checkpointing
-    itself keeps.
+    `recomputes`: the block recomputes tensors. `selective`: it recomputes only some of them.
+    `saved` is the bytes that its forward saves, and `offloaded` the offloaded part, without tensors
+    that checkpointing itself keeps.
     """
 
     recomputes: Bools
@@ -31,10 +31,10 @@ class BlockMode:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Recomputation by a rank's blocks: the first, the last, and their mean.
+    """Recomputation in a rank's first block, in its last block, and on average.
 
-    A fraction `plain` of the blocks recomputes nothing; `saved` and `offloaded` are the bytes of an
-    average block.
+    `plain` is the fraction of blocks without recomputation; `saved` and `offloaded` are the bytes
+    of an average block.
     """
 
     first: BlockMode
@@ -48,10 +48,10 @@ class Recomputation:
 class RankSetup:
     """Values of one rank of each plan, one entry per plan.
 
-    `later`: whether this is after a pipeline's first backward. `elements`: all parameters that the
-    rank computes with; `outside`: those outside of blocks. `has_gradients`: gradients exist before
-    a backward creates new ones. `delays`: a pipeline's sharded gradients stay unsharded until its
-    last micro-batch.
+    `later`: the time is after a pipeline's first backward. `elements` counts all parameters that
+    the rank computes with, `outside` only those outside of blocks. `has_gradients`: gradients exist
+    before a backward creates new ones. `delays`: a pipeline's sharded gradients stay unsharded
+    until its last micro-batch.
     """
 
     setup: MemorySetup
@@ -88,8 +88,8 @@ class RankSetup:
     def chunk_bytes(self) -> Floats:
         """Return the bytes that a stage keeps per micro-batch, including offloaded ones.
 
-        The input of every stage except the first is the received tensor; the output of every stage
-        except the last stays until it is sent and its backward begins. With a single receive
+        Every stage except the first reads the received tensor as its input. Every stage except the
+        last keeps its output until it is sent and its backward begins. With a single receive
         buffer, the input is saved like any block's input.
         """
         setup, place = self.setup, self.place
@@ -102,7 +102,7 @@ class RankSetup:
 
     @property
     def largest(self) -> Floats:
-        """Return the elements of the largest parameter: a block's, the embedding or the head."""
+        """Return the elements of the largest parameter: one of a block, or the embedding."""
         setup, place = self.setup, self.place
         ends = np.where(place.first | place.last, setup.ends.embedding, 0.0)
         return np.maximum(setup.block.largest, ends) / setup.sharding.shards
@@ -116,7 +116,7 @@ class RankSetup:
 
     @cached_property
     def recomputation(self) -> Recomputation:
-        """Return the recomputation modes of the rank's blocks."""
+        """Return how the rank's blocks recompute."""
         setup, place = self.setup, self.place
         recomputed = 1 - share_of(setup.columns, "none")
         local = place.again / np.maximum(recomputed, 1e-9)
@@ -136,7 +136,7 @@ class RankSetup:
 
 
 def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
-    """Return the values of one rank of every plan."""
+    """Return the inputs of the memory formula for one rank of every plan."""
     c, g = setup.columns, setup.gradients
     outside = _outside_elements(setup, place)
     accumulates = (c.passes > 1) & (~setup.dp | g.sums_in_fp32)
@@ -152,7 +152,7 @@ def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
 
 
 def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
-    """Return the elements outside of blocks; a tied head is counted with the embedding."""
+    """Return the elements outside of blocks; a tied head counts once, with the embedding."""
     e = setup.ends
     shared = (e.head == 0) & ~place.first & setup.outline.tied
     head = np.where(shared, e.embedding, e.head)
@@ -161,7 +161,7 @@ def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
 
 
 def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
-    """Return the mode of a block; if it recomputes, the first of `modes` that applies."""
+    """Return a block's mode, which is the first of `modes` in the plan if the block recomputes."""
     saved = np.where(again, 0.0, setup.saved["none"])
     selective, free = np.zeros_like(again), again
     for mode in modes:

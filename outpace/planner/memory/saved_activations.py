@@ -1,9 +1,9 @@
-"""Bytes that one layer's forward saves for its backward, and sizes of its weights.
+"""Bytes that a layer's forward saves for its backward, and sizes of the layer's weights.
 
-docs/concepts/memory-model.md derives the terms from what autograd saves of each operator in
+docs/concepts/memory-model.md derives the terms from what autograd saves for each operator of
 `nn.block`. Legend: T tokens of a micro-batch on a rank, R of them in the residual stream (fewer
-under sequence parallelism), D hidden width, Q and K widths of queries and of keys or values on a
-rank, F inner width of the MLP on a rank.
+with sequence parallelism), D hidden width; on a rank, Q width of queries, K width of keys or
+values, F inner width of the MLP.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ _TABLE = np.array(
 class Shapes:
     """Sizes of a plan's tensors: bytes per element, and elements passed between layers.
 
-    If ranks shard parameters, `gathered` and `reduced` are the bytes per element in which
-    parameters are gathered and gradients reduced.
+    `gathered` and `reduced` are the bytes per element of parameter gathers and gradient reductions,
+    if ranks shard parameters.
     """
 
     weight: Floats
@@ -47,7 +47,7 @@ class Shapes:
 
     @property
     def casts(self) -> Bools:
-        """Return which plans' matmuls need casts to a narrower dtype than the stream's."""
+        """Return which plans cast matmul inputs to a narrower dtype than the residual stream's."""
         return self.operand < self.stream
 
 
@@ -68,9 +68,9 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
-    `norm`: bytes that each norm saves in addition to its input. `input`: bytes of their input that
-    the matmuls after a norm save. `output`: a matmul's output before it is added to the residual
-    stream. `raw`: queries and keys before rotation.
+    `norm` is what each norm saves in addition to its input, `input` the saved input of the matmuls
+    after a norm, `output` a matmul's output before it is added to the residual stream, and `raw`
+    queries and keys before rotation.
     """
 
     norms: int
@@ -99,17 +99,17 @@ class Layer:
 
     @property
     def elements(self) -> Floats:
-        """Return the elements of all parameters of a layer on a rank."""
+        """Return the number of parameter elements of a layer on a rank."""
         return self.matrices + self.vectors
 
     @property
     def inners(self) -> int:
-        """Return the number of saved tensors with the inner width: two, or four with a gate."""
+        """Return the number of saved tensors of the MLP's inner width: two, or four with a gate."""
         return 4 if self.gated else 2
 
     @property
     def attention(self) -> Floats:
-        """Return the bytes that attention saves besides its input."""
+        """Return the bytes that attention saves in addition to its input."""
         return self.queries + 2 * self.keys + self.mixed + self.heads_apart + self.scores
 
     @property
@@ -125,7 +125,7 @@ class Layer:
         )
 
     def saved_bytes_in(self, mode: Checkpointing) -> Floats:
-        """Return the bytes that a layer saves in a mode, including its input."""
+        """Return the bytes that a layer saves in a recomputation mode, including its input."""
         if mode == "none":
             return self.saved_bytes
         kept = self.residual
@@ -138,7 +138,7 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Return the bytes of the output gradients that delayed weight gradients need."""
+        """Return the bytes of output gradients kept for a layer's delayed weight gradients."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
@@ -152,7 +152,7 @@ def layer(
     fused: bool,
     traits: FrameworkTraits = OUTPACE,
 ) -> Layer:
-    """Return one layer of a stack, for every plan."""
+    """Return the saved bytes and weight sizes of one layer of a stack, for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # the CPU's kernel has no dropout
@@ -210,17 +210,17 @@ def layer(
 
 
 def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
-    """Return which plans run norms as several operators: RMSNorm on tensors split over tp."""
+    """Return which plans compute norms in several operators: RMSNorm on tensors split over tp."""
     found: Bools = (columns.tp > 1) & (not stack.norm_bias)
     return found
 
 
 def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
-    """Return the bytes that a norm saves besides its input.
+    """Return the bytes that a norm saves in addition to its input.
 
-    LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. As several
-    operators, RMSNorm also saves the normalised values before scaling, for the scale's gradient; in
-    16 bits, it saves the input in fp32 instead of the residual stream's dtype.
+    LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. RMSNorm in
+    several operators also saves the normalised values before scaling, for the gradient of the
+    scale; in 16 bits, it saves its input in fp32 instead of the residual stream's dtype.
     """
     numbers = 2 if stack.norm_bias else 1
     wide = np.maximum(sizes.stream, FP32)
@@ -231,7 +231,7 @@ def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
 
 
 def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
-    """Return the elements of a layer's largest matrix, with experts and fused matrices split."""
+    """Return the elements of a layer's largest matrix, with experts and fused matrices separate."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
     for weight, share in zip(parts, cut, strict=True):
@@ -250,7 +250,10 @@ def _attention(
     dropout: bool,
     traits: FrameworkTraits,
 ) -> tuple[Floats, ...]:
-    """Return the bytes saved by attention: queries, keys, output, projections, norms, scores."""
+    """Return the bytes that attention saves, by tensor.
+
+    In order: queries, keys, output, projections before rotation, normalised heads, and scores.
+    """
     item, tokens = sizes.operand, sizes.tokens
     heads, kv_heads = one.heads / columns.tp, one.kv_heads / columns.tp
     queries = item * tokens * heads * one.head_dim
@@ -281,10 +284,10 @@ def _attention(
 
 
 def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
-    """Return the bytes of one inner tensor of an MLP, and those that routing to experts adds.
+    """Return the bytes of one inner tensor of an MLP, and the bytes that expert routing adds.
 
     Each token goes to `active` experts, which are evenly loaded. Routing adds the copies sent, the
-    results before weighting, and the router's probabilities in fp32.
+    results before weighting, and the router's fp32 probabilities.
     """
     item, tokens = sizes.operand, sizes.tokens
     if not mlp.experts:
@@ -297,7 +300,7 @@ def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
 
 
 def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
-    """Return the mean over all layers of values per stack."""
+    """Return the mean over all layers, given one value per stack."""
     total = sum(stack.layers for stack in stacks)
     return sum(
         (value * (stack.layers / total) for value, stack in zip(values, stacks, strict=True)),
@@ -306,5 +309,5 @@ def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
 
 
 def share_of(columns: PlanBatch, mode: Checkpointing) -> Floats:
-    """Return the fraction of blocks in a mode."""
+    """Return the fraction of blocks in a recomputation mode."""
     return columns.modes[:, MODES.index(mode)]

@@ -1,4 +1,4 @@
-"""Inputs of the memory formula for many plans at once: sizes, and properties of strategies."""
+"""Inputs of the memory formula for many plans: sizes, and properties of strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Model, kind of device, and memory traits of the trainer.
+    """A model, a device type, and the trainer's memory traits.
 
-    `fused_attention` is False if attention keeps its scores, as in Korthikanti et al., arXiv
+    `fused_attention` is False if attention stores its scores, as in Korthikanti et al., arXiv
     2205.05198, eq. 1.
     """
 
@@ -38,14 +38,16 @@ class MemoryQuestion:
 class Sharding:
     """Distribution of parameters and states over ranks, one entry per plan.
 
-    `gathers`: parameters are sharded and gathered for use; `regathers`: they are gathered again for
-    the backward. `item`: bytes of a parameter in the forward and of its gradient in the backward.
-    Weights are split into `shards`, states into `owners`; with `shares_states` only states are
-    split. `stored`: elements of a layer that are split into shards; `stepped`: elements whose
-    states are split. The ranks that shard also divide the experts among them, so ep is a part of
-    the sharding (with `shares_states`, a rank keeps its experts' weights, and all states are split
-    over all ranks). `expert_factor`: ratio of the experts that a rank stores to those with which it
-    computes.
+    `gathers`: parameters are sharded and gathered before use. `regathers`: they are gathered again
+    for the backward. `item` is the bytes per element of a parameter in the forward and of its
+    gradient in the backward. Weights are split into `shards` and states into `owners`; with
+    `shares_states`, only states are split. Of a layer, `stored` elements are split into shards, and
+    the states of `stepped` elements are split.
+
+    Ranks that shard parameters also divide the experts among them, so ep is part of the sharding
+    (with `shares_states`, a rank keeps the weights of its experts, and all states are split over
+    all ranks). `expert_factor` is the ratio of the elements that are stored for a layer to those
+    with which a rank computes.
     """
 
     gathers: Bools
@@ -62,13 +64,14 @@ class Sharding:
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Buffers that accumulate the gradients of a rank, one entry per plan.
+    """Buffers that accumulate a rank's gradients, one entry per plan.
 
-    `buckets`: buffers of `bucket_item` bytes per element exist throughout the job; `fuses`: the
-    step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside of
-    the buckets (DDP's no_sync). `sum_item`: bytes of a gradient into which micro-batches
-    accumulate; `sums_in_fp32`: such sums are always in fp32; `casts_sums`: their terms are computed
-    in 16 bits and cast. `apart`: bytes of a gradient that is accumulated outside of the buckets.
+    `buckets`: permanent buffers of `bucket_item` bytes per element. `fuses`: the step copies all
+    gradients into one buffer. `replicas`: micro-batches before the last accumulate outside of the
+    buckets (DDP's no_sync). `sum_item` is the bytes per element of the gradients that micro-batches
+    accumulate. `sums_in_fp32`: these sums are always in fp32. `casts_sums`: their terms are
+    computed in 16 bits and cast. `apart` is the bytes per element of gradients that accumulate
+    outside of the buckets.
     """
 
     buckets: Bools
@@ -85,11 +88,12 @@ class GradientBuffers:
 class MemorySetup:
     """Values shared by all ranks of a plan, one entry per plan.
 
-    `block`: a layer of the stack that saves the most. For an average layer: `saved`, bytes saved in
-    each mode of recomputation; `elements`, of all parameters; `matrices`, of matrices; `copies`,
-    bytes of casts of matrices; `unit`, bytes of gathered parameters (else 0). `dp`: rank 0 has all
-    ranks' outputs. `splits_stream`: ranks of tp have shards of the residual stream, which is
-    gathered for matmuls; `regathers_inputs`: it is gathered again for the backward.
+    `block` is a layer of the stack that saves the most. For an average layer: `saved` is the bytes
+    saved in each recomputation mode, `elements` counts all parameters, `matrices` those in
+    matrices, `copies` is the bytes of casts of matrices, and `unit` the bytes of gathered
+    parameters (0 if they are not gathered). `dp`: rank 0 has the outputs of all ranks.
+    `splits_stream`: tp ranks have shards of the residual stream, which are gathered for matmuls.
+    `regathers_inputs`: they are gathered again for the backward.
     """
 
     question: MemoryQuestion
@@ -117,7 +121,7 @@ class MemorySetup:
 
 
 def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
-    """Return the values of every plan that all its ranks share."""
+    """Return, for every plan, the values that all of its ranks share."""
     c, outline = columns, question.outline
     sizes = shapes(outline, question.seq_len, c)
     layers = _layers(question, c, sizes)
@@ -227,7 +231,7 @@ def _gradient_buffers(
 
 
 def _width(stack: Stack) -> int:
-    """Return the total number of columns of all matmuls in a layer that a token passes through."""
+    """Return the total width of a layer's matmuls that a token passes through."""
     width = 0
     if stack.mlp is not None:
         times = 2 if stack.mlp.gated else 1

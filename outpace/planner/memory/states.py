@@ -1,4 +1,4 @@
-"""Tensors that stay on a rank: elements of weights, and bytes of optimizer state."""
+"""Tensors that stay on a rank: weight elements, and bytes of optimizer state."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OutsideElements:
-    """Elements outside of layers on a rank: the embedding, the head, and the rest at both ends."""
+    """Parameter elements outside of layers on a rank: embedding, head, and the rest."""
 
     embedding: Floats
     head: Floats  # 0 if tied to the embedding
@@ -29,7 +29,7 @@ class OutsideElements:
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Return the elements outside of layers; tp splits the vocabulary but not small parameters."""
+    """Return the elements outside of layers; tp splits only the vocabulary."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -46,7 +46,10 @@ def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
 def layer_shapes(
     stack: Stack, hidden: int, tp: int = 1, ep: int = 1, etp: int | None = None
 ) -> list[Shape]:
-    """Return a layer's parameter shapes on a rank; `etp` (default: tp) ranks split each expert."""
+    """Return the shapes of a layer's parameters on a rank.
+
+    `etp` is the number of ranks that split each expert; the default is tp.
+    """
     found: list[Shape] = []
     vectors = layer_parameters(stack, hidden)
     for weight in weights(stack, hidden):
@@ -68,7 +71,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Split matrices that are one matmul in the outline but several in the model."""
+    """Return the rows of each matrix in a weight that is one matmul in the outline, such as QKV."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -81,9 +84,9 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 def by_plans(
     columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
 ) -> Floats:
-    """Return `value` of some columns for every plan, computed once per combination of values.
+    """Return `value(*columns)` for every plan, computed once per distinct combination of values.
 
-    The result has one number, or one row of numbers, per plan.
+    `names` are the columns to pass. The result has one number, or one row of numbers, per plan.
     """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -95,7 +98,7 @@ def by_plans(
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of optimizer state on a rank without sharding; `layer`: of one layer."""
+    """Bytes of optimizer state on a rank without sharding; `layer` is for one layer."""
 
     layer: Floats
     embedding: Floats
@@ -108,7 +111,7 @@ _PARTS = tuple(field.name for field in fields(States))
 
 
 def states(outline: Outline, columns: PlanBatch) -> States:
-    """Return the bytes of optimizer state of every plan, from the shapes of parameters."""
+    """Return the bytes of every plan's optimizer state, from the shapes of its parameters."""
     names = ("optimizer", "precision", "tp", "ep", "etp")
 
     def value(optimizer: int, precision: int, *axes: int) -> list[float]:
@@ -157,8 +160,8 @@ def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
     """Return the fullest rank's bytes of optimizer state if ranks own whole parameters (zero1).
 
-    Parameters are assigned largest first, each to the rank with the fewest elements; ranks of tp
-    have parts of them.
+    Parameters are assigned largest first, each to the rank with the fewest elements. With tensor
+    parallelism, the parts on a tp rank are assigned.
     """
 
     def value(ranks: int, tp: int, optimizer: int, precision: int) -> float:
@@ -168,7 +171,7 @@ def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
 
 
 def _all_shapes(outline: Outline, tp: int) -> list[tuple[Shape, bool]]:
-    """Return the shape of every parameter on a rank of tp, and whether it belongs to a layer."""
+    """Return the shape of every parameter on a tp rank, and whether the parameter is in a layer."""
     hidden = outline.hidden
     outside = [(-(-outline.vocab // tp), hidden), (outline.learned_positions, hidden)]
     outside += [(p.outputs, p.inputs) for p in outline.head_matmuls for _ in range(p.count)]

@@ -22,11 +22,11 @@ def step_timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plan indices and timelines of ranks that may need the most memory, or the last rank.
+    """Yield plan indices and timelines of ranks that may need the most memory, or of the last rank.
 
-    A pipeline's timelines start with the gradients of earlier micro-batches. If more activations
-    are in flight before the first backward, timelines of that phase are included, too.
-    `records_kinds`: whether the peak by kind will be requested.
+    A pipeline's timeline starts with the gradients of earlier micro-batches. If more activations
+    are in flight before the first backward, a timeline of that phase follows. `records_kinds`: also
+    record memory by kind, for the peak's breakdown.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):
@@ -42,7 +42,7 @@ def step_timelines(
 
 
 def start_timelines(question: MemoryQuestion, columns: PlanBatch) -> Iterator[MemoryTimeline]:
-    """Yield timelines of the ranks that may need the most memory, up to the first forward."""
+    """Yield timelines up to the first forward, for ranks that may need the most memory."""
     setup, early = set_up(question, columns), np.zeros(len(columns), dtype=bool)
     for place in places(question.outline, columns):
         timeline = MemoryTimeline(len(columns), records_kinds=False)

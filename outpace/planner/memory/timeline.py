@@ -11,13 +11,13 @@ Amount = Floats | float
 
 
 class MemoryTimeline:
-    """Changes of memory in the order of a step, and the contents of memory at the peak.
+    """Memory in the order of a step's events, and its contents at the peak.
 
-    Every change is one number per plan, in bytes. The peak is checked after `allocate`, not after
-    `free` or `pass_over`, which may stand for many changes. `records_kinds`: whether `by_kind` will
-    be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
-    coincide with the device's peak. `kept`: bytes of blocks that an allocator adds for tensors that
-    no freed block is large enough for.
+    Every change is one number of bytes per plan. `allocate` checks for a new peak; `free` and
+    `pass_over`, which may combine many changes, do not. `records_kinds` must be True for `by_kind`.
+    Offloaded bytes have separate peaks in host memory and on disk, which need not coincide with the
+    device's. `kept` is the bytes of blocks that an allocator adds for tensors larger than any freed
+    block.
     """
 
     def __init__(self, plans: int, records_kinds: bool = True) -> None:
@@ -34,7 +34,7 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def select(self, plans: Bools) -> "MemoryTimeline":
-        """Return a view of this timeline whose changes apply only to some plans."""
+        """Return a view of this timeline whose changes apply only to the selected plans."""
         if plans.all():
             return self
         view = copy(self)  # part of the same arrays
@@ -42,16 +42,16 @@ class MemoryTimeline:
         return view
 
     def allocate(self, kind: Kind, nbytes: Amount) -> None:
-        """Allocate memory, and check whether this is the peak."""
+        """Allocate memory and check for a new peak."""
         self.pass_over(kind, nbytes)
         self.record_peak()
 
     def free(self, kind: Kind, nbytes: Amount) -> None:
-        """Free `nbytes` of memory of this kind in each plan."""
+        """Free `nbytes` of a kind of memory in each plan."""
         self.pass_over(kind, -nbytes)
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
-        """Change memory without checking for a peak."""
+        """Change memory without checking for a new peak; negative values free it."""
         self._change(kind, self._of_plans(nbytes))
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
@@ -64,13 +64,13 @@ class MemoryTimeline:
         np.maximum(self.disk_peak, self._disk, out=self.disk_peak)
 
     def record_peak(self) -> None:
-        """Update the peak with the memory now in use."""
+        """Update the peak from the memory now in use."""
         if self._records_kinds:
             self._at[self._live > self.peak] = len(self._changes)
         np.maximum(self.peak, self._live, out=self.peak)
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
-        """Allocate memory, check for a peak, and free it again."""
+        """Allocate memory, check for a new peak, and free the memory again."""
         nbytes = self._of_plans(nbytes)
         if not self._records_kinds:
             np.maximum(self.peak, self._live + nbytes, out=self.peak)
@@ -80,19 +80,19 @@ class MemoryTimeline:
         self._change(kind, -nbytes)
 
     def clear(self, *kinds: Kind) -> None:
-        """Free all memory of some kinds."""
+        """Free all memory of these kinds."""
         for kind in kinds:
             self.free(kind, sum(nbytes for one, nbytes in self._changes if one == kind))
 
     def by_kind(self) -> dict[Kind, Floats]:
-        """Return the bytes by kind at the peak."""
+        """Return the memory at the peak, by kind."""
         found: dict[Kind, Floats] = {kind: np.zeros_like(self.peak) for kind in KINDS}
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)
         return found
 
     def _of_plans(self, nbytes: Amount) -> Amount:
-        """Return a change as an array that is 0 for plans that are not selected."""
+        """Return a change that is 0 for plans outside of the selection."""
         return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
 
     def _change(self, kind: Kind, nbytes: Amount) -> None:

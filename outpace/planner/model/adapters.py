@@ -1,4 +1,4 @@
-"""Low-rank adapters of a plan, and the matrices of a block that have them."""
+"""Low-rank adapters of a plan, and the matrices of a block that have adapters."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -37,15 +37,15 @@ class Matrix(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of the matrix, without a bias."""
+        """Return the number of elements of the matrix, without a bias."""
         return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Adapters that a plan trains, with all weights frozen in the format `base`.
+    """Adapters that a plan trains while all weights are frozen in the format `base`.
 
-    The fields are a plan's, without the prefix `lora_`.
+    The fields are the plan's fields of the same names, without the prefix `lora_`.
     """
 
     rank: int
@@ -56,14 +56,14 @@ class AdapterSettings:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Self | None:
-        """Return the adapters of a plan; None if it trains all weights."""
+        """Return a plan's adapters, or None if it trains all weights."""
         if plan.lora_rank is None:
             return None
         return cls(plan.lora_rank, plan.lora_targets, plan.base, plan.lora_dropout, plan.lora_alpha)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self | None:
-        """Return adapters from settings named like a plan's fields; None without `lora_rank`."""
+        """Return adapters from settings named like a plan's fields, or None without `lora_rank`."""
         if values.get("lora_rank") is None:
             return None
         return cls(
@@ -76,7 +76,7 @@ class AdapterSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return a plan's settings for these adapters."""
+        """Return the adapters as settings named like a plan's fields."""
         return {
             "lora_rank": self.rank,
             "lora_targets": self.targets,
@@ -92,9 +92,9 @@ class AdapterSettings:
         return f"{'QLoRA' if self.base == 'nf4' else 'LoRA'} {self.rank}{on}"
 
     def matrices(self, outline: Outline) -> list[Matrix]:
-        """Return a block's matrices, with those that have adapters marked.
+        """Return a block's matrices, each marked if it has an adapter.
 
-        Raises BadInputError for a target that the block lacks.
+        Raises BadInputError if the block lacks one of the targets.
         """
         attention, mlp = outline.stacks[0].attention, outline.stacks[0].mlp
         assert attention is not None and mlp is not None
@@ -116,24 +116,24 @@ class AdapterSettings:
         return [Matrix(name, *sizes[name], every or name in self.targets) for name in sizes]
 
     def trained_parameters(self, outline: Outline) -> int:
-        """Return the number of parameters of all adapters."""
+        """Return the number of trained parameters in all adapters of a model."""
         each = sum(m.inputs + m.outputs for m in self.matrices(outline) if m.adapted)
         return outline.layers * self.rank * each
 
 
 def nf4_bytes(elements: int) -> int:
-    """Return the bytes of a matrix in 4 bits, with its scales."""
+    """Return the bytes of a matrix in 4 bits, including its scales."""
     scales = math.ceil(elements / _BLOCK)
     return math.ceil(elements / 2) + scales + 4 * math.ceil(scales / _SCALES_BLOCK) + _MATRIX_BYTES
 
 
 def nf4_scale_bytes(elements: int) -> int:
-    """Return the bytes of a matrix's scales after they are unpacked from 8 bits to fp32."""
+    """Return the bytes of a matrix's scales once they are unpacked from 8 bits to fp32."""
     return 4 * math.ceil(elements / _BLOCK)
 
 
 def require_adaptable(outline: Outline) -> None:
-    """Raise BadInputError for a model whose adapters the planner cannot estimate."""
+    """Raise BadInputError if the planner cannot estimate adapters for a model."""
     why = outline.untrained
     if why is None and (outline.head_matmuls or outline.experts):
         why = "the planner cannot estimate adapters for models with experts or a head of two layers"
@@ -150,12 +150,12 @@ def require_adaptable(outline: Outline) -> None:
 
 
 def is_known(name: str, value: Any) -> bool:
-    """Return whether the planner can estimate adapters with this value of a setting."""
+    """Return whether the planner can estimate adapters with this value of an option."""
     return value in _KNOWN.get(name, (value,)) and value not in _UNKNOWN.get(name, ())
 
 
 def can_plan_adapters(outline: Outline, values: Mapping[str, Any]) -> bool:
-    """Return whether the planner can estimate a model's adapters with these settings."""
+    """Return whether the planner can estimate adapters for a model with these options."""
     try:
         require_adaptable(outline)
     except BadInputError:

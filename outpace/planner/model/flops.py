@@ -1,9 +1,9 @@
-"""FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
+"""FLOPs of a transformer by formula; docs/concepts/flops.md derives them.
 
-Matmuls and attention are counted, 2·m·n·k for an (m, k) by (k, n) matmul; norms, activations,
-softmax and the optimizer are left out, as in all published MFU figures. Causal attention is counted
-in full, not halved, as in published figures. With a sliding window, only the keys in the window are
-counted. Document boundaries do not reduce the count.
+Matmuls and attention are counted, with 2·m·n·k FLOPs for an (m, k) by (k, n) matmul. As in
+published MFU figures, norms, activations, softmax and the optimizer are ignored, and causal
+attention counts in full, not halved. With a sliding window, only the keys in the window count.
+Document boundaries do not reduce the count.
 """
 
 import math
@@ -21,12 +21,12 @@ _FUSED_BACKWARD_MATMULS = 5
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the parameters of the model with its head, counting tied ones once."""
+    """Return the number of parameters of a model with its head, counting tied ones once."""
     return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
 
 
 def block_weights(spec: ModelSpec) -> int:
-    """Return the elements of one block's weight matrices; each is one multiply-add per token."""
+    """Return the elements of a block's weight matrices; each is one multiply-add per token."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
 
@@ -34,8 +34,8 @@ def block_weights(spec: ModelSpec) -> int:
 def _recomputed_weights(spec: ModelSpec) -> int:
     """Return the weight elements of a block whose matmuls full checkpointing repeats.
 
-    torch stops recomputing at the last tensor that the backward reads. The last matmul of a block,
-    the MLP's down projection, is repeated only if a dropout or a norm follows.
+    torch stops recomputing at the last tensor that the backward reads. The block's last matmul, the
+    MLP's down projection, is therefore repeated only if dropout or a norm follows.
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
     return block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
@@ -47,14 +47,14 @@ def head_weights(spec: ModelSpec) -> int:
 
 
 def keys_reached(keys: int, window: int | None, causal: bool) -> int:
-    """Return the keys counted per query: all, or those in its window (two-sided if not causal)."""
+    """Return the keys that a query attends to: all, or its window (two-sided if not causal)."""
     if window is None:
         return keys
     return min(keys, (1 if causal else 2) * (window - 1) + 1)
 
 
 def _layer_matmul(spec: ModelSpec, seq_len: int, layer: int) -> int:
-    """Return FLOPs of one (S, C) by (C, keys) matmul over all heads of a layer, for one sample."""
+    """Return the FLOPs of one (S, C) by (C, keys) matmul over all heads of a layer, per sample."""
     keys = keys_reached(seq_len, spec.layer_window(layer), spec.causal)
     return 2 * spec.heads * spec.head_dim * seq_len * keys
 
@@ -67,7 +67,7 @@ def _attention_matmul(spec: ModelSpec, seq_len: int) -> int:
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens.
 
-    Without the `head`, one position of each sequence is read, as by a classifier.
+    Without `head`, only one position of each sequence is read, as in a classifier.
     """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
     attention = _FORWARD_MATMULS * _attention_matmul(spec, seq_len)
@@ -76,11 +76,11 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
-    """Return the FLOPs per sample that the last block saves if a single position is read.
+    """Return the FLOPs per sample that the last block saves if only one position is read.
 
-    For all other positions, it computes only keys and values. `weights`: elements that a whole
-    block multiplies by, including those for keys and values; `matmuls`: the number of attention's
-    matmuls.
+    For all other positions, the block computes only keys and values. `weights` is the number of
+    elements of a whole block's matmuls, including those for keys and values; `matmuls` is the
+    number of matmuls in attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
     a_place = _layer_matmul(spec, seq_len, spec.layers - 1) // seq_len
@@ -98,15 +98,16 @@ def step_flops(
     """Return the FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
     Without `checkpointing`, these are the FLOPs that the model needs, three times the forward, for
-    MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or per
-    block, these are the FLOPs that the hardware computes, for HFU. They include the scores that
-    fused attention recomputes, and the recomputation by blocks.
+    MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With `checkpointing`, given for all
+    blocks or per block, these are the FLOPs that the hardware computes, for HFU: they include
+    recomputed blocks and the scores that fused attention recomputes.
 
-    Without the `head`, one position of each sequence is read, as by a classifier. If only adapters
-    are trained, `adapters` is their number of parameters: gradients of frozen weights are not
-    computed, and each adapter element is a multiply-add like an element of a weight.
+    Without `head`, only one position of each sequence is read, as in a classifier. If only adapters
+    are trained, `adapters` is their number of parameters. Gradients of frozen weights are then not
+    computed, and each adapter element is a multiply-add per token, like a weight element.
 
-    Raises ValueError for the adapters of a classifier, whose new layers are fully trained.
+    Raises ValueError for a classifier with adapters, because a classifier's new layers are fully
+    trained.
     """
     if adapters is not None and not head:
         raise ValueError("adapters in addition to a classifier's new layers are not counted")
@@ -131,7 +132,7 @@ def step_flops(
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return the part of `recomputed_flops` that the last block skips if one position is read."""
+    """Return the part of `recomputed_flops` that the last block saves if one position is read."""
     if mode in ("none", "selective"):
         return 0
     matmuls = 0 if mode == "attention" else _FORWARD_MATMULS
@@ -139,10 +140,10 @@ def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
-    """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
+    """Return the FLOPs per sample that a layer's block recomputes in the backward.
 
     "full" recomputes the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A),
-    "attention" the same without attention itself, and "selective" no matmuls.
+    "attention" the forward without attention itself, and "selective" no matmuls.
     """
     if mode in ("none", "selective"):
         return 0

@@ -14,7 +14,7 @@ Cut = Literal["outputs", "inputs", "none"]
 
 
 class Weight(NamedTuple):
-    """A weight matrix of a layer, or of each of `experts`, among which tokens are divided."""
+    """A weight matrix of a layer, or one matrix in each of `experts` experts."""
 
     name: str
     inputs: int
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of all experts, including biases."""
+        """Return the number of elements, including biases, over all experts."""
         each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
         return each * max(1, self.experts)
 
@@ -78,7 +78,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 def classifier_outline(found: Outline) -> Outline:
     """Return the outline with a pooler and a classification layer, which reads one token per text.
 
-    It has the complete last layer, although outpace computes only the part that this token needs.
+    Its last layer is complete, although outpace computes only what this token needs.
     """
     return found.model_copy(
         update={
@@ -94,7 +94,7 @@ def classifier_outline(found: Outline) -> Outline:
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
     """Yield the weight matrices of one layer.
 
-    Those named "cross kv" are multiplied by the input of cross-attention, all others by the layer's
+    Matrices named "cross kv" are applied to the input of cross-attention, all others to the layer's
     own tokens.
     """
     if stack.attention is not None:
@@ -110,19 +110,20 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
 
 
 def reads_last_matmul(stack: Stack) -> bool:
-    """Return whether a backward reads the result of a layer's last matmul, the MLP's.
+    """Return whether the backward reads the result of a layer's last matmul, which is the MLP's.
 
-    The sum into the residual stream reads nothing, but dropout, a norm and experts' weights do.
+    The backward of the residual addition does not need it; that of dropout, a norm or expert
+    weighting does.
     """
     mlp = stack.mlp
     return stack.dropout or stack.norm_last or mlp is None or mlp.experts > 0
 
 
 def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
-    """Return the share of each weight's outputs that belongs to every second matmul of a layer.
+    """Return the fraction of each weight's outputs that every second matmul of a layer computes.
 
-    Queries, keys and values are separate matmuls here, as are a gate and the projection that it
-    multiplies. Experts' matmuls are not in that order, so half of their outputs count.
+    Queries, keys and values count as separate matmuls, and so do a gate and the projection that it
+    multiplies. Experts' matmuls have no such order, so half of their outputs count.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -138,7 +139,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the outputs of the separate matmuls into which other programs split a weight."""
+    """Return the output sizes of the separate matmuls into which other programs split a weight."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
@@ -195,7 +196,7 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Return the number of keys of a stack's cross-attention: the preceding encoder's length."""
+    """Return the number of keys in a stack's cross-attention: the preceding encoder's length."""
     seen = seq_len
     for one in outline.stacks:
         if one is stack:
@@ -206,7 +207,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the number of parameters of a layer: matrices, biases, norms and other traced ones."""
+    """Return the number of a layer's parameters: matrices, biases, norms and other traced ones."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -217,7 +218,7 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Return the number of parameters outside layers: embeddings, positions, untied head, rest."""
+    """Return the number of parameters outside of layers: embeddings, untied head, and the rest."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     matmuls = sum(p.elements for p in (*outline.embed_matmuls, *outline.head_matmuls))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
@@ -231,7 +232,7 @@ def parameters(outline: Outline) -> int:
 
 
 def head_in_layers(outline: Outline) -> float:
-    """Return the multiply-adds of the head's matmuls, in multiples of an average layer's."""
+    """Return the multiply-adds of the head's matmuls, as a multiple of an average layer's."""
     block = sum(
         stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
         for stack in outline.stacks

@@ -1,4 +1,4 @@
-"""FLOPs of an outline's forward: its matmuls and attention (docs/concepts/flops.md)."""
+"""FLOPs of matmuls and attention of an outline (docs/concepts/flops.md)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +8,11 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 
 
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
-    """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
+    """Return the FLOPs of one forward, with the head, over `samples` sequences of `seq_len` tokens.
 
-    A matmul takes 2·m·n·k FLOPs. Attention counts all keys (or those in its window), masked or not.
-    Experts count only for the tokens that use them, plus the router. Stacks with a fixed length
-    keep it. A decoder's cross-attention reads the encoder's output.
+    A matmul takes 2·m·n·k FLOPs. Attention counts all keys, or all keys of its window, masked or
+    not. Experts count only for the tokens routed to them, and the router counts too. Stacks with a
+    fixed length keep it. A decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
@@ -29,10 +29,10 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
 
 
 def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | None = None) -> int:
-    """Return the FLOPs of a model's forward and backward: three forwards.
+    """Return the FLOPs of a model's forward and backward, three times those of its forward.
 
-    If only adapters are trained, `adapters` is their number of parameters: frozen weights have no
-    gradients, and each element of an adapter is a multiply-add like an element of a weight.
+    If only adapters are trained, `adapters` is their number of parameters. Frozen weights then have
+    no gradients, and each adapter element is a multiply-add per token, like a weight element.
     """
     matmuls = 3 * forward_flops(outline, seq_len, samples)
     if adapters is None:
@@ -42,10 +42,10 @@ def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | Non
 
 
 def masked_flops(outline: Outline, seq_len: int, samples: int) -> int:
-    """Return the FLOPs of `step_flops` that causal masks make unnecessary.
+    """Return the part of `step_flops` that causal masks make unnecessary.
 
-    These are half of causal attention's. A window shorter than the sequence has none, because only
-    the keys that it reaches are counted.
+    This is half of causal attention. Windows shorter than the sequence are excluded, because only
+    the keys in the window are counted.
     """
     total = 0
     for stack in outline.stacks:
@@ -67,9 +67,9 @@ def recomputed_flops(
 ) -> float:
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
-    `shares`: the fraction of layers in each mode. "full" layers repeat the whole forward,
-    "attention" layers all except attention itself, and "selective" layers every second matmul.
-    `stops_early`: the last matmul is left out if nothing reads its result.
+    `shares` is the fraction of layers in each mode: "full" layers repeat the whole forward,
+    "attention" layers all of it except attention itself, and "selective" layers every second
+    matmul. With `stops_early`, the last matmul is left out if nothing reads its result.
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:
@@ -90,7 +90,7 @@ def recomputed_flops(
 
 
 def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
-    """Return the FLOPs of every second matmul of a layer's weights."""
+    """Return the FLOPs of every second weight matmul of a layer."""
     shares, total = second_matmuls(stack, hidden), 0.0
     for weight in weights(stack, hidden):
         rows = seen if weight.name == "cross kv" else length
@@ -101,7 +101,7 @@ def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Return a layer's FLOPs for a sample of `length` tokens; cross-attention has `seen` keys."""
+    """Return a layer's FLOPs per sample of `length` tokens; cross-attention has `seen` keys."""
     total = _matmuls(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
@@ -117,7 +117,7 @@ def layer_flops(
 
 
 def _token_elements(weight: Weight) -> int:
-    """Return the number of weight elements by which each token is multiplied."""
+    """Return the number of weight elements that each token is multiplied by."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 

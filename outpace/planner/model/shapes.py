@@ -1,4 +1,4 @@
-"""The parameters of a transformer by name and shape, without building it."""
+"""Parameter names and shapes of a transformer, without building it."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Return parameter shapes in the order of the model; a tied head has none."""
+    """Return the shape of each parameter, in the model's order; a tied head is left out."""
     named: dict[str, Shape] = {}
     if not spec.norm_first:
         named["head_bias"] = (spec.vocab,)

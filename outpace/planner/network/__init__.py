@@ -1,1 +1,1 @@
-"""Network requirements of a strategy."""
+"""Network bandwidth that strategies need."""

@@ -1,4 +1,4 @@
-"""Plans that `outpace network` compares by default: one for each strategy."""
+"""Plans that `outpace network` compares by default, one or more per strategy."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ PRODUCT = "TP × PP × replicas"
 
 
 class _Study:
-    """Values that all plans share: the request, the model and the machine."""
+    """Values common to all plans: the request, the model and the machine."""
 
     def __init__(
         self, problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
@@ -40,11 +40,11 @@ class _Study:
 def candidate_plans(
     problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
 ) -> Iterator[NetworkEntry | tuple[str, str]]:
-    """Yield plans: DDP, ZeRO-1, -2 and -3, ZeRO-3 in one pass, TP, PP, and TP × PP × replicas.
+    """Yield plans of DDP, ZeRO-1, -2 and -3, ZeRO-3 in one pass, TP, PP, and TP × PP × replicas.
 
     TP and PP alone use all devices; a combination that equals another entry is left out. Each plan
     has the possible global batch that is nearest to the requested one. For an impossible strategy,
-    a pair of strings is yielded: its name and the reason.
+    its name and the reason are yielded instead.
     """
     study = _Study(problem, asked, precision)
     world, micro_batch = study.world, study.micro_batch
@@ -96,7 +96,7 @@ def _pipeline(study: _Study) -> NetworkEntry | tuple[str, str]:
 
 
 def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
-    """Combine TP within a node, the fewest stages that fit, and replicas on the other devices."""
+    """Combine TP within a node, the fewest stages that fit, and replicas on all other devices."""
     spec, world = study.spec, study.world
     tp = study.tp or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:

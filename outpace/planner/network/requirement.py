@@ -1,6 +1,6 @@
-"""Bandwidth that plans need: step times on other networks, by the planner's time model.
+"""Network bandwidth that plans need, from step times on other networks.
 
-See docs/concepts/network.md for what is counted.
+Step times come from the planner's time model; docs/concepts/network.md explains what is counted.
 """
 
 import math
@@ -36,7 +36,7 @@ _STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class NetworkEntry:
-    """A plan with its title and the samples per step."""
+    """A plan with its title and global batch."""
 
     title: str
     plan: Plan
@@ -47,9 +47,9 @@ class NetworkEntry:
 class NetworkProblem:
     """A model on a machine, and the networks to compare.
 
-    `networks`: networks between nodes, of which the machine has `present`; `device_links`: links
-    between devices of a node, of which the machine has `present_link`. `tolerance`: the fraction of
-    a step by which the network may lengthen it.
+    `networks` are networks between nodes; the machine has `present`. `device_links` are links
+    between devices of a node; the machine has `present_link`. `tolerance` is the largest acceptable
+    slowdown of a step by the network, as a fraction.
     """
 
     spec: ModelSpec
@@ -74,7 +74,7 @@ class NetworkProblem:
 
 
 def link_share(link: Network) -> float:
-    """Return the fraction of its rate that a link between devices in a node reaches."""
+    """Return the fraction of its nominal rate that a link between devices of a node reaches."""
     return collective_rates.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
 
 
@@ -83,10 +83,10 @@ def _is_pcie(link: Network) -> bool:
 
 
 def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return the cost of each network for each plan, and the slowest networks within the tolerance.
+    """Return, for each plan, the cost of each network and the slowest one within the tolerance.
 
-    Device links are compared with an infinitely fast network between nodes. Raises BadInputError
-    for plans whose traffic is unknown or that do not divide the batch.
+    Device links are compared with an infinitely fast network between nodes. Raises BadInputError if
+    a plan's traffic is unknown or a plan does not divide the batch.
     """
     steps = NetworkSteps(asked, entries)
     node, device = steps.node_costs(), steps.device_costs()
@@ -121,13 +121,13 @@ def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> lis
 
 
 def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
-    """Return the slowest sufficient network; None if there is none."""
+    """Return the slowest network within the tolerance, or None if none is."""
     enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
 
 
 def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
-    """Return the cost of the machine's own network, under its name; None if not compared."""
+    """Return the cost of the machine's own network, under its name; None if it was not compared."""
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
             return cost.model_copy(update={"network": present})
@@ -135,7 +135,7 @@ def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkC
 
 
 class NetworkSteps:
-    """Step times of all plans, each on several networks."""
+    """Step times of each plan on each of several networks."""
 
     def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
         self._asked = asked
@@ -158,14 +158,15 @@ class NetworkSteps:
 
     @property
     def inside_bytes_per_s(self) -> float:
-        """Return the rate of a device's present link, bytes/s."""
+        """Return the rate of the machine's own device links in bytes/s."""
         return self._asked.cluster.fabric.inside_bytes_per_s
 
     def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
-        """Return each plan's step times (plans, n), with links that reach these bytes/s.
+        """Return each plan's step times in seconds, (plans, n), for links that reach these bytes/s.
 
-        `inside`: a device's link within its node; `across`: all network cards of a node. Each is a
-        number or an array (plans or 1, n). A step takes at least as long as its busiest link.
+        `inside` is the rate of a device's link within its node, `across` the rate of all network
+        cards of a node. Each is a number or an array (plans or 1, n). A step takes at least as long
+        as the transfers on its busiest link.
         """
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
@@ -178,7 +179,7 @@ class NetworkSteps:
 
     @cached_property
     def ideal_s(self) -> Floats:
-        """Return step times with an infinitely fast network between nodes, present links inside."""
+        """Return step times with an infinitely fast network and the machine's own device links."""
         return self.seconds(self.inside_bytes_per_s, math.inf)[:, 0]
 
     @cached_property
@@ -199,18 +200,24 @@ class NetworkSteps:
         return self.inside_bytes_per_s / own.bytes_per_s
 
     def least_node(self) -> Floats:
-        """Return the lowest sufficient rate for a node's network of the machine's kind."""
+        """Return the lowest nominal rate of a node's network that stays within the tolerance.
+
+        The network is assumed to reach the same fraction of its rate as the machine's.
+        """
         found = self._least(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
         return found / self.node_share
 
     def least_device(self) -> Floats:
-        """Return the lowest sufficient rate for a device link of the machine's kind."""
+        """Return the lowest nominal rate of a device link that stays within the tolerance.
+
+        The link is assumed to reach the same fraction of its rate as the machine's.
+        """
         own = self._asked.present_link
         found = self._least(self.compute_s, lambda rates: self.seconds(rates, math.inf))
         return found if own is None else found / self.device_share(own)
 
     def _least(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
-        """Return the lowest rates that keep steps within the tolerance; 0 if every rate does."""
+        """Return the lowest rates that keep steps within the tolerance; 0 if all rates do."""
         allowed = (1 + self._asked.tolerance) * of_s[:, None]
         low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
         for _ in range(_ROUNDS):
@@ -223,13 +230,13 @@ class NetworkSteps:
         return np.where(high == math.log(_LEAST), 0.0, np.exp(high))
 
     def node_costs(self) -> list[tuple[NetworkCost, ...]]:
-        """Return the cost of each network between nodes, for every plan."""
+        """Return the cost of each network between nodes for every plan."""
         rates = [one.bytes_per_s * network_share(one) for one in self._asked.networks]
         steps = self.seconds(self.inside_bytes_per_s, np.array([rates or [math.inf]]))
         return self._costs(self._asked.networks, steps, self.ideal_s)
 
     def device_costs(self) -> list[tuple[NetworkCost, ...]]:
-        """Return the cost of each link between devices of a node, for every plan."""
+        """Return the cost of each link between devices of a node for every plan."""
         links = self._asked.device_links
         rates = [one.bytes_per_s * self.device_share(one) for one in links]
         steps = self.seconds(np.array([rates or [math.inf]]), math.inf)
@@ -238,7 +245,7 @@ class NetworkSteps:
     def _costs(
         self, networks: Sequence[Network], steps: Floats, ideal: Floats
     ) -> list[tuple[NetworkCost, ...]]:
-        """Return step times with their slowdown relative to an infinitely fast network."""
+        """Return step times and their slowdown relative to an infinitely fast network."""
         return [
             tuple(
                 NetworkCost(network=one, step_s=step_s, slowdown=max(0.0, step_s / least_s - 1))
@@ -249,7 +256,7 @@ class NetworkSteps:
 
 
 class PlanTraffic:
-    """Traffic of a plan in a step, by node, and the computation that can hide it."""
+    """Traffic of a plan's step, placed on nodes, and the computation that can hide it."""
 
     def __init__(self, entry: NetworkEntry, steps: NetworkSteps, at: int) -> None:
         self.plan, self.crossings = entry.plan, steps.crossings[at]
@@ -261,7 +268,7 @@ class PlanTraffic:
         self._attention_s = float(steps.times.attention_s[at])
 
     def record(self, crossing: Crossing) -> Traffic:
-        """Return the record of a crossing, with the computation that can hide it."""
+        """Return a crossing as a record, with the computation that can hide it."""
         flow = crossing.flow
         behind, hide_s = self._hiding_pass(flow.part)
         return Traffic(
@@ -289,7 +296,10 @@ class PlanTraffic:
 
 
 def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
-    """Return a plan's traffic, placed on nodes: the maximum over stages, by purpose and axis."""
+    """Return a plan's traffic, placed on nodes.
+
+    For each purpose and axis, it is the traffic of the stage with the most bytes on a link.
+    """
     plan = entry.plan
     apart = plan.world_size // plan.pp
     most: dict[tuple[Part, Where], Flow] = {}

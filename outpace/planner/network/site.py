@@ -1,4 +1,4 @@
-"""Machine of `outpace network`: from the catalog, from a probe, or both."""
+"""The machine that `outpace network` considers, from the catalog, a probe, or both."""
 
 import math
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ TOLERANCE = 0.05
 class NetworkQuestion:
     """A question about the network that a training run needs.
 
-    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: networks between
-    nodes, as text, of which the last is the machine's; `inside`: a device's link within its node.
-    `plan`: a file with the only plan to consider; its sequence length and batch are the defaults.
-    Without a plan, strategies with `micro_batch` are compared. `share`: the fraction of the
-    catalog's peak that matmuls reach; None means the published measurements. `tolerance`: the
-    fraction of a step that the network may cost.
+    `machine` is a name in the catalog, `probe` a file from outpace probe. `networks` are networks
+    between nodes, as text; the last one is the machine's. `inside` is a device's link within its
+    node. `plan` is a file with the only plan to consider, whose sequence length and batch are the
+    defaults; without a plan, strategies with `micro_batch` are compared. `share` is the fraction of
+    the catalog's peak that matmuls reach; None means published measurements. `tolerance` is the
+    largest acceptable slowdown of a step by the network, as a fraction.
     """
 
     model: str
@@ -66,7 +66,7 @@ class NetworkQuestion:
 
 
 class Site:
-    """Machine of a run, from the catalog or from a probe."""
+    """The machine of a run, from the catalog or from a probe."""
 
     def __init__(self, asked: NetworkQuestion) -> None:
         self._asked = asked
@@ -102,7 +102,7 @@ class Site:
         return self._results.ranks_per_host
 
     def _default_network(self) -> Network | None:
-        """Return the machine's network: requested, measured across nodes, listed, or assumed."""
+        """Return the machine's network: requested, measured, listed in the catalog, or assumed."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])
         rate = None if self._results is None else self._results.node_network_bytes_per_s()
@@ -123,16 +123,16 @@ class Site:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Return the accelerator; None on CPUs, or if the catalog has no entry."""
+        """Return the accelerator; None on a CPU or if the catalog has no entry."""
         if self.node is not None:
             return ACCELERATORS.get(self.node.accelerator or "")
         first = self.probe.devices[0] if self.probe is not None and self.probe.devices else None
         return None if first is None else find_accelerator(first.name, first.memory_bytes)
 
     def cluster(self, precision: Precision) -> Cluster:
-        """Return the machine as the planner's `Cluster`, with the links of this site.
+        """Return the machine as the planner's `Cluster`, with the links that the user chose.
 
-        Raises BadInputError if the rates of the machine or its links are unknown.
+        Raises BadInputError if the rates of the machine or of its links are unknown.
         """
         if precision == "fp64":
             raise BadInputError(
@@ -164,7 +164,7 @@ class Site:
         return replace(found, nodes=self.nodes, fabric=fabric)
 
     def _machine_with_devices(self, chip: Accelerator | None) -> Machine:
-        """Return the probed machine, with the named machine's accelerators if it has none."""
+        """Return the probed machine, with accelerators of this type if it has none."""
         assert self.probe is not None
         if chip is None or self.probe.devices:
             return self.probe
@@ -172,10 +172,10 @@ class Site:
         return self.probe.model_copy(update={"devices": (device,) * self.per_node})
 
     def _share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
-        """Return the device with matmuls at the requested fraction of its peak.
+        """Return the device with all matmuls at the requested fraction of the peak.
 
-        Such a fraction describes a whole pass, so norms, memory traffic and launches take no extra
-        time.
+        Such a fraction describes a whole pass, so norms, memory traffic and launches take no
+        additional time.
         """
         share = self._asked.share
         assert share is not None
@@ -190,10 +190,10 @@ class Site:
         )  # fmt: skip
 
     def precision(self, asked: Precision | None) -> Precision:
-        """Return the requested precision, or the fastest whose matmuls were measured.
+        """Return the requested precision, or else the fastest whose matmuls were measured.
 
-        If none was measured, this is bf16 if the catalog says that the device supports it, else
-        fp32. On a GPU, bf16 means bf16 with master weights, outpace's default there.
+        If none was measured, the result is bf16 where the catalog says that the device supports it,
+        else fp32. On a GPU, bf16 means bf16 with master weights, outpace's default there.
         """
         if asked is not None:
             return asked
@@ -208,14 +208,14 @@ class Site:
         return low if chip is not None and "bf16" in chip.peak.flops_per_s else "fp32"
 
     def _measured_rates(self) -> dict[Precision, float]:
-        """Return the best steady rate of each precision that can be used for training."""
+        """Return the best measured matmul rate of each precision for training."""
         if self._results is None:
             return {}
         best = {dtype: self._results.best_rate(dtype) for dtype in _MIXED}
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the FLOP/s of matmuls and the bytes/s of memory that times are based on."""
+        """Return the matmul FLOP/s and memory bytes/s behind the times, with their sources."""
         dtype, probed = dtype_of(precision), self._results
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)
@@ -232,7 +232,7 @@ class Site:
         return rate, max(copies, key=lambda figure: figure.key.number("bytes"), default=memory)
 
     def device_network(self) -> Network | None:
-        """Return a device's link to others in its node; None for a single device.
+        """Return a device's link to others in its node, or None for a single device.
 
         Raises BadInputError if the link is unknown.
         """

@@ -1,1 +1,1 @@
-"""Stages and schedules of pipelines, and simulation of schedules."""
+"""Pipelines: stages, schedules, and simulation of schedules."""

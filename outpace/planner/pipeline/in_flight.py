@@ -1,8 +1,9 @@
-"""Number of micro-batches whose activations a pipeline's ranks keep, from its schedule.
+"""Number of micro-batches whose activations a pipeline rank keeps, from its schedule.
 
 A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
-gradients exist, it keeps the most at the end of the warm-up; later, with all gradients allocated,
-it keeps at most as much. Both numbers are returned, because either moment can need more memory.
+gradients exist, a rank keeps the most at the end of the warm-up. Later, with all gradients
+allocated, it keeps at most as much. Both numbers are returned, because memory may peak at either
+time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +17,18 @@ Operation = tuple[Literal["F", "B", "W"], int]  # kind of operation, and its loc
 
 
 class Rank(NamedTuple):
-    """A rank of a pipeline. Numbers of chunks count micro-batches times stages.
+    """A rank of a pipeline; a chunk is one micro-batch on one stage.
 
     `chunks` are kept before any gradient exists, `later_chunks` when all gradients exist; `losses`
     and `later_losses` count those on the last stage, if this rank has it. `layers` is the number of
     layers on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage
-    boundaries over which this rank receives from another: hidden states from the previous stage,
-    gradients from the next one. With a split backward, torch keeps the gradients of received
-    tensors until the end: `inputs_done` of them exist when the most chunks are kept, together with
-    the inputs for the weight gradients of `waiting` chunks. `again`, `first_again` and
-    `last_again`: the fraction of blocks that recompute, and whether the first and the last block
-    do.
+    boundaries over which this rank receives from another rank: hidden states from the previous
+    stage, gradients from the next.
+
+    With a split backward, torch keeps the gradients of received tensors until the end. When the
+    most chunks are kept, `inputs_done` of these exist, together with the inputs for the weight
+    gradients of `waiting` chunks. `again` is the fraction of blocks that recompute; `first_again`
+    and `last_again` tell whether the first and the last block do.
     """
 
     layers: int
@@ -55,9 +57,9 @@ def ranks_of(
     layers: tuple[int, ...],
     every: int = 0,
 ) -> tuple[Rank, ...]:
-    """Return ranks that include the fullest one: the first, one in between and the last.
+    """Return the first rank, the last rank, and the fullest one in between.
 
-    Every `every`-th block from the first on recomputes; 0 means none.
+    Every `every`-th block recomputes, starting with the first; 0 means none.
     """
     tried = {0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp))
     ranks = {
@@ -69,12 +71,12 @@ def ranks_of(
 
 
 def _weight(rank: Rank) -> tuple[float, int]:
-    """Return a sort key for memory: blocks with kept activations (weighted), then all blocks."""
+    """Return a sort key for memory: blocks with kept activations, weighted, then all blocks."""
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 
 def single_rank(layers: int, every: int = 0) -> Rank:
-    """Return a rank that has all layers."""
+    """Return the only rank of a plan without a pipeline, which has all layers."""
     blocks = range(layers)
     return Rank(
         layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recompute_share(blocks, every)
@@ -122,9 +124,9 @@ def _rank(
 def _most(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the most chunks kept, and their losses, before and after all stages have gradients.
+    """Return the most chunks kept and their losses, before and after all stages have gradients.
 
-    The last number counts the input gradients that exist at the later maximum.
+    The last number is the number of input gradients that exist at the later maximum.
     """
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
@@ -150,7 +152,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations; where backwards are split, a whole one yields "B" and "W"."""
+    """Yield a rank's operations. If backwards are split, a whole one yields "B" and "W"."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

@@ -1,8 +1,8 @@
 """Action tables of pipeline schedules: what every rank does, and in which order.
 
 They equal torch's (torch.distributed.pipelining 2.13; tests compare them), but are built without
-torch and for any number of ranks, for simulation. There are n ranks, m micro-batches and v stages
-on each rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
+torch and for any number of ranks, for simulation. There are n ranks, m micro-batches, and v stages
+per rank; all are numbered from 0. Tables contain no times.
 """
 
 from collections import Counter
@@ -21,9 +21,10 @@ _Maker = Callable[[int, int, int, int], list[Action]]
 def orders(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[Action]]:
-    """Return each rank's actions. `stages_per_rank` of None is the schedule's default.
+    """Return each rank's actions in order.
 
-    Raises BadInputError for numbers that the schedule does not allow.
+    If `stages_per_rank` is None, it is the schedule's default. Raises BadInputError if the schedule
+    does not allow these numbers.
     """
     each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
@@ -32,7 +33,7 @@ def orders(
 def order(
     schedule: str, rank: int, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[Action]:
-    """Return one rank's actions, for numbers that the schedule allows (`orders` checks them)."""
+    """Return one rank's actions in order, without the checks of `orders`."""
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
@@ -40,14 +41,14 @@ def order(
 def schedule_graph(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Wiring:
-    """Return a schedule's actions in topological order, for many simulations."""
+    """Return a schedule's actions in topological order, for repeated simulation."""
     return wire(orders(schedule, ranks, microbatches, stages_per_rank))
 
 
 def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
-    """Return the schedule's fixed number, or the requested one.
+    """Return the requested number of stages per rank, or the schedule's default.
 
-    Raises BadInputError for sizes that the schedule does not allow.
+    Raises BadInputError if the schedule does not allow these numbers.
     """
     if schedule not in SCHEDULES:
         raise BadInputError(f"{schedule} is not a pipeline schedule. Use {', '.join(SCHEDULES)}")
@@ -80,16 +81,16 @@ def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order forwards until the first backward is ready, then alternate backwards and forwards.
 
-    Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
+    See Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
     """
     numbers = [(rank, number) for number in range(microbatches)]
     return _in_turn(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
 
 
 def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order 1f1b in rounds, in which each stage takes one micro-batch per rank, depth first.
+    """Order 1f1b in rounds, in each of which every stage runs one micro-batch per rank.
 
-    Narayanan et al., arXiv 2104.04473, §2.2.2; if n does not divide m, rounds are longer.
+    See Narayanan et al., arXiv 2104.04473, §2.2.2. If n does not divide m, rounds are longer.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     # Forwards before the first backward: the round without its last stage, and two more (there and
@@ -101,8 +102,8 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
 def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order like `interleaved`, with one weight gradient delayed for each preceding rank.
 
-    ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for gradients of inputs, so a
-    rank is one forward ahead of the next rank, instead of two.
+    This is ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for input gradients, so
+    a rank is one forward ahead of the next rank instead of two.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     ahead = _first_rounds(ranks, microbatches, each) + ranks - 1 - rank
@@ -110,9 +111,9 @@ def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order forwards of all micro-batches stage by stage, then backwards in reverse.
+    """Order the forwards of all micro-batches stage by stage, then the backwards in reverse.
 
-    Lamy-Poirier, arXiv 2211.05953, §3.
+    See Lamy-Poirier, arXiv 2211.05953, §3.
     """
     stages = range(rank, ranks * each, ranks)
     forwards = [Action("F", stage, number) for stage in stages for number in range(microbatches)]
@@ -123,17 +124,17 @@ _Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Return the micro-batches per round: n, or more if needed for rounds of equal size."""
+    """Return the micro-batches per round: n, or more where that makes rounds equal in size."""
     return microbatches // max(1, microbatches // ranks)
 
 
 def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
-    """Return the number of forwards in the first round on all stages of a rank except its last."""
+    """Return the number of forwards in a rank's first round, without those on its last stage."""
     return (each - 1) * _round_size(ranks, microbatches)
 
 
 def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Places, _Places]:
-    """Return a rank's forwards and backwards round by round; in each round, stage by stage."""
+    """Return a rank's forwards and backwards, round by round and stage by stage within a round."""
     size = _round_size(ranks, microbatches)
     stages = range(rank, ranks * each, ranks)
 
@@ -147,10 +148,10 @@ def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Place
 def _in_turn(
     forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
 ) -> list[Action]:
-    """Return `ahead` forwards, then alternating forwards and backwards, then the rest.
+    """Return `ahead` forwards, then alternating forwards and backwards, then the other backwards.
 
-    `put_off`: each backward computes only input gradients; the weight gradients follow that many
-    backwards later.
+    With `put_off`, backwards compute only input gradients, and each weight gradient follows
+    `put_off` backwards later.
     """
     kind: Kind = "B" if put_off is None else "I"
     order = [Action("F", *place) for place in forwards[:ahead]]
@@ -168,8 +169,8 @@ class _Writer:
     """Builder of the action order of a rank with two stages: 0 is the earlier, 1 the later.
 
     An action is a letter and a stage. "F0" is stage 0's next forward, "B0" its next backward, and
-    "I0" only the part of that backward that computes the inputs' gradients. "W0" computes the
-    weights' gradients of its oldest "I0"; "W" does so for the oldest of both stages.
+    "I0" a backward that computes only input gradients. "W0" computes the weight gradients of stage
+    0's oldest pending "I0", and "W" those of the oldest pending "I" of either stage.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -179,7 +180,7 @@ class _Writer:
         self._put_off: list[Action] = []
 
     def write(self, turn: str, times: int = 1) -> None:
-        """Add a turn's actions, `times` times."""
+        """Append a turn's actions to the order, `times` times."""
         words = turn.split()
         for _ in range(times):
             for word in words:
@@ -204,8 +205,8 @@ class _Writer:
 def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order stages in a V: the last stage is on rank 0, which can start its backward immediately.
 
-    Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with fewer,
-    missing actions are left out.
+    See Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with
+    fewer, actions of missing micro-batches are left out.
     """
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank
@@ -227,8 +228,8 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
 def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
-    The steps follow github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs a
-    forward of one stage with a backward of the other; torch runs them one after the other.
+    The steps are steps 1 to 8 of github.com/deepseek-ai/DualPipe. They pair a forward of one stage
+    with a backward of the other; torch runs the two one after the other.
     """
     behind = ranks - 1 - rank
     main = microbatches - ranks - behind

@@ -1,9 +1,9 @@
 """Simulation of a pipeline schedule, action by action, with each rank's busy and idle times.
 
-Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
-are available: a forward needs the previous stage's forward, a backward the next stage's backward
-and its own forward. For equal stages, this gives the closed forms of the papers; unlike them, it
-also covers unequal stages.
+Each rank executes its actions in order. An action starts as soon as its rank is free and its inputs
+are available: a forward needs the previous stage's forward, a backward needs the next stage's
+backward and its own forward. For equal stages, the result equals the closed forms in the
+literature; the simulation also covers unequal stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from outpace.records.pipelines import SCHEDULES, Kind
 
 
 class Action(NamedTuple):
-    """One action of a rank: `kind` of a micro-batch on a stage, all counted from 0."""
+    """One action of a rank: an operation on a micro-batch in a stage, both numbered from 0."""
 
     kind: Kind
     stage: int
@@ -30,14 +30,14 @@ Order = Sequence[Action]
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a micro-batch on a stage, with the backward split into inputs and weights."""
+    """Seconds per micro-batch on a stage, with separate times for input and weight gradients."""
 
     forward_s: float
     inputs_s: float
     weights_s: float
 
     def seconds(self, kind: Kind) -> float:
-        """Return the seconds of an action."""
+        """Return the seconds of one kind of action."""
         return {
             "F": self.forward_s,
             "B": self.inputs_s + self.weights_s,
@@ -47,7 +47,7 @@ class StageTime:
 
 
 class Span(NamedTuple):
-    """An action with its start and end, counted from the beginning of the step."""
+    """An action with its start and end in seconds from the beginning of the step."""
 
     action: Action
     begin_s: float
@@ -56,22 +56,22 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Actions of each rank with their times."""
+    """Actions of each rank with their start and end times."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan_s(self) -> float:
-        """Return the time from the start of the first action to the end of the last."""
+        """Return the seconds from the start of the first action to the end of the last."""
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Return the seconds during which a rank works."""
+        """Return the seconds during which a rank is busy."""
         return sum(span.end_s - span.begin_s for span in self.ranks[rank])
 
     @property
     def idle_share(self) -> float:
-        """Return the fraction of the ranks' total time in which they are idle."""
+        """Return the fraction of time in which ranks are idle, over all ranks."""
         whole = self.makespan_s * len(self.ranks)
         return 1 - sum(map(self.busy_s, range(len(self.ranks)))) / whole if whole else 0.0
 
@@ -80,8 +80,8 @@ class Timeline:
 class Wiring:
     """Actions of all ranks in topological order, built once for fast repeated simulation.
 
-    For each action in the order, `taken_by` is its rank, and `after` has the positions of other
-    ranks' actions that it waits for.
+    For each action, `taken_by` is its rank, and `after` lists the positions of other ranks' actions
+    that it waits for.
     """
 
     ranks: int
@@ -92,7 +92,7 @@ class Wiring:
     def run(
         self, seconds: Callable[[Action], float], transfer_s: float
     ) -> tuple[list[float], list[float]]:
-        """Return the start and the end of each action; arguments are as for `simulate`."""
+        """Return the start and end times of all actions; see `simulate` for the arguments."""
         took = list(map(seconds, self.actions))
         free_s = [0.0] * self.ranks
         begins: list[float] = []
@@ -109,7 +109,7 @@ class Wiring:
         return begins, ends
 
     def makespan_s(self, times: Sequence[StageTime], transfer_s: float = 0.0) -> float:
-        """Return the time from the first start to the last end, as for `simulate_stages`."""
+        """Return the seconds from the first start to the last end; see `simulate_stages`."""
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
         cost = {kind: [time.seconds(kind) for time in times] for kind in kinds}
         _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s)
@@ -117,18 +117,18 @@ class Wiring:
 
 
 def wire(orders: Sequence[Order]) -> Wiring:
-    """Sort all actions so that each rank's order and the dependencies are respected.
+    """Sort all actions topologically, keeping each rank's order.
 
-    Raises BadInputError for orders in which ranks wait for each other.
+    Raises BadInputError if ranks wait for each other.
     """
     return _Wirer(orders).wiring()
 
 
 class _Wirer:
-    """Builder of the sequence of all actions: runs each rank until it must wait for another.
+    """Builder of a topological order, which runs each rank until it must wait for another.
 
-    Every awaited result has a number, which keeps large tables fast: a forward has an even number,
-    and the gradients of its inputs have the next odd number.
+    Every result that an action can wait for has a number, which keeps large tables fast: even for a
+    forward, and the next odd number for the gradients of its inputs.
     """
 
     def __init__(self, orders: Sequence[Order]) -> None:
@@ -145,7 +145,7 @@ class _Wirer:
         self._after: list[tuple[int, ...]] = []
 
     def wiring(self) -> Wiring:
-        """Return all actions in sequence. Raises BadInputError if they deadlock."""
+        """Return all actions in topological order. Raises BadInputError if they deadlock."""
         ready = list(range(len(self._todo)))
         while ready:
             rank = ready.pop()
@@ -164,7 +164,7 @@ class _Wirer:
         )
 
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """Run the action if its inputs are ready, and wake waiting ranks; return whether it ran."""
+        """Run the action if its inputs are ready, and wake waiting ranks. Return whether it ran."""
         after: tuple[int, ...] = ()
         for need in self._needs(action):
             place = self._places[need]
@@ -183,10 +183,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs.
-
-        A whole backward needs what its input part needs.
-        """
+        """Return the results that an action needs; "B" needs the same results as "I"."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -214,9 +211,9 @@ def simulate(
 ) -> Timeline:
     """Simulate all ranks, each executing its actions in order.
 
-    `seconds` are the durations of the actions; `transfer_s` is the time to send a tensor to another
-    rank, during which both may continue. Raises BadInputError for orders in which ranks wait for
-    each other.
+    `seconds` returns the duration of an action. `transfer_s` is the time to send a tensor to
+    another rank, during which both ranks may continue. Raises BadInputError if ranks wait for each
+    other.
     """
     wiring = wire(orders)
     begins, ends = wiring.run(seconds, transfer_s)
@@ -231,16 +228,16 @@ def simulate(
 def simulate_stages(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> Timeline:
-    """Simulate like `simulate`, with one duration per stage for all micro-batches."""
+    """Simulate like `simulate`, with the same durations for all micro-batches of a stage."""
     return simulate(orders, lambda action: times[action.stage].seconds(action.kind), transfer_s)
 
 
 def makespan_s(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> float:
-    """Return the total time of `simulate_stages`, without computing the whole timeline.
+    """Return the total seconds of `simulate_stages` without building the timeline.
 
-    To simulate one schedule several times, keep its graph, from `schedules.schedule_graph`.
+    To simulate a schedule repeatedly, use the graph from `schedules.schedule_graph`.
     """
     return wire(orders).makespan_s(times, transfer_s)
 
@@ -248,12 +245,12 @@ def makespan_s(
 def idle_share_formula(
     strategy: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> float | None:
-    """Return the idle share for equal stages by the papers' closed forms; None if there is none.
+    """Return the idle share for equal stages in closed form, or None if there is no formula.
 
-    mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and arXiv
-    2104.04473, §2.2.1. With v stages per rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
-    Lamy-Poirier, arXiv 2211.05953, §3; there is no form for fewer micro-batches than ranks, which
-    then wait between stages. `stages_per_rank` of None is the schedule's own v.
+    mp: one of n ranks works at a time. gpipe and 1f1b: (n − 1)/(m + n − 1) (Huang et al., §2.3;
+    arXiv 2104.04473, §2.2.1). With v stages per rank: (n − 1)/(v·m + n − 1) (ibid., §2.2.2;
+    Lamy-Poirier, arXiv 2211.05953, §3), unless there are fewer micro-batches than ranks, which then
+    wait between stages. If `stages_per_rank` is None, v is the schedule's default.
     """
     if strategy == "mp":
         return (ranks - 1) / ranks

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage, and ranks that represent all others."""
+"""Layers of each pipeline stage, and ranks that represent groups of equal ranks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ _UNEVEN = 8  # maximum number of ranks to evaluate
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, with the slowest stage as fast as possible.
+    """Return the number of layers of each stage that makes the slowest stage as fast as possible.
 
-    The cost of the head is the multiply-adds of its matmuls relative to a block's; an embedding
-    lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
+    The head counts as the ratio of its multiply-adds to a block's; an embedding lookup costs
+    nothing. Raises BadInputError if there are fewer layers than stages.
     """
     if spec.layers < stages:
         raise BadInputError(
@@ -25,11 +25,11 @@ def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Distribute equal layers over stages, at least one each; the last stage also has the head.
+    """Distribute equal layers over stages, at least one each, with the head on the last stage.
 
-    `head` is the head's cost in layers. The cost of the most expensive stage is minimised, then
-    that of the next. Later stages get the extra layers, because earlier ones keep more activations
-    (Narayanan et al., PipeDream, SOSP 2019, §3.3).
+    `head` is the head's cost in layers. The cost of the most expensive stage is minimised, then the
+    next most expensive, and so on. Later stages get the extra layers, because earlier stages keep
+    more activations (Narayanan et al., PipeDream, SOSP 2019, §3.3).
     """
     return min(
         _spreads(layers, stages),
@@ -38,7 +38,7 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Distribute layers evenly over stages, ignoring costs; the first stages get the remainder."""
+    """Distribute layers evenly over stages, with the remainder on the first stages."""
     each, more = divmod(layers, stages)
     return tuple(each + (place < more) for place in range(stages))
 
@@ -54,10 +54,10 @@ def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Distribute unequal blocks over stages in order, with the smallest possible maximum cost.
+    """Distribute unequal blocks over stages in order, minimising the cost of the slowest stage.
 
-    Among the cheapest cuts, the last stage starts as early as possible, then the one before it, and
-    so on: later stages get more blocks, because earlier ones keep more activations.
+    Among optimal cuts, the last stage starts as early as possible, then the one before it, and so
+    on. Later stages thus get more blocks, because earlier stages keep more activations.
     """
     count = len(costs)
     # best[s][n]: the cost of the most expensive of s stages over the first n blocks, and the first
@@ -84,10 +84,10 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return ranks that include the fullest one: one for each group of equal ranks.
+    """Return one rank per group of equal ranks; the fullest rank is among them.
 
-    These are the first rank of each pipeline stage and a server; for zero1, whose ranks own
-    different parameters, also the first ranks.
+    These are the first rank of each pipeline stage and, if there are any, one parameter server. In
+    zero1, ranks own different parameters, so the first few ranks are included.
     """
     across = plan.world_size - plan.servers
     chosen = set(range(0, across, max(1, across // plan.pp)))

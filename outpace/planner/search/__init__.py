@@ -1,1 +1,1 @@
-"""The space of plans, and the search in it."""
+"""The space of plans, and search within it."""

@@ -1,4 +1,4 @@
-"""Restriction of a search to the plans that another trainer can express."""
+"""Restriction of the search to plans that another trainer can express."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from outpace.records.plan import Plan
 class Acceptance:
     """The plans that the trainer `name` can express.
 
-    `obstacle` returns what a plan with this global batch has that the trainer lacks, or "". Its
-    answer is kept for all plans with the same layout or options.
+    `obstacle` returns what a plan with a global batch has that the trainer lacks, or "". Answers
+    are cached and shared by all plans with the same layout or options.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Acceptance:
         return self._accepted_mask(columns, "layout", _layout_keys(columns))
 
     def accepts_options(self, columns: PlanBatch) -> Bools:
-        """Return which plans are accepted, provided that their layouts are."""
+        """Return which plans are accepted, assuming that their layouts are."""
         return self._accepted_mask(columns, "options", _option_keys(columns))
 
     def describe_obstacle(self, columns: PlanBatch, place: int) -> str:
-        """Return what one plan has that the trainer lacks; "" if it is accepted."""
+        """Return what a plan has that the trainer lacks; "" if the plan is accepted."""
         row = columns.select([place])
         batch = row.micro_batch * row.microbatches * row.passes * row.data_parallel
         return self.obstacle(to_plan(row, 0), int(batch[0]))
@@ -48,7 +48,7 @@ class Acceptance:
 
 
 def _layout_keys(c: PlanBatch) -> Ints:
-    """Return a row for each layout; layouts with equal rows have equal descriptions.
+    """Return a row per layout, such that the trainer's answer depends only on the row.
 
     Batch sizes and numbers of replicas and shards are left out.
     """
@@ -62,7 +62,7 @@ def _layout_keys(c: PlanBatch) -> Ints:
 
 
 def _option_keys(c: PlanBatch) -> Ints:
-    """Return a row for each plan: its options, and the layout features they may depend on."""
+    """Return a row per plan: its options, and features of its layout that matter to them."""
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp > 1, c.cp > 1, c.pp > 1,
         c.ep > 1, c.precision, c.optimizer, c.compile, c.offload_activations,

@@ -1,4 +1,4 @@
-"""Alternatives to the fastest plan: the simplest and the leanest that are about as fast."""
+"""Alternatives to the fastest plan: the simplest and the leanest of about the same speed."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -39,23 +39,24 @@ def find_alternatives(
 ) -> SearchResult:
     """Return `found` with the simplest and the leanest plans that are about as fast.
 
-    The simplest is chosen from the first group with a plan that takes at most `LEAN` times as long
-    as the fastest of all: plans that offload nothing and leave memory free; plans that offload
-    nothing and do not crowd memory; all plans that offload nothing (here, plans that leave memory
-    free and take at most `WIDE` times as long are preferred); then the same groups with one kind of
-    tensor offloaded, then with two. It is about as fast as the fastest of its group, and within the
-    same limit. The fastest of all replaces it if the fastest offloads no more, does not crowd
-    memory, and is simple enough to be worth more than free memory (`is_worth_room`).
+    The simplest plan comes from the first of these groups in which a plan takes at most `LEAN`
+    times as long as the fastest of all: plans that offload nothing and leave memory free; plans
+    that offload nothing and do not crowd memory; all plans that offload nothing, where plans that
+    leave memory free are preferred if one takes at most `WIDE` times as long; then the same groups
+    with one kind of tensor offloaded, then with two. The simplest plan is about as fast as the
+    fastest of its group, and within the same limit. The fastest of all replaces it if it offloads
+    no more, does not crowd memory, and is simple enough to be worth more than free memory
+    (`is_worth_room`).
 
-    The leanest offloads nothing unless the fastest does. If all plans that are about as fast fill a
-    device's memory, the leanest is the fastest plan that does not, if it takes at most `ROOMIER`
-    times as long.
+    The leanest plan offloads nothing unless the fastest does. If all plans that are about as fast
+    nearly fill a device's memory, the leanest is the fastest plan that leaves memory free, provided
+    that it takes at most `ROOMIER` times as long.
 
-    If outpace is the trainer and can train any plan that fits, the simplest is one of these, and
-    "the fastest of all" is the fastest of these.
+    If outpace is the trainer and can train at least one plan that fits, the simplest plan is one
+    that outpace can train, and "the fastest of all" is the fastest that it can train.
 
-    `floors` are lower bounds on the bytes that plans need (`planner.memory.peak.least_bytes`);
-    `needs` are those of the search.
+    `needs` returns the bytes that plans need, as in the search, and `floors` lower bounds on them
+    (`planner.memory.peak.least_bytes`).
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -88,14 +89,14 @@ def find_alternatives(
 
 
 def trained_by_outpace(question: StepTimeQuestion) -> bool:
-    """Return whether outpace is the trainer, and has the model."""
+    """Return whether outpace is the trainer and can build the model."""
     return not question.other_program and question.outline.untrained is None
 
 
 def add_plans(
     question: StepTimeQuestion, found: SearchResult, more: PlanBatch, needs: Needs
 ) -> SearchResult:
-    """Return `found` with further plans as its last rows."""
+    """Return `found` with further plans appended to its rows."""
     theirs = estimate(question, more)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(theirs, f.name)])
              for f in fields(StepTimes)}  # fmt: skip
@@ -110,9 +111,9 @@ def add_plans(
 def _keep_trained(
     question: StepTimeQuestion, found: SearchResult, every: PlanChoice
 ) -> SearchResult:
-    """Return `found` with only the layouts that outpace trains, and the fastest of their plans.
+    """Return `found` with only the layouts that outpace can train, and their fastest plan.
 
-    If none of them fits, return `found`.
+    Returns `found` unchanged if no such plan fits.
     """
     mine = np.flatnonzero(~untrained_mask(every.plain))
     ranked = found.ranked
@@ -130,8 +131,9 @@ def _keep_trained(
 def _simplest(
     every: PlanChoice, found: SearchResult, trains_all: bool
 ) -> tuple[PlanBatch | None, float]:
-    """Return the simplest plan about as fast as the fastest in `found`, and the limit on its
-    seconds. None: the fastest is worth more than free memory.
+    """Return the simplest plan about as fast as the fastest, and the limit on its step time.
+
+    The plan is None if the fastest is worth more than free memory. The limit is in seconds.
     """
     assert found.layouts is not None
     least_s, own = float(found.times.step_s[found.fastest]), found.columns.select([found.fastest])
@@ -153,10 +155,10 @@ def _simplest(
 def _simple_choice(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
-    """Return the plans from which to choose the simplest, and the limit on its step time, s.
+    """Return the plans from which to choose the simplest, and the limit on its step time.
 
-    `by_offloads`: plans that offload at most none, one, … and as many kinds of tensors as the
-    fastest.
+    `by_offloads` has the plans that offload nothing, at most one kind of tensor, and so on, up to
+    as many kinds as the fastest plan offloads. The limit is in seconds.
     """
     need = float(found.needs[found.fastest])
     for choice in by_offloads:
@@ -178,11 +180,11 @@ def _simple_choice(
 
 
 def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:
-    """Return the seconds of the fastest plan that fits; infinity if it takes more than `most_s`."""
+    """Return the step time of the fastest plan that fits; infinity if it exceeds `most_s`."""
     plan = quickest(choice, found.bound, most_s)
     return np.inf if plan is None else float(choice.seconds(plan)[0])
 
 
 def _offloads(columns: PlanBatch) -> int:
-    """Return how many kinds of tensors any of the plans offloads."""
+    """Return the number of kinds of tensors that at least one of the plans offloads."""
     return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)

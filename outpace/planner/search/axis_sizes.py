@@ -1,4 +1,4 @@
-"""Sizes that an axis may have for a model and a number of ranks."""
+"""Possible sizes of an axis for a model and a number of ranks."""
 
 import math
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
 
 
 def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
-    """Return the sizes that an axis may have: tp, cp, pp or ep."""
+    """Return the possible sizes of an axis: tp, cp, pp or ep."""
     return expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
 
 
 def refused_size(wanted: SearchRequest, axis: str, size: int) -> str | None:
-    """Explain why an axis cannot have a size for this model and machine; None if it can."""
+    """Explain why an axis cannot have this size for the model and machine; None if it can."""
     name, world = wanted.outline.name, wanted.world
     if size == 1:
         return None
@@ -106,7 +106,7 @@ _REFUSALS = MappingProxyType(
 
 
 def expert_axes(ranks: int, wanted: SearchRequest) -> list[int]:
-    """Return the sizes of ep on `ranks` that divide the experts."""
+    """Return the sizes of ep that divide both `ranks` and the number of experts."""
     experts = wanted.outline.experts
     if not experts or wanted.trained:
         return [1]

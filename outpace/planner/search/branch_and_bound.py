@@ -1,9 +1,9 @@
 """Exact search for the fastest plans that fit, by branch and bound.
 
-A layout with its fastest optimizer takes no longer without an option (recomputation, a chunked
-loss, offloading) than with it. So layouts are visited in the order of their time without options, a
-few at a time with all their options. The search ends when the next layout cannot improve the
-result, so its answer is that of an exhaustive search.
+With its fastest optimizer, a layout is never slower without an option (recomputation, a chunked
+loss, offloading) than with it. Layouts are therefore visited in the order of their time without
+options, a few at a time with all of their options. The search ends when the next layout cannot
+improve the result, so the result equals that of an exhaustive search.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,14 +41,14 @@ _NEAR = 1.001  # maximum ratio of step times for which a simpler plan is preferr
 class SearchResult:
     """Plans that fit, fastest first, and the result for each family.
 
-    `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
-    among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
-    `leanest` are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if
-    not searched or not to be listed; `simple_s` and `lean_s` are the limits on their step times.
-    `leaner`: plans that need less memory than all faster ones, if few kinds of plans are listed.
-    `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest plan
-    that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
-    `known` has the bytes of plans that were estimated (see `remember`).
+    `best` has each family's fastest plan that fits, or −1 if none does, and `smallest` its plan in
+    `columns` that needs the least memory; both are indices into `columns`. `simplest` and `leanest`
+    are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if not
+    searched or not to be listed; `simple_s` and `lean_s` limit their step times. `leaner` are plans
+    that need less memory than all faster ones, if few kinds of plans are listed. `roomier`: no plan
+    that is about as fast leaves memory free, and `leanest` is the fastest plan that does. `layouts`
+    are all layouts without options; each takes at least `bound` seconds. `known` caches the bytes
+    of estimated plans (see `remember`).
     """
 
     columns: PlanBatch
@@ -70,7 +70,7 @@ class SearchResult:
 
     @property
     def fastest(self) -> int:
-        """Index of the fastest plan that fits; −1 if none does."""
+        """Return the index of the fastest plan that fits; −1 if none does."""
         if not len(self.ranked):
             return -1
         return int(self.ranked[np.argmin(self.times.step_s[self.ranked])])
@@ -90,11 +90,11 @@ def search(
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
-    """Return the `count` fastest kinds of plans that fit `memory_bytes`, and family results.
+    """Return the fastest plans of the `count` best kinds that fit, and each family's result.
 
-    Plans of one kind split the same axes and have the same ZeRO stage; the fastest of them stands
-    for the kind. `floors` are lower bounds on the bytes that plans need
-    (`planner.memory.peak.least_bytes`), which are faster to compute than `needs`.
+    Plans of one kind split the same axes and have the same family and ZeRO stage; the fastest plan
+    represents its kind. `needs` returns the bytes that plans need, and `floors` lower bounds on
+    them that are faster to compute (`planner.memory.peak.least_bytes`).
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -124,9 +124,10 @@ def search(
 def fastest(
     question: StepTimeQuestion, wanted: SearchRequest, needs: Needs, memory_bytes: float, count: int
 ) -> tuple[PlanBatch, int]:
-    """Return the `count` fastest plans that fit, fastest first, and the number considered.
+    """Return the `count` fastest plans that fit, fastest first, and the number of plans considered.
 
-    Layouts are visited by their time without options, until no other can be among the fastest.
+    Layouts are visited in the order of their time without options, until no further layout can be
+    among the fastest.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
@@ -148,9 +149,9 @@ def fastest(
 
 
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
-    """Return a lower bound on each layout's step time: without options, with the best optimizer.
+    """Return a lower bound on each layout's step time: without options, with its best optimizer.
 
-    The fastest optimizer depends on the layout: when compiled, fewer bits move less memory.
+    The fastest optimizer depends on the layout: if compiled, low-bit states move fewer bytes.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -160,7 +161,7 @@ def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch)
 
 
 def step_seconds(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
-    """Return a function from plans to their step times, s."""
+    """Return a function that returns the step times of plans in seconds."""
     return lambda columns: estimate(question, columns).step_s
 
 
@@ -177,11 +178,11 @@ def _family(
     count: int,
     accepts: PlanFilter | None,
 ) -> Iterator[PlanBatch]:
-    """Yield one family's layouts that can be among the `count` best kinds, cheapest first.
+    """Yield one family's plans that may be among the `count` best kinds, fastest layouts first.
 
     For kinds already found, only layouts that may be faster are considered. Times are estimated
-    before bytes, which take longer. If none of the first layouts fit, permanent bytes are computed
-    before both.
+    before bytes, which take longer to compute. If none of the first layouts fit, lower bounds on
+    bytes are computed before both.
     """
     fastest: dict[int, float] = {}
     least: _Least | None = None
@@ -230,7 +231,7 @@ def _family(
 
 
 def _select_fitting(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
-    """Return the indices in `piece` whose lower bounds fit; all if memory is infinite."""
+    """Return the indices in `piece` of plans whose lower bounds fit; all if memory is infinite."""
     if np.isinf(memory_bytes):
         return piece
     return piece[floors(part.select(piece)) <= memory_bytes]
@@ -240,7 +241,7 @@ _Least = tuple[float, PlanBatch]  # bytes, and the plan
 
 
 def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return the plan if it needs less memory than `least`, otherwise `least`."""
+    """Return the plan that needs the least memory, or `least` if none needs less."""
     small = int(np.argmin(need))
     if least is None or need[small] < least[0]:
         return float(need[small]), plans.select([small])
@@ -250,8 +251,8 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
     """Return the plan that needs the least memory, or `least` if none needs less.
 
-    `plans` recompute as much as possible, or offload activations: only with offloading can less
-    recomputation reduce memory.
+    `plans` are those that recompute as much as possible or offload activations: only with
+    offloading can less recomputation reduce memory.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):
@@ -264,7 +265,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return, for each of `kinds`, the longest step time of plans that are still considered."""
+    """Return, for each of `kinds`, the longest step time at which plans are still considered."""
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
     worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
     each, place = np.unique(kinds, return_inverse=True)
@@ -276,20 +277,20 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
 
 
 def _worst_s(fastest: dict[int, float], count: int) -> float:
-    """Return the step time of the slowest of the `count` fastest kinds; infinity if fewer."""
+    """Return the step time of the `count`-th fastest kind; infinity if there are fewer kinds."""
     return sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
 
 
 def _whole_count(count: int) -> int:
-    """Return how many kinds without pipelines are kept in addition to the `count` fastest.
+    """Return the number of kinds without pipelines to keep in addition to the `count` fastest.
 
-    Simulation may show that pipelines are slower.
+    They are kept because simulation may show that pipelines are slower.
     """
     return max(1, count // 2)
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
-    """Yield indices of plans in batches, fastest first."""
+    """Yield indices of plans in chunks, fastest first."""
     order = np.argsort(seconds, kind="stable")
     for begin in range(0, len(order), _PIECE):
         yield order[begin : begin + _PIECE]
@@ -316,9 +317,9 @@ def _has_pipeline(kind: int) -> bool:
 
 
 def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
-    """Return step times for ranking, which put the simplest of equally fast plans first.
+    """Return step times for ranking, which place the simplest of equally fast plans first.
 
-    Each split axis and each enabled option adds a ten-thousandth.
+    Each split axis and each enabled option adds a ten-thousandth of the step time.
     """
     pulled = sum(
         values.astype(float)
@@ -357,10 +358,10 @@ def _finish_search(
 
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
-    """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
+    """Return whether any plan fits, trying the smallest micro-batch with the most recomputation.
 
     Plans that offload activations are also tried with less recomputation, which may need less
-    memory. With the optimizer in the backward, all micro-batches are tried: several small ones
+    memory. If the optimizer runs in the backward, all micro-batches are tried: several small ones
     accumulate gradients, whereas a single large one keeps none.
     """
     in_backward = bool(wanted.keep.get("optimizer_in_backward"))

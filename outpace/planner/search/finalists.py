@@ -1,7 +1,7 @@
-"""Simulation of the finalists' pipelines event by event, with their unequal stages.
+"""Simulation of the finalists' pipelines, event by event, with their unequal stages.
 
 The closed forms that rank all plans assume average or slowest stages; the simulation computes the
-actual waiting times. The difference is added to the bubble.
+actual waits. The difference is added to the bubble.
 """
 
 from dataclasses import fields
@@ -23,7 +23,7 @@ _MOST_ACTIONS = 400_000  # limit for a simulation; with more, there is almost no
 def simulate_pipelines(
     question: StepTimeQuestion, columns: PlanBatch, times: StepTimes, places: Ints
 ) -> StepTimes:
-    """Replace the times of the pipelines at `places` in `times` by simulated ones."""
+    """Return `times` with simulated times for the pipelines at `places`."""
     found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
         row = columns.select([int(place)])
@@ -55,5 +55,5 @@ def _actions(row: PlanBatch) -> int:
 
 
 def order(times: StepTimes, places: Ints) -> Ints:
-    """Return `places` ordered by time, fastest first."""
+    """Return `places` sorted by step time, fastest first."""
     return places[np.argsort(times.step_s[places], kind="stable")]

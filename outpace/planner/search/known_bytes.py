@@ -1,4 +1,4 @@
-"""Cache of plans' bytes, so that a search estimates no plan twice."""
+"""Cache of plans' memory needs, so that a search estimates no plan twice."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,7 +15,7 @@ Needs = Callable[[PlanBatch], Floats]
 def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
     """Return a version of `needs` that caches its results in `known`.
 
-    The search for alternatives considers mostly plans whose memory is already known.
+    The search for alternatives mostly considers plans whose memory is already known.
     """
 
     def look_up(columns: PlanBatch) -> Floats:
@@ -30,7 +30,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
 
 
 def _keys(columns: PlanBatch) -> list[bytes]:
-    """Return a byte string per plan as key, without adapters, which one search does not vary."""
+    """Return a byte string per plan as its key, without adapters, which do not vary in a search."""
     values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
     numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]
     rows = np.ascontiguousarray(np.concatenate(numbers, axis=1))

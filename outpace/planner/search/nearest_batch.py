@@ -1,4 +1,4 @@
-"""Possible global batches near a requested one that no layout of the ranks can divide."""
+"""Global batches near the requested one that a layout of the ranks can divide."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ _TRIED = 12  # number of candidates on either side; each requires listing all la
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
     """Return the nearest smaller and larger global batches, in samples, that a layout can divide.
 
-    The result is empty if the batch is not the obstacle.
+    Returns an empty tuple if the batch is not the obstacle.
     """
     if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()
@@ -26,7 +26,7 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
 
 
 def _units(wanted: SearchRequest) -> set[int]:
-    """Return the numbers of which a possible batch is a multiple, for each number of replicas."""
+    """Return the numbers whose multiples are possible global batches, by number of replicas."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

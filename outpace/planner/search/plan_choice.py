@@ -1,13 +1,15 @@
 """Choice among plans that are about as fast: the simplest with free memory, and the leanest.
 
-The estimates of two plans on one machine share most of their error, but each may have an additional
-error of 2 %. If plans differ by less, the plan that an expert would run comes first: without an
-unnecessary axis or schedule, and with free memory. A plan that offloads more than another, or that
-fills a device's memory, must be more than 10 % faster. Offloading puts load on a host that all
-devices of a node share, and no published step uses it. The median error of estimated memory is 2 to
-5 %, but it is larger in some cases: a quarter or more of the plans that are estimated to need more
-than `CROWDED` of a device's memory do not run. So a plan that leaves memory free is preferred even
-if it takes more than 10 % longer.
+Estimates of two plans on one machine share most of their error, but each may have an additional
+error of 2 %. If plans differ by less, the plan that an expert would run comes first: one without an
+unnecessary axis or schedule, and with free memory.
+
+A plan that offloads more than another, or that fills a device's memory, must be more than 10 %
+faster to be preferred. Offloading loads a host that all devices of a node share, and no published
+step uses it. The median error of estimated memory is 2 to 5 %, but some errors are larger: a
+quarter or more of the plans that are estimated to need more than `CROWDED` of a device's memory do
+not run. A plan that leaves memory free is therefore preferred even if it takes more than 10 %
+longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +54,11 @@ _Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Plans to choose among, with their costs.
+    """Plans to choose from, with their costs.
 
-    `plain` are layouts without options, and `chosen` the options to combine with each of them. A
+    `plain` are layouts without options, and `chosen` the options to combine with each layout. A
     plan takes `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower
-    bounds on `needs` that are faster to compute. `accepts`: as in `SearchRequest`.
+    bounds on `needs` that are faster to compute. `accepts`: see `SearchRequest`.
     """
 
     plain: PlanBatch
@@ -73,7 +75,7 @@ def simplest(
 ) -> PlanBatch | None:
     """Return the simplest plan that fits and takes at most `most_s`; ties go to the least memory.
 
-    Free memory is relative to `device_bytes`, even if the plans of `choice` may not use a whole
+    Free memory is relative to `device_bytes`, even if the plans of `choice` may not use all of a
     device's memory. `trains_all`: the trainer is not outpace, so plans that outpace cannot train
     are not penalised.
     """
@@ -107,8 +109,10 @@ def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
 def leaner(
     choice: PlanChoice, most_s: float, listed: Sequence[tuple[float, float]], count: int
 ) -> PlanBatch | None:
-    """Return up to `count` plans, fastest first, that need clearly less memory than all plans that
-    are as fast; `listed` are the seconds and bytes of plans that are already known.
+    """Return up to `count` plans, fastest first, that need clearly less memory than faster ones.
+
+    `listed` has the seconds and bytes of plans that are already listed. Returns None if there are
+    no further plans.
     """
     parts = list(_quick_plans(choice, most_s))
     if not parts:
@@ -132,10 +136,10 @@ def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
 
 
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
-    """Return the fastest plan that fits and takes at most `most_s`; None if there is none.
+    """Return the fastest plan that fits and takes at most `most_s`, or None if there is none.
 
-    Each layout takes at least its `bound`, with any options. Lower bounds of bytes are checked
-    before seconds, and bytes are estimated for the fastest plans first.
+    With any options, a layout takes at least its `bound`. Lower bounds on bytes are checked before
+    seconds, and bytes are estimated for the fastest plans first.
     """
 
     def able(columns: PlanBatch) -> Bools:
@@ -163,10 +167,11 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
 def _least_of(
     choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
 ) -> _Least | None:
-    """Return the plan with the least memory among some, with its bytes and seconds, or `best`.
+    """Return the plan in `part` with the least memory, with its bytes and seconds, or `best`.
 
-    Plans that need at most `enough` count as equal, and the fastest of them is chosen. Plans with
-    the lowest `floors` come first, until none of the others can need less.
+    `best` is returned if it needs less. Plans that need at most `enough` count as equal, and the
+    fastest of them is chosen. Plans are checked in the order of their `floors`, until no further
+    plan can need less.
     """
     least = np.maximum(choice.floors(part), enough)
     order = np.argsort(least, kind="stable")
@@ -184,7 +189,7 @@ def _least_of(
 
 
 def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
-    """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
+    """Yield the plans that take at most `most_s`, with their seconds, a few layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         some = choice.plain.select(slice(begin, begin + _LAYOUTS))
         part, took = expand_timed(some, choice.chosen, choice.seconds, accepts=choice.accepts)
@@ -196,8 +201,8 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
 def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
     """Return whether a plan is so much simpler than another that free memory matters less.
 
-    The simpler plan is then preferred even if only the other leaves memory free: a tensor or
-    pipeline axis is too high a price for the last tenth of memory. Arguments are as for
+    The simpler plan is then preferred even if only the other one leaves memory free: a tensor or
+    pipeline axis is too high a price for the last tenth of memory. For the arguments, see
     `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
@@ -205,17 +210,17 @@ def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_al
 
 
 def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
-    """Count the effort of layouts and options: a plan with less effort is simpler.
+    """Return the effort of running each plan, from its layout and options; less is simpler.
 
-    `plainest`: options whose optimizer is the default. `trains_all`: see `simplest`.
+    `plainest` are options with the default optimizer. `trains_all`: see `simplest`.
     """
     return _layout_costs(c, trains_all) + _options_costs(c, plainest)
 
 
 def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
-    """Count the effort of a layout relative to DDP: 1 for an axis of shards, 2 for others.
+    """Return the effort of each layout relative to DDP: 1 for sharding, 2 for most other axes.
 
-    Plans that outpace cannot train count 3, unless another program trains them.
+    Plans that outpace cannot train count 3 more, unless another program trains them.
     """
     exotic = (c.pp > 1) & ~c.schedule_in("gpipe", "1f1b")
     found: Ints = (
@@ -231,7 +236,7 @@ def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
 
 
 def _options_costs(c: PlanBatch, plainest: Options) -> Ints:
-    """Count the effort of options: most for offloading, little for recomputation and chunks."""
+    """Return the effort of each plan's options, of which offloading counts most."""
     disk = OFFLOADS.index("disk")
     found = np.zeros(len(c), np.int64)
     for name in OFFLOADED:

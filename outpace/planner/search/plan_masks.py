@@ -1,4 +1,4 @@
-"""Masks of plans whose options can be combined, and of those that outpace does not train."""
+"""Masks of plans with compatible options, and of plans that outpace cannot train."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def untrained_mask(c: PlanBatch) -> Any:
 
 
 def options_match(c: PlanBatch) -> Any:
-    """Return which layouts allow the precision, optimizer, schedule and compilation they have."""
+    """Return which layouts have compatible precision, optimizer, schedule and compilation."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
     fine &= low | ~c.precision_in(*PURE)
@@ -35,7 +35,7 @@ def options_match(c: PlanBatch) -> Any:
 
 
 def adapters_match(c: PlanBatch) -> Any:
-    """Return which plans train all weights, or adapters in a way that the planner can estimate."""
+    """Return which plans train all weights, or train adapters that the planner can estimate."""
     if c.common_adapters is None:
         return np.ones(len(c), bool)
     fine = np.ones(len(c), bool)

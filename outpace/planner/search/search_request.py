@@ -1,4 +1,4 @@
-"""Request to search for plans: what the user requires, and what may vary."""
+"""A request to search for plans: what the user requires, and what may vary."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 
 
 class PlanFilter(Protocol):
-    """Restriction of a search (`planner.search.acceptance.Acceptance`)."""
+    """Restriction of a search; implemented by `planner.search.acceptance.Acceptance`."""
 
     @property
     def name(self) -> str: ...
@@ -43,14 +43,14 @@ class PlanFilter(Protocol):
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Requirements and variations for a search for plans.
+    """Requirements and variations for a search.
 
-    `keep`: the user's requirements, by the names of a plan's settings. `precision`: used if none is
-    required or varied. Plans that offload weights or optimizer state use `offloaded_precision`, if
-    it is given. `vary`: further values of settings (in VARIED) to search, the fastest optimizer
-    first. `trained`: only plans that outpace can train. `naive`: include dp, ps, ring and mp.
-    `without`: strategies to exclude. `offloads`: plans may offload, unless `keep` says otherwise.
-    `accepts`: the plans that the trainer can express; None if all.
+    `keep` has the user's requirements by the names of a plan's settings. `precision` is used unless
+    another is required or varied; plans that offload weights or optimizer state use
+    `offloaded_precision`, if given. `vary` has further values of settings (those in VARIED) to
+    search, with the fastest optimizer first. `trained`: only plans that outpace can train. `naive`:
+    include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may offload,
+    unless `keep` says otherwise. `accepts`: the plans that the trainer can express; None means all.
     """
 
     outline: Outline
@@ -74,18 +74,18 @@ class SearchRequest:
 
     @property
     def adapters(self) -> AdapterSettings | None:
-        """Return the adapters that all plans train; None if they train all weights."""
+        """Return the adapters that all plans train, or None if they train all weights."""
         return AdapterSettings.from_values(self.keep)
 
     @property
     def may_offload_to_host(self) -> bool:
-        """Return whether plans both with and without offloading to host memory are considered."""
+        """Return whether both plans with and without offloading to host memory are allowed."""
         places = offload_places(self)
         return OFFLOAD_PLACES[0] in places and any("cpu" in one for one in places)
 
 
 def offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
-    """Return the allowed places of activations, parameters and optimizer state, simplest first."""
+    """Return the possible places of activations, parameters and optimizer state, simplest first."""
     offloads = wanted.offloads and wanted.adapters is None
     return [
         three

@@ -1,4 +1,4 @@
-"""Space of plans: every possible layout of the ranks combined with every option, as columns."""
+"""The space of plans, as columns: each possible layout of the ranks with each set of options."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,10 +59,10 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without options.
+    """Return every layout without memory options.
 
-    Required options are left out, too, because they only make a layout slower. Varied settings that
-    make some layouts faster and others slower form separate layouts.
+    Required memory options are left out too, because they only make a layout slower. Varied
+    settings that make some layouts faster and others slower form separate layouts.
     """
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
@@ -96,7 +96,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Combine each layout with every varied value, or the first where values make no difference."""
+    """Combine each layout with every varied value, or the first one if they make no difference."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -114,7 +114,7 @@ def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
 
 
 def has_plans(wanted: SearchRequest) -> bool:
-    """Return whether any plan can be laid out as requested, whether it fits or not."""
+    """Return whether any plan satisfies the request, whether or not it fits into memory."""
     found, chosen = layouts(wanted), list(memory_options(wanted))
     return bool(len(found) and chosen and _allowed_options(found, chosen, wanted.accepts).any())
 
@@ -127,7 +127,7 @@ def _repeat(value: Any, count: int) -> Any:
 def expand(
     columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None = None
 ) -> PlanBatch:
-    """Combine every layout with every option that it allows and the trainer can express."""
+    """Combine every layout with all options that it allows and the trainer can express."""
     return _combine(columns, chosen, *np.nonzero(_allowed_options(columns, chosen, accepts)))
 
 
@@ -138,10 +138,10 @@ def expand_timed(
     able: Callable[[PlanBatch], Bools] | None = None,
     accepts: PlanFilter | None = None,
 ) -> tuple[PlanBatch, Floats]:
-    """Return the plans of `expand` that may fit (`able`), and the step time of each in seconds.
+    """Return the plans of `expand` for which `able` holds, and their step times in seconds.
 
-    A chunked loss takes as long as a whole one, with the same permanent tensors, so only one of two
-    plans that differ only in the loss is checked.
+    Plans that differ only in a chunked loss take equally long and have the same permanent tensors,
+    so only one of the two is estimated.
     """
     place, option = np.nonzero(_allowed_options(columns, chosen, accepts))
     alike = [{**one, "chunked_loss": None} for one in chosen]
@@ -158,7 +158,7 @@ def expand_timed(
 
 
 def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option: Ints) -> PlanBatch:
-    """Return the layouts at `place` with the options at `option`."""
+    """Return the layouts at indices `place`, each with the option at the same entry of `option`."""
     values = {
         f.name: getattr(columns, f.name)[place]
         for f in fields(PlanBatch)
@@ -172,10 +172,10 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
 def _allowed_options(
     columns: PlanBatch, chosen: Sequence[Options], accepts: PlanFilter | None
 ) -> Any:
-    """Return which options each layout allows, one row per layout.
+    """Return which options each layout allows, with one row per layout.
 
     Layouts that are equal in everything that `possible_mask` and `accepts` read allow the same
-    options, so one of each kind is tried.
+    options, so only one layout of each kind is checked.
     """
     c = columns
     read = [c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
@@ -201,7 +201,7 @@ def _allowed_options(
 
 
 def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
-    """Return which plans meet the user's requirements."""
+    """Return which layouts meet the user's requirements."""
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
         if name in _WORDS:
@@ -231,7 +231,7 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
 
 
 def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
-    """Return optimizers, and whether they run in the backward; the first is the fastest."""
+    """Return pairs of an optimizer and whether it runs in the backward, fastest first."""
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
     own = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
@@ -271,7 +271,7 @@ def _option(
 
 
 def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield every distribution of ranks over axes, with every schedule and micro-batch."""
+    """Yield a row for each distribution of ranks over axes, with each schedule and micro-batch."""
     for tp, cp, pp in meshes(wanted):
         replicas = wanted.world // (tp * cp * pp)
         if wanted.global_batch % replicas:
@@ -295,7 +295,7 @@ def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
 def _data_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (dp_replicate, dp_shard, ZeRO stage): replicas, shards, replicas of sharded groups."""
+    """Yield (dp_replicate, dp_shard, ZeRO stage): replicas, then shards, then replicated shards."""
     yield replicas, 1, 0
     if replicas == 1:
         return
@@ -325,9 +325,9 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
 
 
 def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
-    """Return micro-batches for a rank's samples: their divisors, or powers of two if many.
+    """Return micro-batch sizes for a rank's samples: divisors, or powers of two if there are many.
 
-    A required micro-batch is the only one.
+    A required micro-batch is the only one, and must divide the samples.
     """
     if "micro_batch" in keep:
         return [keep["micro_batch"]] if share % keep["micro_batch"] == 0 else []
@@ -341,7 +341,7 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
 def _schedule_rows(
     strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: SearchRequest
 ) -> Iterator[_Row]:
-    """Yield a row for every schedule of `parts` micro-batches, or one without a pipeline."""
+    """Yield a row for each schedule of `parts` micro-batches; a single row without a pipeline."""
     layers, pp = wanted.outline.layers, axes[5]
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
@@ -362,7 +362,7 @@ def _schedule_rows(
 
 
 def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
-    """Return whether a schedule supports these micro-batches (`records.pipelines.refusal`)."""
+    """Return whether a schedule allows that many micro-batches (`records.pipelines.refusal`)."""
     if schedule == "1f1b":
         return parts >= pp
     if schedule == "dualpipev":
@@ -373,7 +373,7 @@ def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
 
 
 def _naive(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield rows for the baselines: dp, ps, ring and mp."""
+    """Yield rows for the baseline strategies dp, ps, ring and mp."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):
@@ -391,7 +391,7 @@ def _naive(wanted: SearchRequest) -> Iterator[_Row]:
 
 
 def to_plan(c: PlanBatch, place: int) -> Plan:
-    """Return one row as a Plan."""
+    """Return the plan at index `place` as a Plan."""
     strategy = STRATEGIES[c.strategy[place]]
     mode, every = _mode(c.modes[place])
     schedule = SCHEDULE_NAMES[c.schedule[place]]

@@ -1,1 +1,1 @@
-"""Step time of every plan of a batch, in closed form."""
+"""Step times of many plans at once, in closed form."""

@@ -1,4 +1,4 @@
-"""Time of low-rank adapters on frozen weights: their matmuls, traffic and parameters."""
+"""Time of low-rank adapters on frozen weights: matmuls, memory traffic and parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -46,9 +46,9 @@ _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
 
 
 class Target(NamedTuple):
-    """Adapters on one weight: their number, and the fraction of its outputs that have them.
+    """Adapters on one weight: their number, and the fraction of its outputs that they cover.
 
-    Queries, keys and values are a single weight here, but each of them may have an adapter.
+    Queries, keys and values are a single weight here, but each may have its own adapter.
     """
 
     number: int
@@ -57,19 +57,19 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of `rank` on the weights that `targets` name, with everything else frozen.
+    """Adapters of `rank` on the weights that `targets` names, with everything else frozen.
 
-    `base_bytes` are the bytes per element of frozen weights that are unpacked for each matmul (nf4,
-    GPTQ); None if they are stored in the dtype of the matmul. `kept`: adapters of a 16-bit base are
+    `base_bytes` is the bytes per element of frozen weights that are unpacked for each matmul (nf4,
+    GPTQ); None if they are stored in the matmul dtype. `kept`: adapters of a 16-bit base are stored
     in its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
     bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: torch
     operators unpack weights, and autograd keeps the result for the backward; otherwise, a kernel
-    unpacks them, and runs again before the gradient of the input. `drops_inputs`: dropout is
-    applied first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank
-    values are (nn.lora). `widened`: by name, the number of separate matrices of each matmul with
-    packed weights and fp32 inputs (`WIDENED`); bitsandbytes casts these inputs to 16 bits, and the
-    results back. `copies_results`: the frozen matmul's result is copied before the adapter's is
-    added (peft/tuners/lora/bnb.py, Linear4bit).
+    unpacks weights, and does so again before the gradient of the input. `drops_inputs`: dropout is
+    applied to the input. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the
+    low-rank values are (nn.lora). `widened` gives, by name, the number of separate matrices of each
+    matmul with packed weights and fp32 inputs (`WIDENED`); bitsandbytes casts these inputs to 16
+    bits and the results back. `copies_results`: the frozen matmul's result is copied before the
+    adapter's is added (peft/tuners/lora/bnb.py, Linear4bit).
     """
 
     rank: int
@@ -84,14 +84,14 @@ class Adapters:
 
     @property
     def operators(self) -> tuple[float, float]:
-        """Return the number of operators of one adapter, forward and backward."""
+        """Return the number of operators of one adapter in the forward and in the backward."""
         ahead, back = _CASTS[self.kept]
         less = 0.0 if self.drops_inputs else 1.0
         ahead += self.copies_results
         return _OPERATORS_AHEAD + ahead - less, _OPERATORS_BACK + back - less
 
     def parameters(self, outline: Outline) -> float:
-        """Return the number of trained parameters."""
+        """Return the number of trained parameters in all adapters."""
         total = 0.0
         for stack in outline.stacks:
             for weight in weights(stack, outline.hidden):
@@ -103,7 +103,7 @@ class Adapters:
 
 
 def adapter_matmuls(settings: AdapterSettings, outline: Outline) -> Adapters:
-    """Return a plan's adapters, grouped by the matmuls that their matrices belong to."""
+    """Return a plan's adapters, grouped by the matmuls that contain their target matrices."""
     targets = {}
     for name, parts in _MATMULS.items():
         joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]
@@ -122,10 +122,10 @@ def adapter_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
     rate: Floats, item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the seconds of the forward, of the input gradients, and of the adapters' gradients.
+    """Return the seconds of the forward, of input gradients, and of the adapters' gradients.
 
     `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits, or
-    in fp32 at the `rate` of the frozen ones; in fp32 next to 16-bit matmuls, they do not use tensor
+    in fp32 at the `rate` of the frozen ones. fp32 adapters next to 16-bit matmuls do not use tensor
     cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
     tokens, n, k = shape
@@ -155,13 +155,13 @@ def adapter_s(
 def _moved_bytes(
     adapters: Adapters, item: Floats
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Return the bytes that an adapter's input and output move, forward and backward.
+    """Return the bytes moved per element of an adapter's input and output, forward and backward.
 
-    peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
-    the output is scaled and added to the frozen matmul's output. The backward moves bytes for the
-    dropout, for the sum of the input's gradients and for the scaling. If adapters are in fp32, each
-    casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls are in fp32,
-    casts their sum. The same applies to their gradients.
+    From peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the
+    input; the output is scaled and added to the frozen matmul's output. The backward moves bytes
+    for dropout, for the sum of the input gradients, and for scaling. An fp32 adapter first casts
+    its input (_cast_input_dtype), and again for the matmul; with fp32 matmuls, it casts the sum of
+    the outputs instead. The same applies to gradients.
     """
     narrow = adapters.kept == "low" and not adapters.widened
     wide = item if narrow else np.full_like(item, _FP32)
@@ -184,7 +184,7 @@ def _moved_bytes(
 def widening_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats]
 ) -> Floats:
-    """Return the seconds per pass to cast a frozen matmul's fp32 inputs, and its results back."""
+    """Return the seconds per pass to cast a frozen matmul's fp32 input, and its result back."""
     tokens, n, k = shape
     count = adapters.widened.get(weight.name, 0)
     if count == 0:
@@ -196,12 +196,12 @@ def widening_s(
 def unit_waits_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, ahead: Floats, back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds, forward and backward, that a device waits for the units of adapters.
+    """Return the seconds, forward and backward, that a device waits for the FSDP units of adapters.
 
     peft wraps each of an adapter's two matrices (fsdp_auto_wrap_policy), and the host may gather
-    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py). So the
-    host prepares an adapter's units while the device computes the frozen matrix and the adapter,
-    which take `ahead` and `back` seconds.
+    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py). The host
+    therefore prepares an adapter's units while the device computes the frozen matrix and the
+    adapter, which take `ahead` seconds in the forward and `back` in the backward.
     """
     units = 2 * adapters.targets[weight.name].number
     one, other = (
@@ -212,10 +212,9 @@ def unit_waits_s(
 
 
 def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
-    """Return the seconds of an fp32 matmul with an adapter's rank as one dimension.
+    """Return the seconds of an fp32 matmul in which one dimension is an adapter's rank.
 
-    It uses cuBLAS's narrowest tiles, and the other dimensions have enough of them to fill the
-    device.
+    It uses cuBLAS's narrowest tiles, and the other dimensions have enough tiles to fill the device.
     """
     padded = np.ceil(rows / _SIMT_TILE) * np.ceil(columns / _SIMT_TILE) * _SIMT_TILE**2
     flops = 2 * padded * np.ceil(inner / _SIMT_DEPTH) * _SIMT_DEPTH
@@ -227,10 +226,10 @@ def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Fl
 def unpacking_s(
     device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds to unpack frozen weights before a matmul, and before its backward.
+    """Return the seconds to unpack frozen weights for a matmul's forward and for its backward.
 
-    Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the dtype
-    of the matmul.
+    Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the matmul
+    dtype.
     """
     if adapters.base_bytes is None:
         return np.zeros_like(elements), np.zeros_like(elements)

@@ -1,4 +1,4 @@
-"""Exposed communication of gradients and parameters, keys and values, and experts."""
+"""Exposed communication of gradients, parameters, keys and values, and tokens of experts."""
 
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -14,7 +14,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds of a step's collectives without overlap: gradients, whole weights, parameters."""
+    """A step's collectives, in seconds without overlap, and the bytes of its gradients."""
 
     grads: Floats  # bytes of gradients
     scatter: Floats
@@ -26,21 +26,22 @@ class _Collectives:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of a micro-batch's forward or backward, and the fraction that matmuls take."""
+    """Seconds of a micro-batch's forward or backward, and the fraction spent in matmuls."""
 
     seconds: Floats
     matmuls: Floats
 
     def of_layers(self, count: Floats) -> "_Pass":
-        """Return the pass through `count` layers like this one."""
+        """Return the pass through `count` layers of this kind."""
         return _Pass(count * self.seconds, self.matmuls)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Seconds that keys and values circulate in all layers, for one micro-batch.
+    """Seconds of context parallelism's keys and values in all layers, for one micro-batch.
 
-    `forward_s` and `backward_s` are exposed; `sent_s` and `sent_back_s` are the times on the link.
+    `forward_s` and `backward_s` are the exposed times; `sent_s` and `sent_back_s` are the times on
+    the link.
     """
 
     forward_s: Floats
@@ -50,7 +51,7 @@ class Ring:
 
     @property
     def exposed_s(self) -> Floats:
-        """Return the exposed time of both passes."""
+        """Return the exposed seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -58,10 +59,10 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
     """Return the time of keys and values that circulate during attention.
 
     Keys and values travel around the ring in the forward and in the backward, gradients only in the
-    backward; recomputed attention sends keys and values once more. Attention to each rank's keys
-    takes equally long. If keys and values are gathered, only the first part of attention hides some
-    of that time. Gradients of a part are sent during the next part, except those of the last part.
-    While the device waits for the host, parts arrive and are merged.
+    backward; recomputed attention sends keys and values once more. Each part of attention, to the
+    keys of one rank, takes equally long. If keys and values are gathered, only the first part of
+    attention can hide the gather. Gradients of a part are sent during the next part, so the last
+    part's are exposed. While the device waits for the host, parts arrive and are merged.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
@@ -97,7 +98,7 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
 def _beside_parts_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return the communication that `parts` of attention, each for one rank's keys, do not hide."""
+    """Return the communication that attention to the keys of `parts` ranks does not hide."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
@@ -106,8 +107,9 @@ def _beside_parts_s(
 def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
     """Return a micro-batch's seconds of context parallelism in all layers, without overlap.
 
-    Keys and values travel to all ranks once, and their gradients around the ring. The parts'
-    outputs are merged in a forward, and their gradients in a backward.
+    The first two are for sending keys and values to all ranks once, and for sending their gradients
+    around the ring. The last pair is for merging partial outputs in the forward and partial
+    gradients in the backward.
     """
     c, stack = setup.columns, setup.question.stack
     sent, grads = np.zeros(len(c)), np.zeros(len(c))
@@ -136,15 +138,16 @@ def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Flo
 
 
 def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
-    """Return the bytes per element to merge a part into outputs and gradients of queries and keys.
+    """Return the bytes per element to merge a part into outputs and gradients.
 
-    Transformer Engine's kernel reads two outputs in fp32 and writes one; gradients are counted as
-    outputs. outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written), as
-    it does to gradients (parallel/context.py). torch uses operators (_SDPAMerger and
+    In order, they are for outputs, gradients of queries, and gradients of keys. Transformer
+    Engine's kernel reads two outputs in fp32 and writes one; gradients are counted like outputs.
+    outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written); gradients
+    are added the same way (parallel/context.py). torch uses operators (_SDPAMerger and
     _templated_ring_attention_backward of torch/distributed/tensor/experimental/_attention.py): part
     to fp32 (2 + 4), difference, product and difference of two (4 + 4 + 4, 4 + 4, 4 + 4 + 4); it
     adds gradients (4 + 2 + 4), and copies those of keys once in _partial_update and once to send
-    them (about 4 + 4 each, the first of half of them); compiled, each merge is one kernel.
+    them (about 4 + 4 each, the first for half of them). If compiled, each merge is one kernel.
     """
     if setup.question.stack.ring == "engine":
         return 12.0, 12.0, 0.0
@@ -155,11 +158,11 @@ def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, 
 
 
 def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
-    """Return the time to send tokens to their experts and back, with two all-to-alls each way.
+    """Return the time to send tokens to their experts and back, with two all-to-alls per pass.
 
-    Each rank of tp sends its share of the tokens. Ranks that have parts of the same experts gather
-    the tokens that any of them received, and scatter sums. Their bytes are those of tp's other
-    collectives (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds of
+    Each tp rank sends its share of the tokens. Ranks that have parts of the same experts gather the
+    tokens that any of them received, and reduce-scatter the sums; the bytes are those of other tp
+    collectives (`passes._tensor_collectives`) times the experts per token. `busy` is the seconds of
     passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
     another's computation.
     """
@@ -182,7 +185,7 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
 
 
 def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Floats) -> Floats:
-    """Return the seconds for a layer's tokens to reach their experts, or to return from them."""
+    """Return the seconds to send a layer's tokens to their experts, or to return them."""
     c, fabric = setup.columns, setup.fabric
     if setup.question.stack.dispatcher == "allgather":  # and a reduce-scatter on the way back
         whole = nbytes * c.ep
@@ -195,11 +198,11 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Float
 def exposed_data_s(
     setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime, keys: Ring
 ) -> Floats:
-    """Return the exposed time of reducing gradients and of gathering sharded parameters.
+    """Return the exposed time of reducing gradients and gathering sharded parameters.
 
     If a pipeline's ranks differ, exposed time may make another rank the slowest. While context
-    parallelism's `keys` are exposed, these collectives run as well, unless they use the same link,
-    where they wait.
+    parallelism's `keys` are exposed, these collectives run too, except on a shared link, where they
+    wait.
     """
     c, collectives = setup.columns, _collectives(setup)
     near = c.tp * c.cp <= setup.fabric.per_node
@@ -232,18 +235,17 @@ def exposed_data_s(
 
 
 def whole_data_s(setup: StepTimeSetup) -> Floats:
-    """Return the time of reducing gradients and gathering parameters if passes hide none of it."""
+    """Return the time of reducing gradients and gathering parameters if nothing hides it."""
     none = _Pass(np.zeros(len(setup.columns)), np.zeros(len(setup.columns)))
     return _zero_exposed_s(setup, _collectives(setup), none, none)
 
 
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
-    """Return how many seconds longer the slowest device computes than the median one.
+    """Return how many seconds longer the slowest device computes than the median device.
 
-    `busy`: seconds of matmuls and attention, which depend on a device's clock, unlike
-    memory traffic, links and the host. The expected maximum of n normal variables is at the
-    quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables,
-    1958).
+    `busy` is the seconds of matmuls and attention, which depend on a device's clock, unlike memory
+    traffic, links and the host. The expected maximum of n normal variables is at the quantile (n -
+    3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
     """
     counts, place = np.unique(setup.columns.ranks, return_inverse=True)
     normal = NormalDist()
@@ -290,7 +292,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
 def _pieces(setup: StepTimeSetup) -> Floats:
     """Return the number of collectives for parameters or gradients: one per block or parameter.
 
-    Each takes its latency, which grows with the ranks.
+    Each has its own latency, which grows with the number of ranks.
     """
     each = 1.0
     if setup.question.stack.collectives == "parameters":
@@ -304,7 +306,10 @@ def _pieces(setup: StepTimeSetup) -> Floats:
 
 
 def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
-    """Return the exposed time of collectives by ZeRO stage, beside one micro-batch's passes."""
+    """Return the exposed time of data-parallel collectives by ZeRO stage.
+
+    `ahead` and `back` are one micro-batch's passes, which can hide them.
+    """
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
     # The micro-batches of a pipeline share gathers and reductions.
@@ -332,11 +337,11 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
 
 
 def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
-    """Return the exposed time per pass of a pipeline that sums gradients after its last backward.
+    """Return the exposed time per pass of pipelines that reduce gradients after the last backward.
 
-    Parameters are gathered in the first forward and kept; or they are dropped after each forward
-    and kept after each backward, so that each further gather is in a forward with gpipe, which has
-    all forwards first, and otherwise in a backward.
+    Parameters are either gathered in the first forward and kept, or dropped after each forward and
+    kept after each backward. In the latter case, each further gather is in a forward for gpipe,
+    which runs all forwards first, and in a backward for other schedules.
     """
     c, units = setup.columns, np.maximum(setup.layers, 1.0) + 1
     one = np.ones(len(c))
@@ -353,17 +358,17 @@ def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back:
 def _beside_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
-    """Return the time of collectives that `times` passes do not hide."""
+    """Return the time of collectives that `times` repetitions of a pass do not hide."""
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 
 def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
-    """Return the part of gradient sums, or of gathers, that a micro-batch's passes do not hide.
+    """Return the time of reductions, or of gathers, that a micro-batch's passes do not hide.
 
     Interleaved stages have separate collectives: a stage's parameters are gathered during the
     forwards of the previous stage, for as many micro-batches as there are ranks, and its gradients
-    are summed during the backwards of previous stages. Only for a rank's first stage, at most one
-    micro-batch's pass can hide them.
+    are reduced during the backwards of previous stages. Collectives of a rank's first stage can be
+    hidden by at most one micro-batch's pass.
     """
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
@@ -375,7 +380,7 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units:
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the number of buckets in which replicas sum gradients.
+    """Return the number of buckets in which replicas all-reduce gradients.
 
     The embedding's gradient is complete last, and its bucket is at least as large as the embedding.
     """
@@ -387,7 +392,7 @@ def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
 
 
 def _launch_s(setup: StepTimeSetup) -> Floats:
-    """Return the host's time to gather shards and sum gradients, unit by unit."""
+    """Return the host's time to gather shards and reduce gradients, unit by unit."""
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
     sums = np.where(c.zero > 1, rounds, 0)
@@ -397,7 +402,7 @@ def _launch_s(setup: StepTimeSetup) -> Floats:
 
 
 def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the seconds of dp: one link sends parameters to every replica, and gradients back.
+    """Return the seconds of dp, where one link sends parameters to all replicas and gradients back.
 
     ps sends the same over the servers' links, for each worker in turn, in both directions at the
     same time.

@@ -1,8 +1,8 @@
 """Step times of many plans, by purpose, in closed form.
 
 A step consists of the pipeline's passes (computation, waits within it, and the bubble), the part of
-the gradient reduction that no backward hides, and the optimizer. docs/concepts/planner.md derives
-these terms.
+gradient reduction that no backward hides, and the optimizer. docs/concepts/planner.md derives these
+terms.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -38,13 +38,13 @@ from outpace.planner.step_time.setup import StepTimeQuestion, StepTimeSetup, set
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step by purpose, one entry per plan; they add up to the step.
+    """Seconds of a step by purpose, one entry per plan; they add up to the step time.
 
-    `host_s` is the time that devices spend waiting for the host, and that the faster stages of an
-    uneven pipeline spend waiting for the slowest. `data_s` is the exposed time of the gradients'
-    and parameters' collectives, including the wait of all devices for the slowest; `tensor_s`,
-    `context_s`, `pipeline_s` and `expert_s` are the exposed communication times of tensor, context,
-    pipeline and expert parallelism. `loading_s` is the wait for samples.
+    `host_s` is the time that devices wait for the host, and that faster stages of an uneven
+    pipeline wait for the slowest. `data_s` is the exposed time of gradient and parameter
+    collectives, including the wait of all devices for the slowest one; `tensor_s`, `context_s`,
+    `pipeline_s` and `expert_s` are the exposed communication times of tensor, context, pipeline and
+    expert parallelism. `loading_s` is the wait for samples.
     """
 
     products_s: Floats
@@ -63,16 +63,16 @@ class StepTimes:
 
     @property
     def step_s(self) -> Floats:
-        """Return the sum of all parts."""
+        """Return the step time in seconds, the sum of all parts."""
         total: Floats = np.sum([getattr(self, f.name) for f in fields(self)], axis=0)
         return total
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of the device's work in all passes of a step, as the mean over ranks.
+    """Seconds of device work in all passes of a step, as the mean over ranks.
 
-    `busy`: seconds of the slowest rank, which all others wait for.
+    `busy` is the seconds of the slowest rank, which all others wait for.
     """
 
     matmuls: Floats
@@ -83,17 +83,17 @@ class _Passes:
 
     @property
     def device_s(self) -> Floats:
-        """Return the sum of the device's work."""
+        """Return the total seconds of device work."""
         return self.matmuls + self.attention + self.tensor + self.memory
 
     @property
     def fit(self) -> Floats:
-        """Return the factor that scales the parts to add up to the time of the passes."""
+        """Return the factor that scales the parts down to the time of the passes; at most 1."""
         return np.minimum(1.0, self.busy / np.maximum(self.device_s, 1e-30))
 
 
 def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
-    """Return the step times of all plans."""
+    """Return the step times of all plans by purpose."""
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
@@ -124,13 +124,13 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
 
 
 def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
-    """Return the stages of the first plan, for simulation."""
+    """Return the pipeline stages of the first plan, for simulation."""
     setup = set_up(question, columns.select([0]))
     return stages_of_plan(setup, step_passes(setup))
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return the parts of each plan's offloading, with the time that passes do not hide."""
+    """Return each plan's offloading by part, with the time that passes do not hide."""
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
@@ -140,11 +140,11 @@ def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
 
 
 def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ring) -> Floats:
-    """Return the seconds of a step in which the host's link is free for copies.
+    """Return the seconds of a step during which the host's link is free for copies.
 
-    `busy`: seconds of passes; `exposed_s`: seconds of collectives that neither passes nor context
-    parallelism's `keys` hide. If collectives use the same link, only the time that hides none of
-    them remains.
+    `busy` is the seconds of passes, `exposed_s` those of collectives that neither passes nor
+    context parallelism's `keys` hide. If collectives use the same link as copies, only the time in
+    which no collective runs is free.
     """
     c = setup.columns
     if not (c.offload_parameters + c.offload_activations).any():
@@ -172,19 +172,19 @@ def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> 
 
 
 def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
-    """Return the mean seconds of one part of all passes, named as in `PassTime`."""
+    """Return the mean seconds over ranks of one part of all passes, by its name in `PassTime`."""
     layers = passes.forward(name) + passes.backward(name)
     return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 
 
 def _weights_share(passes: StepPasses) -> Floats:
-    """Return the share of a layer's passes that goes to gradients of weights."""
+    """Return the fraction of a layer's passes that computes weight gradients."""
     both_s = passes.forward("seconds") + passes.backward("seconds")
     return passes.backward("deferred_s") / np.maximum(both_s, 1e-30)
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders, which prefetch: by how much their time exceeds the step's."""
+    """Return the seconds that a step waits for loaders, which prefetch samples during the step."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

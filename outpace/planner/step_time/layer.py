@@ -1,8 +1,8 @@
 """Seconds of one layer, of the embedding and of the head, for one micro-batch on one rank.
 
-Matmuls are estimated by their shapes on the rank, attention by its kernel, memory-bound operators
-by their bytes, and the host by the operators that it launches: a device that finishes earlier waits
-for the host.
+Matmuls are estimated from their shapes on the rank, attention from its kernel, memory-bound
+operators from their bytes, and the host from the operators that it launches: a device that finishes
+earlier waits for the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +43,13 @@ Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 class Cells:
     """Distinct combinations of the values that a layer's time depends on, one entry each.
 
-    `rate`: FLOP/s of its matmuls; `item`: bytes per operand element; `wide`: bytes per element of
-    the residual stream; `samples`: samples in a micro-batch. `norm_split` ranks divide norms and
-    the residual stream (sequence parallelism), `etp` ranks divide each expert. `elementwise`: how a
-    program without a compiler computes elementwise operations; `fuses_dropout`, `dispatcher`,
-    `experts`, `graphs`, `fuses_accumulation`, `casts`, `repeats_keys`, `shards_fp8` and
-    `pads_tokens` are also traits of the program (catalog.stacks). `uneven`: some experts have most
-    of the tokens. `adapters`: the adapters trained on frozen weights.
+    `rate` is the FLOP/s of matmuls, `item` the bytes per operand element, `wide` the bytes per
+    element of the residual stream, and `samples` the samples in a micro-batch. `norm_split` ranks
+    divide norms and the residual stream (sequence parallelism); `etp` ranks divide each expert.
+    `elementwise`: how a program without a compiler computes elementwise operations.
+    `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
+    `repeats_keys`, `shards_fp8` and `pads_tokens` are also traits of the program (catalog.stacks).
+    `uneven`: some experts get most of the tokens. `adapters` are trained on frozen weights.
     """
 
     rate: Floats
@@ -78,15 +78,14 @@ class Cells:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Device seconds by kind, and operators that the host launches, forward and backward.
+    """Device seconds by kind and number of launched operators of a layer, forward and backward.
 
-    `inner_s` and `inner_operators` are attention within a forward, which some modes of
-    recomputation skip and others alone repeat; `products_s` are the seconds of a forward's matmuls
-    with weights. `last_s` is the time of the MLP's last matmul, if no backward reads its result (0
-    otherwise), and `second_s` the time of every second matmul, which torchtitan's selective
-    recomputation repeats (except in 8 bits). `weights_s` and `weights_operators` are the part of a
-    backward for gradients of weights. `units_s` and `units_back_s`: waits for the host if matrices
-    of adapters are units of FSDP.
+    `inner_s` and `inner_operators` are attention within a forward, which some recomputation modes
+    skip; `products_s` is the seconds of a forward's weight matmuls. `last_s` is the time of the
+    MLP's last matmul if no backward reads its result, else 0. `second_s` is the time of every
+    second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
+    `weights_s` and `weights_operators` are the part of the backward for weight gradients. `units_s`
+    and `units_back_s` are the waits for the host if matrices of adapters are FSDP units.
     """
 
     forward_s: Floats
@@ -201,7 +200,7 @@ _CAST = 6.0  # bytes per number: read in 4 and written in 2, or the other way ro
 def layer(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
 ) -> LayerWork:
-    """Return the work of one layer of `stack`, forward and backward."""
+    """Return the work of one layer of `stack` in the forward and the backward."""
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
@@ -262,7 +261,7 @@ def _calls(
 ) -> tuple[Floats, Floats]:
     """Return the number of operators launched for an uncompiled layer, forward and backward.
 
-    `operators`: operators of its forward on one rank, in 16 bits, with all weights trained.
+    `operators` is the number in its forward on one rank, in 16 bits, with all weights trained.
     """
     more: Floats | float = _backward_operators(outline, stack)
     names = [weight.name for weight in weights(stack, outline.hidden)]
@@ -286,7 +285,7 @@ def _calls(
 def _outside_graphs(
     device: DeviceRates, stack: Stack, cells: Cells, calls: Floats, calls_back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the number of operators that the host launches if parts of a layer are CUDA graphs."""
+    """Return the number of operators that the host launches outside of a layer's CUDA graphs."""
     experts = stack.mlp is not None and stack.mlp.experts
     if cells.graphs == "blocks" and not experts:
         return np.zeros_like(calls), np.zeros_like(calls)
@@ -302,7 +301,7 @@ def _outside_graphs(
 def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of a weight's forward, the input's gradient and the weight's gradient."""
+    """Return the seconds of a weight's forward, its input gradient and its weight gradient."""
     if weight.name == "router":  # never in 8 bits
         cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     tp = cells.etp if weight.experts else cells.tp
@@ -341,9 +340,9 @@ def _matmul(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
-    """Return the seconds of a weight's matmul; experts' matmuls depend on the software.
+    """Return the seconds of a weight's matmul, which for experts depends on the software.
 
-    `more_bytes` are moved in addition to operands and result, at the memory rate.
+    `more_bytes` are moved at the memory rate in addition to operands and result.
     """
     if weight.experts and cells.experts == "loop":
         one = sustained_matmul_s(
@@ -361,17 +360,17 @@ def _matmul(
 
 
 def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
-    """Return the seconds to combine the gradients of slices of a weight.
+    """Return the seconds to combine the gradients of all slices of a weight.
 
-    Each is written into zeros as large as the whole weight, of `nbytes`, which are added up (torch,
-    tools/autograd/derivatives.yaml, select_backward).
+    Each slice's gradient is written into zeros of the whole weight's size, `nbytes`, and these are
+    added up (torch, tools/autograd/derivatives.yaml, select_backward).
     """
     moved = nbytes * (experts + 2 + 3 * (experts - 1))
     return moved / device.memory_bytes_per_s
 
 
 def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the number of experts' operators in addition to `_operators`, forward and backward."""
+    """Return the number of expert operators beyond `_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
@@ -400,7 +399,7 @@ def _small_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
 
 
 def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the operators that launch experts' matmuls and casts, forward and backward."""
+    """Return the number of launches of experts' matmuls and casts, forward and backward."""
     local = mlp.experts / cells.ep
     ahead, back = (
         local * (matmuls + np.where(_in_float8(device, cells), casts, 0.0))
@@ -413,7 +412,7 @@ def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the terms of `_weight` for a frozen weight, with its adapters."""
+    """Return the terms of `_weight` for a frozen weight, including its adapters."""
     assert cells.adapters is not None
     one, inputs = matmuls
     grads = np.zeros_like(one)
@@ -430,20 +429,20 @@ def _frozen_weight(
 
 
 def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
-    """Return which plans have matmuls in float8, with operands scaled and cast each time."""
+    """Return which plans have fp8 matmuls, whose operands are scaled and cast every time."""
     return device.is_fp8(cells.rate)
 
 
 def _scaling_s(
     device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds to convert the operands of a matmul, and of its gradients, to float8.
+    """Return the seconds to cast operands to fp8, for a matmul and for both of its gradients.
 
-    `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
-    number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
-    cast reads the same and writes 1; a transposed copy for the operand's other matmul reads and
-    writes 1. Each step is a kernel: two to find and cast, one to transpose. Weights that are cast
-    as shards arrive in 8 bits. Transformer Engine has its own casts (`_engine_cast_s`).
+    `shape` is tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. In bytes
+    per element: finding the largest value reads 2 for an activation or gradient and 4 for a weight;
+    the cast reads the same and writes 1; a transposed copy for the operand's other matmul reads and
+    writes 1. Each step launches kernels: two to find and cast, one to transpose. Weights that are
+    cast as shards arrive in 8 bits. Transformer Engine has different casts (`_engine_cast_s`).
     """
     tokens, n, k = shape
     rate = device.memory_bytes_per_s
@@ -461,10 +460,11 @@ def _scaling_s(
 
 
 def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
-    """Return the seconds that Transformer Engine's cast from 16 bits takes per value and per call.
+    """Return the seconds of Transformer Engine's cast from 16 to 8 bits, per value and per call.
 
-    Gradients of trained weights need a second copy: with blocks along columns, which have separate
-    scales, or transposed if matmuls accept only transposed operands.
+    If weights are trained, a second copy is needed for their gradients: along columns, with
+    separate scales, if scales are per block; transposed, if matmuls accept only transposed
+    operands.
     """
     read, copy, kernels = _ENGINE_CASTS[cells.casts]
     blocks = cells.casts == "blocks"
@@ -476,7 +476,7 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
 def _matmuls(
     device: DeviceRates, cells: Cells, matmuls: Sequence[MatmulShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield the terms of `_weight` for matmuls that are not split."""
+    """Yield the terms of `_weight` for matmuls that tensor parallelism does not split."""
     for matmul in matmuls:
         tokens = cells.samples * (matmul.positions or length) / cells.cp
         weight = Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
@@ -549,7 +549,10 @@ def _scores_matmuls_s(
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return forward and backward rates, the share for heads of 64, and keys at half rate."""
+    """Return a kernel's forward and backward rates, factor for head width 64, and half length.
+
+    At the half length, in keys, causal attention reaches half of its rate.
+    """
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
     found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
@@ -560,16 +563,16 @@ def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float
 
 
 def _width_share(head_dim: int, narrow: float) -> float:
-    """Return the rate for a width of heads, relative to heads of 128.
+    """Return the rate at a head width, relative to the rate at width 128.
 
-    Between 64 and 128 it grows in proportion to the width (72 and 80: aiconfigurator 095f58a5,
+    Between 64 and 128, the rate grows linearly with the width (72 and 80: aiconfigurator 095f58a5,
     kernels of vllm 0.24.0 for images).
     """
     return narrow + (1 - narrow) * min(max(head_dim - 64, 0) / 64, 1.0)
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return the keys that each query has scores for; on a GPU, windows cover whole blocks."""
+    """Return the number of keys per query with scores; on GPUs, windows cover whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -580,7 +583,7 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """Return the FLOP/s of attention: under fp8 the 16-bit rate, in fp32 the matmuls' rate."""
+    """Return attention's FLOP/s: the 16-bit rate for 8- and 16-bit matmuls, else the fp32 rate."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -608,15 +611,15 @@ def _layer_traffic(
 
 
 def _attention_inputs(stack: Stack) -> int:
-    """Return the number of elements per token in queries, keys and values."""
+    """Return the number of elements per token of queries, keys and values."""
     a = stack.attention
     return 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
 
 
 def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
-    """Return the bytes per token to write keys and values for the heads of all queries.
+    """Return the bytes per token to write keys and values for all query heads.
 
-    In the backward, as many bytes of gradients are read, which are summed over those heads.
+    The backward reads as many bytes of gradients, which are summed over those heads.
     """
     a = stack.attention
     if not cells.repeats_keys or a is None or a.heads == a.kv_heads:
@@ -627,17 +630,18 @@ def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
 def _routing_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells
 ) -> tuple[Floats, Floats]:
-    """Return the bytes to permute a token into the order of experts, and back.
+    """Return the bytes per token to permute tokens into the order of experts and back.
 
     A token is read and written once for each of its experts, whose results are read, weighted and
-    summed; the backward does the reverse, and gradients of the routing weights read the results
-    again. Ranks of tp with whole experts each have a part of the tokens. If copies of tokens are
-    sent, they arrive in the order of ranks, are sorted by the rank's experts, and are sorted back
-    (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
-    all-to-all). Matmuls in 8 bits need numbers of tokens that are multiples of 16 or 32: programs
-    that pad copy all tokens and all results. Megatron-Core adds the biases of experts' results, and
-    clamps what enters the activation, with separate operators; all models whose experts have biases
-    (gpt-oss) also have bounds. Recipes that are one CUDA graph compute both within the matmuls.
+    summed. The backward does the reverse, and gradients of the routing weights read the results
+    again. tp ranks with whole experts each have a part of the tokens. If copies of tokens are sent,
+    they arrive in rank order, are sorted by the rank's experts, and are sorted back (Megatron-Core,
+    moe_utils.py, sort_chunks_by_idxs; torchtitan's permutation after the all-to-all).
+
+    8-bit matmuls need a multiple of 16 or 32 tokens; programs that pad copy all tokens and all
+    results. Megatron-Core uses separate operators to add the biases of experts and to clamp the
+    activation's input; all models whose experts have biases (gpt-oss) also clamp. Recipes that are
+    one CUDA graph do both within the matmuls.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -663,9 +667,9 @@ def _routing_traffic(
 
 
 def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the widths per token of attention's own norms: of queries and keys, and of latents.
+    """Return the widths per token of attention's own norms: those of heads, and those of latents.
 
-    Heads are divided over tp, latents like the residual stream.
+    Heads are queries and keys, which tp divides; latents are divided like the residual stream.
     """
     a = stack.attention
     if a is None:
@@ -692,9 +696,10 @@ def _compiled_traffic(
     (torch/_inductor/scheduler.py). A sum into the residual stream, the norm after it and the cast
     for the next matmul are one kernel, which reads the stream and the branch and writes the stream
     and the norm's result. In the backward, one kernel reads the gradient of the result, the stream
-    and its gradient, and writes the stream's gradient and its cast for the preceding matmul;
-    another reads the first two again for the norm's weights. Dropout draws its random numbers
-    again. An activation is one kernel between matmuls, and so is a rotation.
+    and the stream's gradient, and writes the new gradient of the stream and its cast for the
+    preceding matmul. Another kernel reads the gradient of the result and the stream again for the
+    norm's weights. Dropout regenerates its random numbers. An activation is one kernel between
+    matmuls, and so is a rotation.
     """
     split = outline.hidden / cells.norm_split
     wide, low = split * cells.wide, split * cells.item
@@ -723,8 +728,8 @@ def _compiled_traffic(
 def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
     """Return the number of kernels of a compiled layer, forward and backward, including matmuls.
 
-    In the backward, a matmul has two kernels, attention one more than in the forward (which first
-    sums gradients times outputs), a norm two, and a bias one for its sum.
+    In the backward, a matmul has two kernels, a norm two, a bias one for its sum, and attention one
+    more than in the forward, because it first sums gradients times outputs.
     """
     parts = list(weights(stack, outline.hidden))
     matmuls = len(parts) + sum(p.count for p in stack.other)
@@ -740,9 +745,10 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
 def _eager_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return `_layer_traffic` for one kernel per operator; on a CPU, also used for compiled code.
+    """Return the bytes of `_layer_traffic` with one kernel per operator; on CPUs, also if compiled.
 
-    On a GPU, autocast casts a norm's output for the next matmul, and the branch's gradient.
+    On a GPU, autocast casts a norm's output for the next matmul, and in the backward the branch's
+    gradient.
     """
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
@@ -801,9 +807,9 @@ def _eager_traffic(
 
 
 def _narrow_rows(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
-    """Return by how much narrow rows slow down the norms of heads, forward and backward.
+    """Return the slowdown of head norms by narrow rows, forward and backward.
 
-    This applies if torch's kernel normalises them on a GPU.
+    The slowdown applies to torch's kernel on a GPU; otherwise, the factors are 1.
     """
     if device.kind != "cuda" or cells.elementwise != "kernels" or stack.attention is None:
         return 1.0, 1.0
@@ -816,7 +822,7 @@ def _width(mlp: Mlp) -> int:
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
-    """Return the number of operators in a layer's forward and in its attention, with views."""
+    """Return the number of operators, with views, of a layer's forward and of its attention."""
     count = float(stack.norms + _count_inner_norms(stack))
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):
@@ -837,9 +843,9 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return how many more operators a backward has than its forward.
+    """Return how many more operators a layer's backward has than its forward.
 
-    A matmul has two gradients, a bias has a sum, and every parameter's gradient is stored or
+    A matmul has two gradients, a bias needs a sum, and each parameter's gradient is stored or
     accumulated.
     """
     matmuls = _weights_operators(outline, stack)
@@ -848,13 +854,13 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
 
 
 def _weights_operators(outline: Outline, stack: Stack) -> float:
-    """Return the number of operators that compute gradients of matmuls' weights and biases."""
+    """Return the number of operators that compute gradients of matmul weights and biases."""
     own = list(weights(stack, outline.hidden))
     return float(len(own) + sum(weight.bias for weight in own))
 
 
 class EndsTime(NamedTuple):
-    """Device seconds of everything before the layers, or after them, and of its matmuls alone."""
+    """Device seconds of everything before or after the layers, with matmuls separately."""
 
     forward_s: Floats
     backward_s: Floats
@@ -868,7 +874,7 @@ def head(
 ) -> EndsTime:
     """Return the times of the head with the loss, and the number of operators in each direction.
 
-    `outpace_loss`: on a GPU, the loss is `nn.head_loss` rather than that of other programs.
+    `outpace_loss`: on a GPU, the loss is `nn.head_loss` instead of another program's.
     """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
@@ -905,9 +911,10 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Return the time before the layers: lookups, gradients added to a table of zeros, matmuls.
+    """Return the times before the layers, and the number of operators in each direction.
 
-    Matmuls embed patches, for example. Also return the number of operators in each direction.
+    They cover lookups, gradients added to a table of zeros, and matmuls that embed patches, for
+    example.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

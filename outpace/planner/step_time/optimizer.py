@@ -1,4 +1,4 @@
-"""Time of an optimizer's step: the bytes that its operators move, matmuls, and launches."""
+"""Time of an optimizer's step: the bytes that its operators move, its matmuls and its launches."""
 
 from functools import lru_cache
 
@@ -41,9 +41,9 @@ def optimizer_s(
     """Return the seconds of an optimizer's step, with clipping, on a rank that updates `stepped`.
 
     An operator runs while the host launches the next one, and the slower of the two determines the
-    time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
-    whose host does not wait for the device within a step; other programs read the loss or the norm.
-    Muon adds the matmuls of its iteration, and gathers its matrices.
+    time. `ahead_s` is how far the host is ahead of the GPU when the optimizer begins; it is None
+    unless outpace trains on a GPU, because other programs wait for the loss or the norm. Muon adds
+    the matmuls of its iteration and the gathers of its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
@@ -71,9 +71,9 @@ def optimizer_s(
 def _on_gpu(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
-    """Return the bytes per parameter, and operators per step, of outpace's steps on a GPU.
+    """Return the bytes per parameter and operators per step of outpace's optimizers on a GPU.
 
-    `moved`: bytes per parameter that uncompiled operators move.
+    `moved` is the bytes per parameter of uncompiled operators.
     """
     fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
     nbytes = _COMPILED_BYTES[c.optimizer]
@@ -94,8 +94,9 @@ def _on_gpu(
 def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
     """Return the elements of the layers' matrices, and the FLOPs to orthogonalise all of them.
 
-    For (r, k) with r ≤ k, each iteration is X·Xᵀ, its square, and one matmul with X: 4r²k + 2r³
-    (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
+    For an (r, k) matrix with r ≤ k, each iteration has X·Xᵀ, its square, and one matmul with X:
+    4r²k + 2r³ FLOPs (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+    2024).
     """
     elements = flops = 0.0
     for stack in outline.stacks:
@@ -108,10 +109,10 @@ def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
 
 
 def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch) -> Floats:
-    """Return the seconds of the iteration's bf16 matmuls, and of gathers over shards and tp.
+    """Return the seconds of Muon's bf16 matmuls, and of its gathers over shards and tp.
 
-    Every rank orthogonalises every matrix of its layers, except under ZeRO-1, which distributes
-    whole matrices.
+    Every rank orthogonalises all matrices of its layers, except in ZeRO-1, which distributes whole
+    matrices.
     """
     each, place = np.unique(c.ep, return_inverse=True)
     found = np.array([_matrices(outline, int(ep)) for ep in each], float).reshape(-1, 2)[place]

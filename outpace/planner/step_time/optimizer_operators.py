@@ -1,4 +1,4 @@
-"""Number of operators that an optimizer's step launches on the host, by the tensors it updates."""
+"""Number of operators that an optimizer's step launches, by the tensors that it updates."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from outpace.records.outline import Outline
 
 
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
-    """Return the number of operators for a rank's updated tensors on a device of `kind`, by plan.
+    """Return the number of operators that update a rank's tensors on a device of `kind`, by plan.
 
-    `compiled`: the plans whose optimizer is compiled if it can be. Operators whose number does not
-    depend on tensors are left out.
+    `compiled` marks the plans whose optimizer is compiled if possible. Operators that do not depend
+    on the number of tensors are left out.
     """
     found = np.zeros(len(c))
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)
@@ -63,7 +63,7 @@ def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) 
 
 @lru_cache(maxsize=256)
 def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
-    """Count all layers' tensors of each shape."""
+    """Return the number of tensors of each shape in all layers."""
     found: Counter[Shape] = Counter()
     for stack in outline.stacks:
         for shape, count in Counter(layer_shapes(stack, outline.hidden, tp, ep)).items():
@@ -72,7 +72,7 @@ def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
 
 
 def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
-    """Count tensors of each shape outside of layers: embeddings, head, a norm's weight and bias."""
+    """Return the number of tensors of each shape outside of layers: embeddings, head and a norm."""
     rows = [outline.vocab // tp, outline.learned_positions]
     rows += [] if outline.tied else [outline.outputs // tp]
     found: Counter[Shape] = Counter((count, outline.hidden) for count in rows if count)
@@ -88,7 +88,10 @@ def _count_muon(
     each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Count Muon's operators for layers' matrices and AdamW's (fused on a GPU) for all others."""
+    """Return the number of Muon's operators, with AdamW's for all tensors that are not matrices.
+
+    On a GPU, AdamW is fused and counts nothing.
+    """
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
@@ -103,7 +106,10 @@ def _count_muon(
 def _count_stacked(
     each: Operators, counts: Mapping[Shape, Floats], stacked: bool
 ) -> Floats | float:  # fmt: skip
-    """Count Adafactor's operators: small tensors of one shape count as one if `stacked`."""
+    """Return the number of Adafactor's operators.
+
+    If `stacked`, small tensors of one shape are updated together.
+    """
     found: Floats | float = 0.0
     for is_matrix in (True, False):
         shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
@@ -124,9 +130,9 @@ def _count_joined(
     each: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
     kind: str,
 ) -> Floats:  # fmt: skip
-    """Count low-bit AdamW's operators: small tensors of a kind, with `sizes` values, are batched.
+    """Return the number of low-bit AdamW's operators, which update small tensors in batches.
 
-    Batches are counted as if all sizes were equal.
+    `sizes` are the values per tensor on a rank. Batches are counted as if all sizes were equal.
     """
     found = np.zeros(np.shape(next(iter(sizes.values()))))
     for is_matrix in (True, False):
@@ -158,7 +164,7 @@ def _count_joined(
 
 
 def _group_by_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
-    """Group shapes by the length of the blocks whose values share a scale."""
+    """Group shapes by the length of the blocks in which values share a scale."""
     kinds: dict[int | None, list[Shape]] = {}
     for shape in shapes:
         kinds.setdefault(_block_length(kept, shape), []).append(shape)
@@ -170,5 +176,5 @@ def _block_length(kept: Kept, shape: Shape) -> int | None:
 
 
 def _joined_limit(largest: Floats | int, kind: str) -> Floats:
-    """Return the largest number of values updated at once, given the `largest` parameter."""
+    """Return the most values that are updated at once, given the `largest` parameter's size."""
     return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

@@ -1,4 +1,4 @@
-"""Time for a rank's parameters: casts, the optimizer's step, offloading."""
+"""Time of work on a rank's parameters: casts, the optimizer's step and offloading."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,10 +12,10 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """Bytes that a rank offloads, and the seconds that offloading adds to a step, by plan.
+    """Bytes that a rank offloads and the seconds that offloading adds to a step, by plan.
 
     `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
-    hide, `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of
+    hide. `optimizer_s` is the time to copy gradients and new weights, `host_step_s` the time of
     AdamW's step on the host.
     """
 
@@ -35,18 +35,18 @@ class Offloading:
 
     @property
     def seconds(self) -> Floats:
-        """Return the total time that passes do not hide."""
+        """Return the total seconds that offloading adds to a step."""
         total: Floats = np.sum([getattr(self, name) for name in self.SECONDS], axis=0)
         return total
 
 
 def weight_traffic_s(setup: StepTimeSetup) -> Floats:
-    """Return the seconds per micro-batch to cast weights, and to cast and add up gradients.
+    """Return the seconds per micro-batch to cast weights and to cast and accumulate gradients.
 
     If parameters are sharded, each rank casts its shard before the gather, and casts all gradients
-    as they are copied to the reduction buffer; gathered parameters are copied out of their buffer.
-    If matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights
-    are stored in the dtype of the matmul, or are unpacked to it; outpace also casts frozen fp32
+    when they are copied to the reduction buffer; gathered parameters are copied out of their
+    buffer. If matmuls accumulate gradients themselves, the only cost is to fill buffers with zeros.
+    Frozen weights are stored in the matmul dtype or unpacked to it; outpace also casts frozen fp32
     weights, or their shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
@@ -75,7 +75,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
 
 def _copies(setup: StepTimeSetup) -> Floats:
-    """Return how often gathered parameters are read or written again, per micro-batch.
+    """Return the number of additional reads and writes of gathered parameters per micro-batch.
 
     Each gather is copied out of its buffer; a pipeline's micro-batches may share gathers.
     """
@@ -89,9 +89,9 @@ def _copies(setup: StepTimeSetup) -> Floats:
 
 
 def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
-    """Return the time of the optimizer's traffic, launches and matmuls for a shard.
+    """Return the seconds of the optimizer's step on a rank's shard.
 
-    `ahead_s`: the work that a GPU still has when its host begins to launch the optimizer.
+    `ahead_s` is the work that a GPU still has when its host begins to launch the optimizer.
     """
     runs_ahead = setup.device.kind == "cuda" and not setup.question.other_program
     return optimizer_s(
@@ -101,10 +101,10 @@ def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
 
 
 def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
-    """Return bytes and seconds of offloading.
+    """Return the bytes and seconds of each part of offloading.
 
-    `free_s` of a step can hide copies over the host's link: first those of weights, then, in the
-    remaining time, those of activations.
+    Copies over the host's link are hidden for `free_s` of a step: first copies of weights, then, in
+    the remaining time, copies of activations.
     """
     c, kept = setup.columns, setup.numbers.kept
     own = setup.parameters.owned / setup.shards
@@ -136,7 +136,7 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
 def _offloaded_bytes(setup: StepTimeSetup) -> Floats:
     """Return the bytes that a rank's blocks offload per micro-batch for the backward.
 
-    These are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their
+    They are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their
     weighted sum, and the input and output of the MLP's activation (Korthikanti et al., arXiv
     2205.05198, §4.1, without scores). A recomputed block offloads only its input: the outputs that
     "attention" and "selective" keep stay on the device

@@ -19,13 +19,12 @@ _CHECKPOINT_OPERATORS = 6
 
 @dataclass(frozen=True)
 class PassTime:
-    """A pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
+    """One pass of a micro-batch: seconds on the device, on the host, and in tensor parallelism.
 
-    `weights_s` and `weights_host_s` are the device's and the host's time for gradients of weights
-    if the schedule defers them, which is then a pass by itself.
-
-    A host runs ahead of its accelerator, so a pass takes the time of the slower of the two; if they
-    are the same device, or take turns (`alone`), it takes the sum.
+    `weights_s` and `weights_host_s` are the device and host time for weight gradients, if the
+    schedule defers them to a pass of their own. A host runs ahead of its accelerator, so a pass
+    takes the time of the slower of the two; if they are the same device or take turns (`alone`), it
+    takes the sum.
     """
 
     device_s: Floats
@@ -45,14 +44,14 @@ class PassTime:
 
     @property
     def idle_s(self) -> Floats:
-        """Return the seconds in which the device waits for its host."""
+        """Return the seconds in which the device waits for the host."""
         if self.alone:
             return np.zeros_like(self.device_s)
         return self.seconds - self.device_s - self.tensor_s
 
     @property
     def deferred_s(self) -> Floats:
-        """Return the seconds of the pass for gradients of weights."""
+        """Return the seconds of a pass for deferred weight gradients; 0 if there are none."""
         return self._slower(self.weights_s, self.weights_host_s)
 
     def _slower(self, device_s: Floats, host_s: Floats) -> Floats:
@@ -61,12 +60,12 @@ class PassTime:
 
 @dataclass(frozen=True)
 class _TensorCollectives:
-    """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
+    """Collectives over tp ranks: seconds of sums, and the number that the host launches.
 
-    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the time of
-    the collective that sums a layer's output. `alone_s`: reduce-scatters of a backward that no
-    matmul overlaps. `copied_s` and `copied_back_s`: copies of hidden states for the collectives of
-    a forward and of a backward, and `last_copied_s` for the sum of a layer's output.
+    `gather_s` and `scatter_s` are gathers of hidden states and reduce-scatters. `last_s` is the
+    collective that sums a layer's output. `alone_s` is the reduce-scatters of a backward that no
+    matmul overlaps. `copied_s` and `copied_back_s` are copies of hidden states for the collectives
+    of a forward and of a backward, and `last_copied_s` those for the sum of a layer's output.
     """
 
     sums_s: Floats
@@ -82,7 +81,7 @@ class _TensorCollectives:
 
 @dataclass(frozen=True)
 class EndPasses:
-    """Passes of one micro-batch through everything before the layers, and after them."""
+    """Passes of one micro-batch through everything before the layers and after them."""
 
     embedding: PassTime
     embedding_back: PassTime
@@ -91,20 +90,20 @@ class EndPasses:
 
     @property
     def first_s(self) -> Floats:
-        """Return the seconds of the embedding."""
+        """Return the seconds of the embedding's forward and backward."""
         return self.embedding.seconds + self.embedding_back.seconds
 
     @property
     def last_s(self) -> Floats:
-        """Return the seconds of the head."""
+        """Return the seconds of the head's forward and backward."""
         return self.head.seconds + self.head_back.seconds
 
 
 @dataclass(frozen=True)
 class StepPasses:
-    """Passes of one micro-batch: through a layer of each stack, and through both ends.
+    """Passes of one micro-batch through a layer of each stack, the embedding and the head.
 
-    `shares` are the stacks' fractions of the layers; a backward includes recomputation.
+    `shares` are the stacks' fractions of the layers. Backwards include recomputation.
     """
 
     shares: Floats
@@ -113,15 +112,15 @@ class StepPasses:
     ends: EndPasses
 
     def forward(self, name: str) -> Floats:
-        """Return a part of an average layer's forward, by its name in `PassTime`."""
+        """Return one field of `PassTime`, by name, for an average layer's forward."""
         return _mean(self.forwards, self.shares, name)
 
     def backward(self, name: str) -> Floats:
-        """Return a part of an average layer's backward."""
+        """Return one field of `PassTime`, by name, for an average layer's backward."""
         return _mean(self.backwards, self.shares, name)
 
     def ends_part(self, name: str) -> Floats:
-        """Return a part of all passes through both ends."""
+        """Return one field of `PassTime`, by name, summed over embedding and head."""
         ends = self.ends
         passes = (ends.embedding, ends.embedding_back, ends.head, ends.head_back)
         found: Floats = np.sum([getattr(one, name) for one in passes], axis=0)
@@ -129,7 +128,7 @@ class StepPasses:
 
 
 def step_passes(setup: StepTimeSetup) -> StepPasses:
-    """Return the passes of every plan."""
+    """Return the passes of one micro-batch for every plan."""
     counts = np.array([stack.layers for stack in setup.outline.stacks], float)
     forwards, backwards, one = [], [], _tensor_collectives(setup)
     for stack in setup.outline.stacks:
@@ -158,7 +157,7 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
 
 
 def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
-    """Return the mean over all layers, weighting each stack by its share of them."""
+    """Return the mean over all layers, with each stack weighted by its fraction of the layers."""
     found: Floats = np.sum(
         [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
     )
@@ -166,7 +165,7 @@ def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
 
 
 def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return the number of a layer's sums over tp: after attention, and after a split MLP."""
+    """Return the number of tp reductions in a layer: after attention, and after a split MLP."""
     mlp, c = stack.mlp, setup.columns
     cut = np.full(len(c), mlp is not None)
     if mlp is not None and mlp.experts and not mlp.shared:
@@ -176,10 +175,10 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many reduce-scatters of a layer's backward no matmul can overlap.
+    """Return the number of reduce-scatters in a layer's backward that no matmul can overlap.
 
-    Inputs' gradients are sums over several matmuls: of queries, keys and values, and of a gated
-    MLP's two. Some programs overlap a reduce-scatter only with a matmul whose result it sends.
+    Input gradients are sums over several matmuls: queries, keys and values, or both matmuls of a
+    gated MLP. Some programs overlap a reduce-scatter only with the matmul whose result it sends.
     """
     c = setup.columns
     if setup.question.stack.scatters_sums:
@@ -191,7 +190,7 @@ def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many adapters gather their inputs over tp, separately from the frozen matmuls."""
+    """Return the number of adapters that gather their inputs over tp by themselves."""
     c, adapters = setup.columns, setup.question.adapters
     if adapters is None or not setup.question.stack.gathers_for_adapters:
         return np.zeros(len(c))
@@ -215,11 +214,12 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 
 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
-    """Return a backward, including what blocks recompute, by the fractions of recomputation modes.
+    """Return a layer's backward, including recomputation, by the fractions of recomputation modes.
 
-    Blocks recompute everything, or everything except attention; "selective" repeats memory-bound
-    operators such as norms and activations, and only the matmuls that the stack's selective mode
-    repeats. Some stacks leave out a block's last matmul and its sum over tp.
+    "full" blocks recompute everything, "attention" blocks everything except attention, and
+    "selective" blocks memory-bound operators, such as norms and activations, and the matmuls that
+    the stack's selective mode repeats. Some stacks do not recompute a block's last matmul and its
+    tp reduction.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
@@ -261,15 +261,16 @@ def _is_alone(setup: StepTimeSetup) -> bool:
 
 
 def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
-    """Return the host's time to launch operators; a CUDA graph is launched as a whole."""
+    """Return the host's seconds to launch operators; 0 if whole passes are CUDA graphs."""
     return np.where(setup.replays, 0.0, operators * setup.device.operator_s)
 
 
 def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
-    """Return the collectives that sum one output of a layer over the ranks of tp.
+    """Return the collectives that sum one output of a layer over tp ranks.
 
-    With sequence parallelism, they are an all-gather and a reduce-scatter of the same total bytes
-    (Korthikanti et al., arXiv 2205.05198, §4.2); the gathered tensor may have been cast to 8 bits.
+    With sequence parallelism, they are an all-gather and a reduce-scatter with the same total bytes
+    as an all-reduce (Korthikanti et al., arXiv 2205.05198, §4.2); the gathered tensor may have been
+    cast to 8 bits.
     """
     c, fabric = setup.columns, setup.fabric
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
@@ -288,11 +289,11 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 
 
 def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds to copy hidden states for a gather, and for a reduce-scatter.
+    """Return the seconds to copy hidden states for a gather and for a reduce-scatter.
 
-    The reduce-scatter has two values: with an overlapping matmul, where ranks add up what they
-    received, and without one. A gather that overlaps a matmul copies only a rank's part, and with a
-    single sample nothing.
+    The last two values are for the reduce-scatter: with an overlapping matmul, where ranks add up
+    what they received, and without one. A gather that overlaps a matmul copies only one rank's
+    part. Without overlap, a gather copies nothing if a micro-batch has one sample.
     """
     c, rate = setup.columns, setup.device.memory_bytes_per_s
     if not setup.question.stack.copies_hidden:
@@ -308,9 +309,9 @@ def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
-    """Return the exposed time of a layer's sums over tp.
+    """Return the exposed time of a layer's tp reductions.
 
-    With async_tp, each sum is sent in tp parts during its matmul.
+    With async_tp, each one is sent in tp parts during its matmul.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))
@@ -318,7 +319,7 @@ def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Float
 
 
 def _end_passes(setup: StepTimeSetup) -> EndPasses:
-    """Return the forward and backward passes of embedding and head."""
+    """Return the forward and backward passes of the embedding and the head."""
     zero = np.zeros(len(setup.columns))
     found = []
     for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):

@@ -1,4 +1,4 @@
-"""Time of a pipeline: its slowest rank, the other ranks' waits, and messages between stages."""
+"""Time of a pipeline: its slowest rank, the waits of other ranks, and messages between stages."""
 
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ _EXCHANGE_OPERATORS = 6
 class PipelineTime:
     """Seconds of a micro-batch on a rank with the slowest stages, and on all stages together.
 
-    `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
-    weight traffic. `way_s` is the computation on all stages. `ranks` has the seconds and layers of
-    the ranks that may be the slowest: the first, one in between, and the last.
+    `compute_s` is the computation of a rank with the slowest stages; `pace_s` adds its weight
+    traffic. `way_s` is the computation on all stages. `ranks` has the seconds and layers of the
+    ranks that may be the slowest: the first, one in between, and the last.
     """
 
     pace_s: Floats
@@ -34,7 +34,7 @@ class PipelineTime:
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds of a micro-batch on each stage of one plan's pipeline, and between stages.
+    """Seconds of a micro-batch on each stage of a plan's pipeline, and of a message between stages.
 
     `posted_s` is the host's time to post a step's messages.
     """
@@ -45,7 +45,7 @@ class Stages:
 
 
 def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
-    """Return the times of every plan; a single stage is a pipeline without a bubble."""
+    """Return the pipeline times of every plan; a single stage is a pipeline without a bubble."""
     c, layers = setup.columns, float(setup.outline.layers)
     layer_s = passes.forward("seconds") + passes.backward("seconds")
     first_s, last_s = passes.ends.first_s, passes.ends.last_s
@@ -64,7 +64,7 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
 
 
 def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return the blocks of the first stage, of the largest in between, and of the last.
+    """Return the blocks of the first stage, of the largest stage in between, and of the last stage.
 
     Stages are split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of
     their times.
@@ -86,7 +86,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
 
 
 def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
-    """Return the stages of the first plan: its blocks, the embedding first and the head last."""
+    """Return the stages of the first plan, with the embedding on the first and head on the last."""
     c, layers = setup.columns, setup.outline.layers
     ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])
     grads = float(passes.backward("deferred_s")[0])
@@ -116,13 +116,13 @@ def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
 def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> Floats:
     """Return the time that ranks wait for each other while the pipeline fills and drains.
 
-    For gpipe and 1f1b, it is a micro-batch's time through all ranks except the slowest; with v
-    stages per rank, it is 1/v of this (arXiv 2104.04473, §2.2). Split backwards fill most of it: of
-    1f1b's (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv 2401.10241, table 1). zbv and
-    dualpipev leave the same: the table's (p−1)(F+I−2W) does not count the forwards until the last
-    rank begins (§6). With fewer micro-batches than ranks, looping schedules also wait for the first
-    micro-batch to come around. In a V, all ranks wait until it has passed the stages. `weights` is
-    W's fraction of a pass.
+    For gpipe and 1f1b, the bubble is a micro-batch's time through all ranks except the slowest;
+    with v stages per rank, it is 1/v of that time (arXiv 2104.04473, §2.2). Split backwards fill
+    most of the bubble: of 1f1b's (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv
+    2401.10241, table 1). zbv and dualpipev leave as much, because the table's (p−1)(F+I−2W) omits
+    the forwards until the last rank begins (§6). With fewer micro-batches than ranks, looping
+    schedules also wait for the first micro-batch to come around. In a V, all ranks wait until the
+    first micro-batch has passed all stages. `weights` is W's fraction of a pass.
     """
     c = setup.columns
     split = c.splits_backward()
@@ -141,11 +141,10 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
 
 
 def sends_s(setup: StepTimeSetup) -> Floats:
-    """Return the time of sending activations and their gradients between stages.
+    """Return the seconds of sending activations and their gradients between stages.
 
-    While the pipeline fills and drains, ranks wait for each hop. In addition, 1f1b waits for one
-    message in each direction per micro-batch, because it has no other micro-batch to work on in the
-    meantime.
+    While the pipeline fills and drains, ranks wait for each hop. 1f1b also waits for one message in
+    each direction per micro-batch, because it has no other micro-batch to work on meanwhile.
     """
     c = setup.columns
     one, posted_s = _message_s(setup)
@@ -169,5 +168,5 @@ def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the blocks of the first stage, of the largest in between, and of the last."""
+    """Return the blocks of the first stage, the largest stage in between, and the last stage."""
     return counts[0], max(counts[1:-1], default=0), counts[-1]

@@ -1,4 +1,4 @@
-"""Inputs of the step-time terms: bytes per element, a rank's parameters, distinct layers."""
+"""Inputs of the step-time terms: bytes per element, a rank's parameters, and distinct layers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class StepTimeQuestion:
-    """A model on a machine, and the attention kernel that it uses.
+    """A model on a machine, the software that trains it, and its attention kernel.
 
-    `loader_tokens_per_s` is the rate at which a node loads data while computing. `other_program`:
-    the trainer is not outpace. If it shards parameters, its residual stream has 16 bits, regardless
-    of the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas outpace's
-    is fp32 under autocast; its loss is computed eagerly, for a vocabulary that is not padded.
-    `stack` is the software that trains. `adapters` are trained on frozen weights, if the plans do
-    not say which. `uneven`: some experts get most of the tokens, as from trained routers (a power
-    law of 1.2); otherwise, all get the same number.
+    `loader_tokens_per_s` is the rate at which a node loads data while it computes. `other_program`:
+    the trainer is not outpace. If another program shards parameters, its residual stream has 16
+    bits, regardless of the dtype of stored weights (torch's FSDP without autocast, Megatron-LM),
+    whereas outpace's is fp32 under autocast; its loss is eager, with a vocabulary that is not
+    padded. `stack` describes the software. `adapters` are trained on frozen weights, unless the
+    plans specify adapters themselves. `uneven`: some experts get most of the tokens, as with
+    trained routers (a power law of 1.2); otherwise, all get the same number.
     """
 
     outline: Outline
@@ -45,7 +45,10 @@ class StepTimeQuestion:
 
     @property
     def attention(self) -> Kernel:
-        """Return the attention kernel: the stack's, if it is fused."""
+        """Return the attention kernel: the requested one, or for "fused" the stack's.
+
+        Returns "unfused" if the device has no fused kernel.
+        """
         if not self.device.fused_attention:
             return "unfused"
         return self.stack.attention if self.kernel == "fused" else self.kernel
@@ -55,9 +58,9 @@ class StepTimeQuestion:
 class Numbers:
     """Bytes per element of a plan's tensors, and which plans cast them.
 
-    `item` is for a matmul's operand, `wide` for the residual stream, and `kept` for a stored
-    gradient. Weights are cast for matmuls by `autocast`, or as shards before they are gathered
-    (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
+    `item` is for matmul operands, `wide` for the residual stream, and `kept` for stored gradients.
+    Weights are cast for matmuls by `autocast`, or as shards before the gather (`casts_shards`).
+    `shares_casts`: all micro-batches use the same cast.
     """
 
     item: Floats
@@ -70,12 +73,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
+    """Numbers of a rank's parameters before data parallelism shards them.
 
-    `owned` are the parameters of which a rank has a shard; they differ from `present` because ranks
-    that divide experts also shard them. `packed` are the present parameters that are gathered in
-    fewer bits than matmuls use: matrices of blocks, without biases, that the adapters' base stores
-    packed or that are cast to 8 bits.
+    The rank computes with `present` parameters, of which `trained` have gradients, and has a shard
+    of `owned` parameters; these differ because ranks that divide experts also shard them. `packed`
+    are the present parameters that are gathered in fewer bits than matmuls use: matrices of blocks,
+    without biases, that the adapters' base stores packed or that are cast to 8 bits.
     """
 
     present: Floats
@@ -86,7 +89,7 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class StepTimeSetup:
-    """Values of all plans together, one entry each.
+    """Values of all plans, one entry per plan.
 
     `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of the values
     that a layer's time depends on, and `cell` is the index of each plan's combination. `tokens` is
@@ -117,18 +120,18 @@ class StepTimeSetup:
 
     @property
     def layers(self) -> Floats:
-        """Return the mean number of layers of a rank."""
+        """Return the mean number of layers per rank."""
         return self.outline.layers / self.columns.pp
 
     @property
     def shards(self) -> Ints:
-        """Return the number of ranks that states are sharded over."""
+        """Return the number of ranks over which states are sharded."""
         c = self.columns
         return np.where(c.zero > 0, c.dp_shard * c.cp, 1)
 
     @property
     def gathers(self) -> Floats:
-        """Return how often a step gathers each sharded parameter."""
+        """Return the number of times that a step gathers each sharded parameter."""
         c, each = self.columns, self.question.stack.stage_gathers
         in_pass: Floats = (c.microbatches + 1).astype(np.float64)
         if each != "micro-batches":
@@ -137,17 +140,17 @@ class StepTimeSetup:
         return found
 
     def spread(self, values: Floats) -> Floats:
-        """Return the value of each plan's cell."""
+        """Return one value per plan, given one value per cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
     @property
     def stops_early(self) -> Bools:
-        """Return which plans skip the last matmul during recomputation if nothing reads its result.
+        """Return which plans skip the last matmul in recomputation if nothing reads its result.
 
-        Blocks that torch compiles do so; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are saved. They are saved before their matmul is
-        computed, except in 8 bits, with packed weights and for a matmul with an adapter, where they
-        are saved after it.
+        Blocks compiled by torch skip it; Transformer Engine's are not compiled. A checkpoint that
+        stops early ends when all operands are saved. Operands are saved before their matmul is
+        computed, except in 8 bits, with packed weights, and for a matmul with an adapter, where
+        they are saved afterwards.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -157,9 +160,9 @@ class StepTimeSetup:
         return stops
 
     def hides(self, matmuls: Floats | float) -> Floats:
-        """Return the fraction of a collective that passes hide; `matmuls`: their share.
+        """Return the fraction of a collective that passes hide, given their fraction of matmuls.
 
-        The collective's multiprocessors are not available to any kernel. Matmuls that are
+        The collective's multiprocessors are not available to other kernels. Matmuls that are
         persistent kernels take `beside_collectives` times as long.
         """
         if not self.question.stack.overlaps:
@@ -170,24 +173,24 @@ class StepTimeSetup:
 
     @property
     def wraps_adapters(self) -> Bools:
-        """Return which plans wrap each matrix of an adapter in a unit of FSDP."""
+        """Return which plans make each matrix of an adapter an FSDP unit."""
         wrapped: Bools = (self.columns.zero == 3) & self.question.stack.wraps_adapters
         return wrapped
 
     def exposed_s(
         self, comm_s: Floats, compute_s: Floats, units: Floats, matmuls: Floats | float = 0.0
     ) -> Floats:
-        """Return the exposed time of communication in equal parts, of which all except one overlap.
+        """Return the exposed time of communication in equal parts, all but one of which overlap.
 
-        `matmuls`: the fraction of the overlapping computation that matmuls take, without those that
-        leave multiprocessors to the collective.
+        `units` is the number of parts. `matmuls` is the fraction of the overlapping computation
+        spent in matmuls that leave the collective no multiprocessors.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         return comm_s - self.hides(matmuls) * (comm_s - exposed)
 
 
 def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
-    """Return the values for every plan."""
+    """Return the values of the step-time model for every plan."""
     c = columns
     planned = c.common_adapters
     if planned is not None:
@@ -230,7 +233,7 @@ def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
 
 
 def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
-    """Return which plans' passes outpace replays as CUDA graphs (`graph_obstacle`)."""
+    """Return which plans' passes are replayed as CUDA graphs (`graph_obstacle`)."""
     c = columns
     away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
     drops = any(stack.dropout for stack in question.outline.stacks)
@@ -274,7 +277,7 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
 
 
 def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:
-    """Return the distinct inputs of a layer's time, and the index of each plan's input."""
+    """Return the distinct inputs of a layer's time, and the index of each plan's inputs."""
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
