@@ -26,7 +26,7 @@ from outpace.records.plan import Plan
 # Factor of the gradients in each step; large gradients reveal clipping. There are several steps,
 # because Prodigy and D-Adaptation need some to estimate distances.
 _SCALES = (1.0, 1.0, 30.0, 0.1, 1.0, 300.0, 0.01, 1.0)
-_SIZE = 4  # of a dimension on one rank
+_SIZE = 4  # size of each dimension on one rank
 _TOLERANCE = 1e-6  # relative, of updates in float64
 _SEED = 12
 

@@ -73,7 +73,8 @@ class _Notice(ctypes.Structure):
     """A notice for other ranks to read: this rank's step count (`moves`) and buffer address.
 
     `token` identifies the notice, because the same process ID may refer to a different process on
-    another host. `kind` encodes the collective that uses the buffer, and the buffer's size.
+    another host or in another container. `kind` encodes the collective that uses the buffer, and
+    the buffer's size.
     """
 
     _fields_ = (

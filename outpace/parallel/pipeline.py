@@ -86,9 +86,10 @@ class Stage(PipelineStage):
 class PipelineLayout(SpreadLayout):
     """Layout of a transformer and its loss as a pipeline.
 
-    `parts` are the parts of the model in the pipeline's stages, on all ranks of `group`, whose
-    first rank has the first stage. Only the last stage's rank has the totals of losses and targets.
-    `whole` is the model on the meta device, and `share` returns this rank's part of a batch.
+    `parts` has the part of the model in each stage. `group` contains the ranks of the pipeline,
+    starting with that of the first stage. Only the last stage's rank has the totals of losses and
+    targets. `whole` is the model on the meta device, and `share` returns this rank's part of a
+    batch.
     """
 
     objective: LanguageModelObjective

@@ -234,7 +234,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """Return a process group for each worker's devices, or none if workers have one. Collective."""
+    """Return the process group of each worker's devices, if workers have several. Collective."""
     each = plan.worker_devices
     if each == 1:
         return {}

@@ -68,7 +68,7 @@ class RankRecord:
 
 
 class RankAgreement:
-    """Records this rank's loop, and compares it with the loops of other ranks from time to time."""
+    """A record of this rank's loop, compared with those of other ranks from time to time."""
 
     def __init__(self, layout: Layout, plan: Plan, ranks: Ranks) -> None:
         self._layout, self._plan = layout, plan

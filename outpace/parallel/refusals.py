@@ -243,7 +243,7 @@ class _Refusal:
     def _is_heard(self) -> bool:
         """Return whether all ranks have received the refusal or refused.
 
-        This waits for them, but after one timeout not again.
+        This waits for them, but after a first timeout, later calls do not wait.
         """
         until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
         self._wait_s = 0.0

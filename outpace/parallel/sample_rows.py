@@ -12,9 +12,9 @@ from outpace.records.errors import BadInputError
 class SampleRows:
     """A record of the tensors, arrays and lists that are split by samples.
 
-    A tensor is split if it has as many rows as there are samples. If it is not made of samples
-    (boxes of all images, a table), that may happen by chance in some batches, and it would be split
-    in these but not in others.
+    A tensor is split if it has as many rows as there are samples. A tensor whose rows are not
+    samples (boxes of all images, a table) may by chance have as many rows in some batches, and
+    would be split in these but not in others.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ _STEPS = 20  # number of steps to measure, limited because a measurement waits f
 
 
 class StageScaling:
-    """Measures the factor by which a loop scales this rank's gradients, in the first steps.
+    """Measurement of the factor by which a loop scales this rank's gradients in the first steps.
 
     `factor` is NaN while it is unknown.
     """

@@ -157,7 +157,7 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the attributes that the user set on a parameter.
 
-    Returns none for tensor classes that keep their state in attributes, such as FakeTensor.
+    Returns an empty dict for tensor classes that keep their state in attributes (FakeTensor).
     """
     return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
 

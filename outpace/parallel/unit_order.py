@@ -10,8 +10,8 @@ unit without samples.
 At first, ranks announce before each unit which unit they have reached, and the lowest one is next.
 After a training pass, ranks adopt the order of units, and no longer announce them, in two cases:
 they followed the order of units in the module, or all of them called all units in the same order,
-some perhaps several times. An evaluation pass does not count, because it drops no layers. If ranks
-later call a unit more often than in this order, all in the same pass, they announce units again
+some perhaps several times. An evaluation pass does not count, because it drops no layers. If all
+ranks later call a unit more often than in this order, in the same pass, they announce units again
 from then on. If only some ranks do, these refuse, because the others cannot know.
 """
 
@@ -39,10 +39,10 @@ _MOST_OF_A_CONSTANT = 64  # maximum graph nodes of a loss that depends on no uni
 
 
 class UnitOrder:
-    """Makes the ranks of `group` run the collectives of `units` in the same order.
+    """Control of the order in which the ranks of `group` run the collectives of `units`.
 
-    `units` are modules under `root` to which `fully_shard` was applied. If a rank lacks a gradient,
-    it counts as zeros.
+    `units` are modules under `root` to which `fully_shard` was applied. A gradient that a rank
+    lacks counts as zeros.
     """
 
     def __init__(

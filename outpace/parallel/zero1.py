@@ -96,7 +96,7 @@ class SharedStates(Replicas):
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         """Return the whole module, and the inner optimizer with the state of this rank's share.
 
-        The optimizer is None if this rank has no parameters, because there are fewer than ranks.
+        The optimizer is None if there are more ranks than parameters and this rank has none.
         `ZeroRedundancyOptimizer.state_dict` would gather the state of all ranks on one rank, keyed
         by number.
         """
