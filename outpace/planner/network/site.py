@@ -130,7 +130,7 @@ class Site:
         return None if first is None else find_accelerator(first.name, first.memory_bytes)
 
     def cluster(self, precision: Precision) -> Cluster:
-        """Return the machine as the planner's `Cluster`, with the links that the user chose.
+        """Return the machine as the planner's `Cluster`, with the links of this site.
 
         Raises BadInputError if the rates of the machine or of its links are unknown.
         """
