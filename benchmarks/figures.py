@@ -105,9 +105,9 @@ def tokenise(result: dict[str, Any]) -> str:
     head = [f"{result['processes']} processes, {result['tokenizer']}", "median", "tokens/s"]
     return (
         table(head, rows)
-        + f"\nRatio of each of {len(ratios)} pairs: median {result['ratio']:.2f}, "
-        + f"{min(ratios):.2f} to {max(ratios):.2f} (target ≥ {result['target']}); "
-        + f"{result['bytes'] / 1e6:.0f} MB in {result['documents']:,} documents, "
+        + f"\noutpace is faster by a median factor of {result['ratio']:.2f} over {len(ratios)} "
+        + f"pairs ({min(ratios):.2f} to {max(ratios):.2f}; target ≥ {result['target']}). The file "
+        + f"has {result['bytes'] / 1e6:.0f} MB, {result['documents']:,} documents and "
         + f"{tokens / 1e6:.1f} M tokens.\n"
         + stand(result)
     )

@@ -56,8 +56,9 @@ def tune(result: dict[str, Any]) -> str:
     reached = worst["regret"] <= 0.02 and worst["trials"] <= 8 and worst["share"] <= 0.15
     about = (
         "\nTarget for every problem: at most 2 % regret, 8 trials and 15 % of the grid's time. "
-        f"{'Reached' if reached else 'Not reached'}: {worst['regret']:.1%}, {worst['trials']} and "
-        f"{worst['share']:.1%} at worst.{f' {missing} are not recorded yet.' if missing else ''}\n"
+        f"{'Reached' if reached else 'Not reached'}: at worst, {worst['regret']:.1%} regret, "
+        f"{worst['trials']} trials and {worst['share']:.1%} of the grid's time."
+        f"{f' {missing} problems are not recorded yet.' if missing else ''}\n"
     )
     return table(head, rows) + about + stand(result)
 

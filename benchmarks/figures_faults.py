@@ -21,9 +21,9 @@ def faults(result: dict[str, Any]) -> str:
     if "damage" in parts:
         one = parts["damage"]
         said += (
-            f"Of {one['damages']} newest checkpoints with a flipped bit or a truncated file, "
-            f"{one['said']} were reported and skipped, and {one['same']} of these runs ended "
-            "bitwise equal to an undisturbed one.\n"
+            f"In {one['damages']} runs, the newest checkpoint was damaged (a flipped bit or a "
+            f"truncated file). {one['said']} damaged checkpoints were reported and skipped, and "
+            f"{one['same']} of the runs ended bitwise equal to an undisturbed one.\n"
         )
     if "tests" in parts:
         one = parts["tests"]

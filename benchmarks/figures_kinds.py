@@ -21,7 +21,7 @@ def kinds(result: dict[str, Any]) -> str:
     few = sum(one["rows"] for one in fewer)
     return (
         table(head, rows)
-        + f"\n{len(fewer)} further kinds have fewer than {_LEAST} rows, {few} in total.\n"
+        + f"\n{len(fewer)} further kinds have fewer than {_LEAST} rows each, and {few} together.\n"
         + stand(result)
     )
 
@@ -64,7 +64,7 @@ def memory(result: dict[str, Any]) -> str:
         + f"\nOf {told['ran']:,} layouts that ran, {len(told['ran_but_said_not_to_fit'])} are "
         f"predicted not to fit; of {told['ran_out']} that ran out of memory, "
         f"{fits} {'is' if fits == 1 else 'are'} predicted to fit. "
-        + "Not judged, with the number of rows: "
+        + "Rows without a verdict, by reason: "
         + "; ".join(f"{why} ({count:,})" for why, count in told["unjudged"].items())
         + ".\n"
     )

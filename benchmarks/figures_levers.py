@@ -22,11 +22,11 @@ def memory_accuracy(result: dict[str, Any]) -> str:
         for name, row in rows
     ]
     about = (
-        f"\n{result['cases']} configurations: off by {result['mean_absolute_error']:.2%} on "
-        f"average (target {result['target_mean']:.0%}), by {result['worst_error']:.2%} at most "
-        f"(target {result['target_worst']:.0%}). Below 300 MiB: "
-        f"{', '.join(result['below_300_mib']) or 'none'}; failed: "
-        f"{', '.join(result['failed']) or 'none'}.\n"
+        f"\n{result['cases']} configurations: the trace is off by "
+        f"{result['mean_absolute_error']:.2%} on average (target {result['target_mean']:.0%}), and "
+        f"by {result['worst_error']:.2%} at most (target {result['target_worst']:.0%}). Measured "
+        f"peaks below 300 MiB: {', '.join(result['below_300_mib']) or 'none'}. Configurations that "
+        f"failed: {', '.join(result['failed']) or 'none'}.\n"
     )
     if result.get("left_out"):
         about += f"Left out: {', '.join(result['left_out'])}.\n"
@@ -80,16 +80,17 @@ def mixed_precision_traced(result: dict[str, Any]) -> str:
     head = ["batch", "published, fp32", "fp16", "saving", "traced, fp32", "fp16", "saving",
             "saving in tensors", "today: saving", "in tensors"]  # fmt: skip
     verdicts = "".join(
-        f"At batch {size}, the trace saves {one['traced_mib']:,.0f} MiB; "
-        f"{one['published_mib']:,} were published ({one['off']:+.0%}, "
+        f"At batch {size}, 16 bits save {one['traced_mib']:,.0f} MiB in the trace; the published "
+        f"saving is {one['published_mib']:,} MiB ({one['off']:+.0%}, "
         f"{'within' if one['reached'] else 'not within'} the {result['tolerance']:.0%} allowed).\n"
         for size, one in result["verdicts"].items()
     )
     rest = ", ".join(f"{name}: {mib:,.0f}" for name, mib in result["beyond_reserve_mib"].items())
     return (
         table(head, rows)
-        + f"\nMiB; traced is what the allocator has reserved. {verdicts}"
-        + f"Published reading minus traced reserved memory, MiB, by batch and precision: {rest}.\n"
+        + f'\nAll values are in MiB. "Traced" is what the allocator has reserved. {verdicts}'
+        + "Published reading minus traced reserved memory in MiB, by batch and precision: "
+        + f"{rest}.\n"
         + stand(result)
     )
 
@@ -115,7 +116,7 @@ def mixed_precision_cpu(result: dict[str, Any]) -> str:
     ]
     return (
         table(head, rows)
-        + "\nMiB. The largest of these batches whose tensors fit:\n\n"
+        + "\nAll values are in MiB. The largest of these batches whose tensors fit in memory:\n\n"
         + table(["limit", "fp32", "bf16"], fits)
         + stand(result)
     )
@@ -133,11 +134,13 @@ def mixed_precision_speed(result: dict[str, Any]) -> str:
         ]
         for name, one in result["strategies"].items()
     ]
-    units = "; ".join(f"for {kind}: {unit or 'none'}" for kind, unit in result["units"].items())
+    units = "; ".join(f"{kind}: {unit or 'none'}" for kind, unit in result["units"].items())
     head = ["strategy", "step, fp32", "bf16", "speedup", "95 % interval", "peak, fp32",
             "bf16"]  # fmt: skip
     return (
-        table(head, rows) + f"\nInstructions or units of this hardware {units}.\n" + stand(result)
+        table(head, rows)
+        + f"\nInstructions or units of this hardware for 16-bit matmuls: {units}.\n"
+        + stand(result)
     )
 
 
@@ -360,7 +363,7 @@ def planner_memory(result: dict[str, Any]) -> str:
         f"error {result['mean_absolute_error']:.2%} (target {result['target_mean']:.0%}), largest "
         f"{result['worst_error']:.2%} (target {result['target_worst']:.0%}); "
         f"{result['beyond_target']} beyond that. {round(speed, -3):,.0f} plans per second on one "
-        f"core. Refused by the package: {len(result['refused'])}.\n"
+        f"core. Plans that could not be traced: {len(result['refused'])}.\n"
     )
     return (
         table(["strategy", "plans", "mean", "furthest"], lines)

@@ -91,8 +91,8 @@ def _parser() -> Parser:
         "activation checkpointing: none, selective, attention or full (default: none)",
         default="none", choices=get_args(Checkpointing))  # fmt: skip
     add("--share", "X", number_type(float, 0.01, 1),
-        "fraction of the catalog's peak that matmuls reach, if there is no probe (default: as in "
-        "published measurements)")  # fmt: skip
+        "MFU of forward and backward passes, relative to the catalog's peak, if there is no probe "
+        "(default: derived from published measurements)")  # fmt: skip
     add("--tolerance", "X", above,
         f"slowdown that the network may cause (default: {TOLERANCE:g})", default=TOLERANCE
     )  # fmt: skip

@@ -261,7 +261,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     assert main(["compare", "--runs", *runs, "--price=2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "were not interleaved" in shown and "Losses agree in all steps" in shown
-    assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
+    assert "sent per step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert "in these two runs (with too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
     assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more

@@ -450,7 +450,7 @@ def test_a_comparisons_prediction_is_beside_the_medians_of_its_rounds(comparison
     changed = record.model_copy(update={"arms": (first, other)})
     document = comparison_document(changed, comparison)
     arms = next(one for one in parts(document, DataTable) if one.title == "The arms")
-    sent = arms.columns.index("sent a step")
+    sent = arms.columns.index("sent per step")
     assert [row[sent].value for row in arms.rows] == [900, 2**20]  # by which it is sorted
     beside = figure_in(document, "Predicted against measured", "Time of a step")
     columns = dict(zip(beside.table.columns, beside.table.rows[0], strict=True))

@@ -42,7 +42,7 @@ _COLUMNS = (
     Column("loss", "final_loss", lambda value: f"{value:.4f}"),
     Column("per M tokens", "price_per_million_tokens", lambda value: f"{value:.4g}"),
     Column("samples/s", "samples_per_s", lambda value: f"{value:,.1f}"),
-    Column("sent a step", "sent_bytes", show_bytes),
+    Column("sent per step", "sent_bytes", show_bytes),
     Column("idle", "idle_share", show_share),
     Column("GPU busy", "device_utilisation", show_share),
     Column("cores busy", "core_utilisation", show_share),
@@ -51,7 +51,7 @@ _COLUMNS = (
 # Explanations of column names.
 _NOTES = {
     "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
-    "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
+    "sent per step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
     "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
     "GPU busy": "GPU busy: mean over the GPUs of the run. For GPUs, idle means that no kernel ran; "
     "a collective that waits counts as a kernel.",
