@@ -207,7 +207,11 @@ class Stream:
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """Return the largest id, or an upper bound if the shards hold more; −1 without tokens."""
+        """Return the largest id, or −1 without tokens.
+
+        If `extent` is known, this is the largest id of the whole shards, an upper bound for the
+        stream.
+        """
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:

@@ -11,11 +11,11 @@ from outpace.records.errors import BadInputError, excerpt, shorten
 def require_targets(
     config: Mapping[str, Any], weights: Path, held: Collection[str], known: Collection[str]
 ) -> None:
-    """Refuse an adapter whose tensors do not match the modules in its config.
+    """Refuse an adapter whose tensors do not match the modules that its config selects.
 
-    `weights` is the adapter's file; `held`: modules of its tensors; `known`: modules of the base.
-    PEFT silently skips tensors of modules that are not named, and treats missing tensors of named
-    modules as zeros.
+    `weights` is the adapter's file, `held` are the modules of its tensors, and `known` are the
+    modules of the base model. PEFT silently skips tensors of modules that are not selected, and
+    treats missing tensors of selected modules as zeros.
     """
     _require_form(config, weights.with_name("adapter_config.json"))
     targeted = _target_rule(config)
@@ -42,7 +42,7 @@ def require_targets(
 
 
 def _require_form(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse values that are not names, patterns or layer numbers."""
+    """Refuse module names, patterns and layer numbers of invalid types or syntax."""
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
         names = value if isinstance(value, list) else [value or ""]
@@ -67,20 +67,20 @@ def _require_form(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _conditions(config: Mapping[str, Any]) -> str:
-    """Name the other keys by which an adapter's config selects modules, if there are any."""
+    """Return, for a message, the other config keys that select modules, or ''."""
     keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
     found = [key for key in keys if config.get(key) not in (None, [], "")]
     return f" (with {' and '.join(found)})" if found else ""
 
 
 def _inner(module: str) -> str:
-    """Return the part of a module's name that starts with its layer number, if it has one."""
+    """Return a module's name from its layer number on, or the whole name if it has none."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
 
 def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return a function that tells whether PEFT adapts a module; None if no targets are named."""
+    """Return a predicate for the modules that PEFT adapts; None if the config names no modules."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not targets or targets == "all-linear":
         return None
@@ -92,16 +92,16 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _is_named(module: str, names: str | list[Any]) -> bool:
-    """Return whether a module's whole name matches a pattern, or ends with a name in a list."""
+    """Return whether a pattern matches a module's name, or the name ends with one in a list."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in names)
 
 
 def _layer_rule(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a function that tells whether a module is in one of `layers_to_transform`.
+    """Return a predicate for the modules in `layers_to_transform`.
 
-    By default, any layer is.
+    Without that key, it is true for all modules.
     """
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
     if layers is None or layers == []:

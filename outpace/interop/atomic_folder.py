@@ -18,8 +18,8 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
     """Yield a temporary directory to fill, and rename it to `directory` at the end.
 
     An existing `directory` is replaced only if it is empty or contains `marker`, so only files that
-    outpace wrote are lost. Raises BadInputError otherwise, and if writing fails (disk full, no
-    permission); then nothing is left behind.
+    outpace wrote are lost. Raises BadInputError if it cannot be replaced or written (disk full, no
+    permission); the temporary directory is always removed.
     """
     if directory.exists() and not _replaceable(directory, marker):
         raise BadInputError(
@@ -46,7 +46,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 
 def _share_mode(folder: Path) -> None:
-    """Give all files the usual permissions: safetensors' files are readable only by the owner."""
+    """Give all files default permissions; safetensors makes files readable only by the owner."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():

@@ -1,6 +1,6 @@
-"""Classifiers as Hugging Face directories, such as BertForSequenceClassification.
+"""Classifiers in Hugging Face directories, such as BertForSequenceClassification.
 
-Tensors have flat names here: the transformer's names, without the classifier's prefix.
+Tensor names here are those of the transformer, without the classifier's "backbone." prefix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,14 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILY_TRAITS
 
 _INSIDE = "backbone."
-# Classification layers in files, for another task or with other classes.
+# Names of stored classification layers that were trained for other tasks or classes.
 _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
 def known_labels(directory: Path) -> tuple[str, ...] | None:
-    """Return the classes of a directory with a classifier, in order; None for other directories.
+    """Return the class names of a directory with a classifier, in order; None for other models.
 
-    Raises BadInputError if config.json names them in two ways that contradict each other.
+    Raises BadInputError if id2label and label2id in config.json contradict each other.
     """
     values = read_config(directory)
     architecture = next(iter(values.get("architectures") or ()), "")
@@ -54,9 +54,9 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 
 
 def _names_by_number(given: Any, where: Path) -> dict[str, str]:
-    """Return the names of id2label in the order of the classes, which are 0, 1, and so on.
+    """Return the class names in id2label, in the order of the class numbers.
 
-    Raises BadInputError if it has other numbers, or two classes with the same name.
+    Raises BadInputError unless the numbers are 0, 1, and so on, and all names differ.
     """
     told = given if isinstance(given, dict) else {}
     names = {key: str(told[key]) for key in map(str, range(len(told))) if key in told}
@@ -69,9 +69,9 @@ def _names_by_number(given: Any, where: Path) -> dict[str, str]:
 
 
 def unsupported_task(directory: Path) -> str | None:
-    """Describe what a classifier predicts if it is not one class per text; else return None.
+    """Describe what a classifier predicts if that is not one class per text; else return None.
 
-    This follows transformers' rules for `problem_type`, and for a single label without it.
+    As in transformers, `problem_type` decides, and a single label without it means regression.
     """
     values = read_config(directory)
     labels = known_labels(directory)
@@ -98,10 +98,10 @@ def require_layer(directory: Path) -> None:
 def read_classifier(
     directory: Path, spec: ModelSpec, labels: Sequence[str], seed: int
 ) -> Classifier:
-    """Read a directory's weights into a classifier.
+    """Load a directory's weights into a classifier.
 
-    A missing pooler is drawn from `seed`, and so is the classification layer, unless the directory
-    has a classifier with the same labels. Raises BadInputError like `read_weights`.
+    A missing pooler is initialised from `seed`. So is the classification layer, unless the
+    directory has a classifier with the same labels. Raises BadInputError like `read_weights`.
     """
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
@@ -146,7 +146,7 @@ def _flat(name: str) -> str:
 
 
 def require_exportable(spec: ModelSpec) -> None:
-    """Raise BadInputError if transformers has no classifier for the spec."""
+    """Raise BadInputError if no classifier in transformers matches the spec."""
     try:
         hf_config(spec)
     except BadInputError:
@@ -158,7 +158,7 @@ def require_exportable(spec: ModelSpec) -> None:
 
 
 def _classifier_naming(model_type: str) -> Naming:
-    """Return the names that a family's classifier files use; weights of other heads are ignored."""
+    """Return the tensor names of a family's classifier files, ignoring weights of other heads."""
     used = tensor_naming(model_type)
     assert used is not None  # checked by require_exportable
     encoder = bool(used.head_bias)

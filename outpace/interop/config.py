@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model directory, read into a ModelSpec."""
+"""Reader of a Hugging Face config.json as a ModelSpec."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +24,11 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 
 CONFIG_FILE = "config.json"
-# Model types with custom code, and the family in transformers that has the same layers: the
-# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM;
-# microsoft/Phi-4-multimodal-instruct has Phi-3's keys in addition to those for images and audio.
+# Model types with custom code whose layers are those of a family in transformers: the config.json
+# of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM; microsoft/Phi-4-multimodal-instruct
+# has Phi-3's keys and others for images and audio.
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "phi4mm": "phi3"})
-# The model_type of specs for which transformers has no architecture; only outpace reads it.
+# model_type of exported specs for which transformers has no architecture; only outpace reads it.
 OWN_TYPE = "outpace"
 _ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
@@ -60,7 +60,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def other_form(directory: Path) -> str:
-    """Describe, for an error, what a directory without a config.json contains; '' if unknown."""
+    """Describe what a directory without a config.json contains, to append to an error message.
+
+    Returns '' if the contents are unknown.
+    """
     if (directory / "params.json").is_file():
         return (
             ". Its params.json belongs to the publisher's format (Meta's or Mistral's). Fetch the "
@@ -74,7 +77,7 @@ def other_form(directory: Path) -> str:
 
 
 _WITHOUT_CONFIG = "It holds weights, but not their config.json: fetch that from the model's source"
-# What a directory without a config.json contains, by names of its files; the first match counts.
+# Contents of a directory without a config.json, by file pattern; the first match counts.
 _OTHER_FORMS: Mapping[str, str] = MappingProxyType(
     {
         "*.gguf": "It holds GGUF files, which are for inference: fetch the original model",
@@ -94,7 +97,7 @@ _OTHER_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def require_text(path: Path) -> None:
-    """Refuse a JSON file of a model that is a Git LFS pointer, a web page or not UTF-8."""
+    """Refuse a model's JSON file that is a Git LFS pointer, a web page or not UTF-8."""
     require_no_pointer(path)
     try:
         with path.open("rb") as file:
@@ -106,7 +109,7 @@ def require_text(path: Path) -> None:
 
 
 class ConfigReading(Record):
-    """A config.json as a spec, with notes on how outpace interpreted it."""
+    """The spec that a config.json describes, with notes on how outpace interpreted the file."""
 
     spec: ModelSpec
     notes: tuple[str, ...] = ()
@@ -115,14 +118,14 @@ class ConfigReading(Record):
 def spec_from_hf(directory: Path) -> ModelSpec:
     """Return the spec of a Hugging Face model directory.
 
-    A spec has one dropout: for GPT-2 and BERT, the residual stream's; for others, attention's.
-    Raises BadInputError for an architecture or a feature that is not supported.
+    The spec's only dropout is that of the residual stream for GPT-2 and BERT, and that of attention
+    for other families. Raises BadInputError for an unsupported architecture or feature.
     """
     return read_spec_with_notes(directory).spec
 
 
 def read_spec_with_notes(directory: Path) -> ConfigReading:
-    """Read a spec like `spec_from_hf`, with notes on defaults used and keys ignored."""
+    """Read a spec like `spec_from_hf`, with notes on applied defaults and ignored keys."""
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
     model_type = read_type(values)
@@ -159,9 +162,9 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
 
 
 def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
-    """Read a spec with notes, or load it from `cache_dir` if the same config.json was read before.
+    """Read a spec with notes, caching it in `cache_dir` for later reads of the same config.json.
 
-    transformers takes half a second to load, and the result is the same each time.
+    Loading transformers takes half a second, and the result is the same each time.
     """
     if cache_dir is None:
         return read_spec_with_notes(directory)
@@ -182,17 +185,16 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
 
 
 def _source_files() -> Iterator[bytes]:
-    """Yield the modules that read a config; a change to one of them invalidates the cache."""
+    """Yield the source of the modules that read a config; any change invalidates the cache."""
     for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
         yield Path(str(sys.modules[name].__file__)).read_bytes()
 
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
-    """Return the config as transformers reads it, with every default filled in.
+    """Load a config.json with transformers, which fills in all defaults.
 
-    `values` are those of config.json. They must describe one model, without a dimension below 1
-    (`require_consistent` explains this and `strict`). Raises BadInputError if they do not, or if
-    transformers cannot read them.
+    `values` are the contents of the file, checked by `require_consistent` with `strict`. Raises
+    BadInputError if this check fails or transformers cannot read the file.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)
@@ -214,13 +216,13 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
 
 
 class DimensionsError(BadInputError):
-    """Raised if dimensions contradict each other; some may be defaults that are not in the file."""
+    """Raised if dimensions contradict each other; some may be defaults that the file omits."""
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:
-    """Return the spec of a `transformers` config of one of the families.
+    """Return the spec of a `transformers` config from one of the supported families.
 
-    Raises BadInputError, and DimensionsError for inconsistent numbers.
+    Raises DimensionsError for inconsistent dimensions, and BadInputError for unsupported features.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise BadInputError(
@@ -236,7 +238,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
 
 
 def _require_padding_row(config: Any, where: str) -> None:
-    """Refuse a padding token beyond the embedding, with which no model can be built."""
+    """Refuse a padding token outside the embedding, which transformers cannot build."""
     pad, rows = config.pad_token_id, config.vocab_size
     if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
         raise BadInputError(
@@ -246,7 +248,7 @@ def _require_padding_row(config: Any, where: str) -> None:
 
 
 def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
-    """Refuse settings that change a model's computation in ways that a spec cannot express."""
+    """Refuse settings that change the model's computation in ways that a spec cannot express."""
     for name, value in allowed.items():
         found = getattr(config, name, value)
         if found != value and found is not None:
@@ -333,7 +335,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which projections have biases, for families that do not fix this."""
+    """Return which projections have biases, for families where the config decides this."""
     names = FAMILY_TRAITS[config.model_type].biases
     if not names:
         return {}

@@ -1,7 +1,7 @@
 """Checks that a config.json describes the model that its model_type names.
 
-transformers accepts any key and ignores those that the model's code does not read. So a config
-relabelled from another model loads without a warning, and computes something else.
+transformers accepts any key and ignores keys that the model's code does not read. A config with the
+wrong model_type therefore loads without a warning, but builds a different model.
 """
 
 import logging
@@ -15,7 +15,7 @@ from outpace.records.errors import BadInputError, excerpt, shorten
 
 _OWN_MODEL = "Any other model can be trained or planned through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
-# Keys of transformers' base class in releases 3 to 5, and of tools that write to configs. None of
+# Keys of transformers' base class in releases 3 to 5, and keys that tools add to configs. None of
 # them changes a model's computation.
 _NEUTRAL_KEYS = frozenset(
     """
@@ -38,7 +38,7 @@ _NEUTRAL_KEYS = frozenset(
     """.split()  # noqa: SIM905 (a table of names)
 )
 _NEUTRAL = re.compile(r"^_|_token_id$|^unsloth_|_ids?$")
-# Words in names of settings that change the layers or the data between them.
+# Words in the names of settings that change layers or activations.
 _CHANGES = re.compile(
     r"multiplier|softcap|logits?_scal|attn_scal|scale_(emb|depth|width)|emb(ed(ding)?)?s?_scale"
     r"|residual_scale|temperature_tuning|attention_chunk|(attn|attention)_sink|_gate$|_gate_"
@@ -51,7 +51,7 @@ _CHANGES = re.compile(
     r"|_bias$|^use_.*bias|^(no_)?bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
     r"|key_value_heads|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
 )
-# Names of configs for parts of a model, such as text_config; other nested configs belong to tools.
+# Keys of nested configs for model parts, such as text_config. Other nested configs belong to tools.
 _PART_CONFIG = re.compile(
     r"(^|_)(text|vision|visual|image|video|audio|speech|llm|language|encoder|decoder|thinker"
     r"|talker|backbone|qformer|projector)(_model)?_config$"
@@ -75,7 +75,7 @@ _MOST_NAMED = 8
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' messages about a config; errors are still raised."""
+    """Suppress transformers' warnings about a config; errors are still raised."""
     from transformers.utils import logging as hf_logging
 
     earlier = hf_logging.get_verbosity()
@@ -89,7 +89,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class ReadValues:
-    """A `transformers` config that records which of its values were read."""
+    """Wrapper of a `transformers` config that records which values are read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -105,20 +105,20 @@ class ReadValues:
         return value
 
     def inner(self, name: str) -> "ReadValues | None":
-        """Return the values that were read from a nested config."""
+        """Return the wrapper of a nested config, or None if it was not read."""
         return vars(self).get(f"_inner_{name}")
 
     @property
     def config(self) -> Any:
-        """The config itself."""
+        """The wrapped config."""
         return self._config
 
 
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse a config.json that describes two different models.
+    """Refuse a config.json that mixes two different models.
 
-    `strict`: also refuse keys that the model_type does not have and that would change the layers;
-    otherwise, refuse only nested configs that it does not have.
+    Nested configs that the model_type does not have are always refused. If `strict` is set, so are
+    unknown keys that would change the layers.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
@@ -138,7 +138,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def read_type(values: Mapping[str, Any]) -> Any:
-    """Return the model_type that transformers uses for a config; a Mistral may be a Ministral."""
+    """Return the model_type that transformers uses: a mistral with layer_types is a ministral."""
     told = values.get("model_type")
     return "ministral" if told == "mistral" and "layer_types" in values else told
 
@@ -146,7 +146,10 @@ def read_type(values: Mapping[str, Any]) -> Any:
 def config_parts(
     values: Mapping[str, Any], where: str
 ) -> Iterator[tuple[Mapping[str, Any], type, str]]:
-    """Yield the config, and its `text_config` if its class has one, with class and location."""
+    """Yield the config and, if its class has one, its `text_config`.
+
+    Each comes with its class and its location for messages.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[str(read_type(values))]
@@ -160,7 +163,7 @@ def config_parts(
 
 
 def _check_architectures(architectures: Any, model_type: str, where: str) -> None:
-    """Refuse architectures that belong to another model_type."""
+    """Refuse architectures that do not belong to the model_type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if isinstance(architectures, str):
@@ -182,7 +185,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
 
 
 def _classes_of(model_type: str) -> set[str]:
-    """Return the names of the classes that transformers builds for a model_type."""
+    """Return the names of all model classes in transformers for a model_type."""
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -194,14 +197,14 @@ def _classes_of(model_type: str) -> set[str]:
 
 
 def _stem(config_class: str) -> str:
-    """Return the prefix of the names of an architecture's classes, in lower case."""
+    """Return the lower-case prefix that an architecture's class names share."""
     return config_class.removesuffix("Config").removesuffix("Text").lower().replace("_", "")
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse dimensions that are neither a positive integer nor a list with one per layer.
+    """Refuse dimensions that are neither a positive integer nor a list of one per layer.
 
-    `strict`: refuse lists too, which no family that outpace trains has.
+    If `strict` is set, lists are refused too, because no trainable family has them.
     """
     for name in _DIMENSIONS & values.keys():
         value = values[name]
@@ -213,7 +216,7 @@ def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) ->
 
 
 def format_missing_dimensions(values: Mapping[str, Any]) -> str:
-    """List, for an error, the dimensions that a config.json omits, with transformers' defaults."""
+    """List the dimensions that a config.json omits, with their defaults, to append to an error."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if read_type(values) not in CONFIG_MAPPING:
@@ -246,8 +249,8 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    These are a scaling without a type, or with keys that its type does not read; two types; and two
-    values for one key. `strict`: outpace is to train the model.
+    These are scaling without a type or with keys that its type does not read, two types, and two
+    values for one key. `strict` is set for models that outpace is to train.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
@@ -307,7 +310,7 @@ def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> N
 
 
 def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
-    """Return the keys of values that the config class does not know."""
+    """Return the keys in `values` that the config class does not define."""
     aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
     known = {*getattr(kind, "__dataclass_fields__", ()), *aliases, *aliases.values()}
     known |= _NEUTRAL_KEYS
@@ -325,7 +328,7 @@ def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the config class has no such key, but converts its value to other keys."""
+    """Return whether the config class converts the value of an undefined key to other keys."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -341,7 +344,7 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key's value means the same as a missing key."""
+    """Return whether a key has a value that means the same as leaving the key out."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -362,7 +365,7 @@ def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
 
 
 def _is_inner_model(key: str, value: Any) -> bool:
-    """Return whether a value describes a model or a layer, by its name or the keys in it."""
+    """Return whether a value describes a model or a layer, judging by its key or its contents."""
     if not isinstance(value, dict):
         return False
     own = {"model_type", "architectures", *_DIMENSIONS} & value.keys()
@@ -371,7 +374,7 @@ def _is_inner_model(key: str, value: Any) -> bool:
 
 
 def changes_model(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the name of an unread key suggests that it would change the model."""
+    """Return whether an unread key would probably change the model, judging by its name."""
     if key == "head_dim":  # transformers' models read it even if their config lacks it
         return False
     return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None

@@ -1,4 +1,4 @@
-"""Notes on how a config.json was read: defaults, ignored keys, dropout, and what plans ignore."""
+"""Notes on how outpace reads a config.json, such as defaults, ignored keys and ignored dropouts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from outpace.interop.config_check import (
 from outpace.records.errors import shorten
 from outpace.records.model_families import FAMILY_TRAITS
 
-# Keys that transformers converts before it builds a model, or that it writes redundantly.
+# Keys that transformers converts before building a model, or writes redundantly.
 _TURNED = frozenset(
     """
     rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
@@ -31,9 +31,9 @@ def reading_notes(
 ) -> tuple[str, ...]:
     """Return notes on how outpace interprets a config.json.
 
-    They name dimensions that were `read` but are transformers' defaults, keys that the model_type
-    does not have, differing dropouts of GPT-2 and BERT and, if `planned`, properties that plans
-    ignore.
+    The notes name dimensions for which transformers' defaults were `read`, keys that the model_type
+    does not have, and dropouts of GPT-2 and BERT that are ignored because they differ. If `planned`
+    is set, they also name properties that plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -50,7 +50,7 @@ def reading_notes(
 
 
 def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Return a note on dimensions that are defaults because the file leaves them out."""
+    """Return a note on dimensions that the file omits, so that defaults apply."""
     config = read.config
     aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}
@@ -76,7 +76,10 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
 def _ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """Return a note on keys that the config class lacks: all, or those that may change layers."""
+    """Return a note on keys that the config class lacks.
+
+    Unless `every` is set, only keys that may change the layers are listed.
+    """
     names = [
         name
         for name in unknown_keys(values, kind)
@@ -93,7 +96,7 @@ def _ignored_keys(
 
 
 def _dropouts(config: Any, where: str) -> list[str]:
-    """Return a note on dropouts that are ignored because a spec has only one."""
+    """Return a note on dropouts that are ignored, because a spec has only one."""
     traits = FAMILY_TRAITS.get(config.model_type)
     names = () if traits is None else (*traits.dropouts, "classifier_dropout")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -109,7 +112,7 @@ def _dropouts(config: Any, where: str) -> list[str]:
 
 
 def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return a note if the model's folder has code, which outpace does not run."""
+    """Return a note if the model comes with custom code, which outpace does not run."""
     named = values.get("auto_map")
     classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
         named, dict
@@ -123,7 +126,7 @@ def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return notes on properties of the folder that a plan does not consider."""
+    """Return notes on properties of the model that plans ignore."""
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):

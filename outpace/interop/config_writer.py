@@ -23,11 +23,11 @@ def hf_config(
     dtype: str = "float32",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return the config of the `transformers` model that is equivalent to the spec's.
+    """Return the config of the `transformers` model that is equivalent to a spec.
 
-    Its architecture is the spec's family, or else the first family with all of the spec's features.
-    `given`: values of the config.json from which the spec was read; settings that a spec lacks are
-    kept from it. Raises BadInputError if no family has all of the spec's features.
+    Its architecture is the spec's family, or else the first family that has all features of the
+    spec. `given` holds the config.json from which the spec was read; settings that a spec does not
+    have are copied from it. Raises BadInputError if no family has all features of the spec.
     """
     if isinstance(pad_id, int) and pad_id >= spec.vocab:
         pad_id = None  # transformers cannot build an embedding without this row
@@ -49,9 +49,9 @@ def hf_config(
 
 
 def exported_type(spec: ModelSpec) -> str:
-    """Return the model_type for an export of the spec.
+    """Return the model_type of an exported spec.
 
-    transformers, which takes seconds to load, is loaded only if the family may differ.
+    transformers takes seconds to load, so it is loaded only if the exported family may differ.
     """
     like_qwen2 = spec.qkv_bias and not spec.out_bias
     if like_qwen2 == (spec.family == "qwen2"):
@@ -63,9 +63,9 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Add the rotary settings under their old keys, since transformers 4 ignores the new ones.
+    """Add rope_theta and rope_scaling, which transformers 4 reads instead of rope_parameters.
 
-    Next to rope_parameters, these are rope_theta and rope_scaling; transformers 5 reads all three.
+    transformers 5 reads all three.
     """
     rope = values.get("rope_parameters")
     if isinstance(rope, dict):
@@ -78,9 +78,9 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
 def _settings_beside_spec(
     family: Family, given: Mapping[str, Any], ids: Mapping[str, TokenIds], vocab: int
 ) -> dict[str, Any]:
-    """Return a config.json's settings that a spec lacks, and special ids that the file omits.
+    """Return the settings of a config.json that a spec does not have, except dropouts.
 
-    The omitted ids are the family's, as transformers would use them. Dropouts come from the spec.
+    Special ids that the file omits get the family's defaults, as in transformers.
     """
     import transformers
 
@@ -99,7 +99,7 @@ def _settings_beside_spec(
 
 
 def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
-    """Return the family's config; None if reading it back would give a different model."""
+    """Return the config of a family; None if reading it back would give a different model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -125,7 +125,7 @@ def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in a canonical form, in which equal models compare equal."""
+    """Return a spec's values in a canonical form, which is equal for equivalent models."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

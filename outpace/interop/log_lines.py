@@ -1,4 +1,4 @@
-"""Numbers, settings and times in the lines of trainers' logs."""
+"""Numbers, settings and timestamps in the logs of trainers."""
 
 import re
 import statistics
@@ -10,7 +10,7 @@ from typing import TypeGuard
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 # A number, but not the beginning of something else ("1.2.3").
 NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
-# Times, rates and memory outside of this range are treated as damaged.
+# Times, rates and memory outside this range are treated as damaged.
 _LEAST, _MOST = 1e-12, 1e18
 # Megatron's and DeepSpeed's settings. Name, dots and value; DeepSpeed has no dots after long names.
 _SETTING = re.compile(r"\b(\w{1,80}) \.* (\S.*)")
@@ -20,7 +20,7 @@ _TRAINED_OF_ALL = re.compile(
     re.IGNORECASE,
 )
 _ADAPTER_ADDED = re.compile(r"\bAdding \w*lora to: ", re.IGNORECASE)
-# Share of trained weights above which all count as trained: the rest are buffers, or counted
+# Fraction of trained weights above which all count as trained; the rest are buffers, or counted
 # differently.
 _ALL = 0.98
 
@@ -33,31 +33,31 @@ def is_possible(value: object) -> TypeGuard[float]:
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a number; None if it is not plausible in a log."""
+    """Parse a number; return None if it is not plausible in a log."""
     value = float(text.replace(",", ""))
     return value if value == 0 or _LEAST < value < _MOST else None
 
 
 def steady_median(values: Sequence[float]) -> float | None:
-    """Return the median of logged values without the first, which includes start-up."""
+    """Return the median of logged values except the first, which includes start-up."""
     return statistics.median(values[1:] if len(values) > 1 else values) if values else None
 
 
 def find_numbers(pattern: str, lines: Iterable[str]) -> list[float]:
-    """Return the numbers that a pattern with one group finds, at most one per line."""
+    """Return the numbers captured by a pattern with one group, at most one per line."""
     compiled = re.compile(pattern)
     found = (parse_number(match[1]) for line in lines if (match := compiled.search(line)))
     return [value for value in found if value is not None]
 
 
 def last_number(pattern: str, lines: Iterable[str]) -> int | None:
-    """Return the last number that a pattern with one group finds, as a whole number."""
+    """Return the last number captured by a pattern with one group, truncated to an integer."""
     found = find_numbers(pattern, lines)
     return int(found[-1]) if found else None
 
 
 def find_settings(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Find settings printed as a name, dots and a value."""
+    """Yield the settings that lines show as a name, dots and a value."""
     for line in lines:
         match = _SETTING.search(line)
         if match:
@@ -65,7 +65,7 @@ def find_settings(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def whole_settings(settings: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
-    """Return the settings that are whole numbers, under outpace's names."""
+    """Return the settings with integer values, under outpace's names."""
     return {
         name: int(settings[theirs])
         for theirs, name in names.items()
@@ -74,7 +74,7 @@ def whole_settings(settings: Mapping[str, str], names: Mapping[str, str]) -> dic
 
 
 def trains_adapters(lines: Iterable[str]) -> bool:
-    """Return whether a line says that only some of the weights were trained."""
+    """Return whether the log shows that only some of the weights were trained."""
     for line in lines:
         if _ADAPTER_ADDED.search(line):
             return True
@@ -87,11 +87,11 @@ def trains_adapters(lines: Iterable[str]) -> bool:
 
 
 def clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
-    """Return bounds of the step time, from the timestamps at the start of lines.
+    """Return bounds of the step time, from the timestamps of lines with step numbers.
 
-    `step` captures a step's number. Both bounds are medians over pairs of lines, since evaluations
-    and checkpoints may occur between two lines. Returns None without timestamps or with fewer than
-    two steps.
+    `step` captures the step number. The bounds are based on medians over successive lines, since
+    evaluations and checkpoints may fall between two lines. Returns None if fewer than two lines
+    have a timestamp and a step number.
     """
     marks: list[tuple[int, float]] = []
     unit_s = 0.0

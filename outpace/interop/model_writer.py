@@ -1,4 +1,4 @@
-"""Writer of outpace's models as Hugging Face model directories."""
+"""Writer of outpace's models as Hugging Face directories."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +37,14 @@ def write_model(
 ) -> None:
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
 
-    `origin` is the folder from which the model and the same tokenizer came: its special ids and
-    generation settings are kept. `stop_ids` end answers, in addition to the ids that end texts.
+    `origin` is the directory from which the model and the tokenizer were loaded; its special ids
+    and generation settings are kept. `stop_ids` end answers, in addition to the ids that end texts.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
-    that no architecture of transformers supports is written in outpace's own format, which
-    `spec_from_hf` and `read_weights` read. The directory is written completely or not at all; one
-    shard is in memory in addition to `state_dict`. Raises BadInputError if it cannot be written.
+    without an equivalent architecture in transformers is written in outpace's own format, which
+    `spec_from_hf` and `read_weights` read. The directory is written completely or not at all.
+    Memory use exceeds `state_dict` by one shard. Raises BadInputError if the directory cannot be
+    written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -63,7 +64,7 @@ def write_model(
 
 
 def special_ids(folder: Path) -> dict[str, int | None]:
-    """Return the special ids of the tokenizer in `folder`, as transformers determines them."""
+    """Return the special ids of the tokenizer in `folder`, as loaded by transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -84,9 +85,9 @@ def write_config(
     change: Callable[[Any], None] = lambda config: None,
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any | None:
-    """Write config.json after applying `change`; return it, or None if it is in outpace's format.
+    """Write config.json after applying `change`; return the config, or None in outpace's format.
 
-    `given` has the values of the config.json from which the spec was read.
+    `given` holds the values of the config.json from which the spec was read.
     """
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."), given=given)
@@ -111,7 +112,10 @@ def write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write tensors under the names of the family `used`, in files of at most `max_shard_bytes`."""
+    """Write tensors under a family's stored names, in files of at most `max_shard_bytes`.
+
+    `used` is the family's naming, or None for outpace's names.
+    """
     groups = group(state_dict, used)
     if used is not None and used.head_bias and used.tied_head in groups:
         # An untied BERT uses the decoder's bias.
@@ -140,7 +144,7 @@ def write_weights(
 def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
     """Return a tensor on the CPU in `dtype`.
 
-    Raises BadInputError if a value is too large for it.
+    Raises BadInputError if fp16 cannot represent a finite value.
     """
     cast = tensor.to("cpu", dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not bool(torch.isfinite(cast).all()):
@@ -156,7 +160,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
 
 
 def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
-    """Return tensors in their stored form: joined, and transposed if the family stores in × out."""
+    """Concatenate tensors that are stored as one; transpose them if the family stores in × out."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if used is not None and used.is_transposed(stored):
         whole = whole.t()

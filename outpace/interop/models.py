@@ -1,4 +1,4 @@
-"""Models that `--model` may name: presets, directories, runs, spec files, functions."""
+"""Models that `--model` can name: presets, directories, runs, spec files, functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ _RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that a reference names.
+    """The model that a reference names.
 
-    A custom model has a `build` and no `spec`. `weights`, `tokenizer` and `adapter` are the
-    directories that contain them, or None. The adapter is applied to the `weights`. `folder` is the
-    Hugging Face directory from which the spec was read, and `notes` explain how outpace interpreted
-    it.
+    A custom model has `build` instead of `spec`. `weights`, `tokenizer` and `adapter` are the
+    directories that contain them, or None; the adapter belongs to the base model in `weights`.
+    `folder` is the Hugging Face directory from which the spec was read, and `notes` explain how
+    outpace interpreted its config.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -44,17 +44,17 @@ class OpenedModel:
 
 
 def names_code(reference: str) -> bool:
-    """Return whether a reference names a user's function: "file.py:function"."""
+    """Return whether a reference names a user's function, as in "file.py:function"."""
     return reference.rpartition(":")[0].endswith(".py")
 
 
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
-    """Find the model that `reference` names; `cache_dir` caches specs that were read.
+    """Open the model that `reference` names; `cache_dir` caches specs.
 
-    References are resolved in this order: a preset's name ("./gpt2" is the directory); a Hugging
-    Face directory; the directory of a finished run; a spec file (.toml, .json); a preset's name in
-    capitals; "file.py:function", the only form that runs code. Raises BadInputError if
-    `reference` names no model, or one that outpace cannot read.
+    References are resolved in this order: a preset ("./gpt2" is a directory), "file.py:function"
+    (the only form that runs the user's code), a Hugging Face or run directory, a spec file (.toml,
+    .json), and a preset with different capitalisation. Raises BadInputError if `reference` names no
+    model, or one that outpace cannot read.
     """
     if reference in PRESETS:
         return _open_preset(reference)
@@ -91,7 +91,7 @@ def _open_preset(name: str) -> OpenedModel:
 
 
 def _place(reference: str) -> Path:
-    """Return a reference as a path. Raises BadInputError if no such path can exist."""
+    """Return a reference as a path. Raises BadInputError if it is not a possible path."""
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -128,7 +128,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
-    """Open a run's exported model as a starting point."""
+    """Open the exported model of a run, to start training from it."""
     model = path / "model"
     if (model / CUSTOM_MODEL_FILE).is_file():
         return OpenedModel(
@@ -152,7 +152,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _newest_step(path: Path) -> str:
-    """Advise how to export the model of the newest checkpoint; '' if the run has no checkpoint."""
+    """Return advice on exporting the newest checkpoint; '' if there is none."""
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:
@@ -161,7 +161,7 @@ def _newest_step(path: Path) -> str:
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
-    """Open an adapter with the base weights that it names."""
+    """Open an adapter together with its base model."""
     base = base_of(path)
     tokenizer = _tokenizer(path) or _tokenizer(base)
     read = read_spec_with_notes(base)
@@ -179,7 +179,7 @@ def _tokenizer(directory: Path) -> Path | None:
 def read_spec(path: Path) -> ModelSpec:
     """Return the ModelSpec in a TOML or JSON file.
 
-    Raises BadInputError for bad values, and for unknown keys, naming the nearest valid key.
+    Raises BadInputError for invalid values and for unknown keys, suggesting the nearest valid key.
     """
     values = read_toml(path) if path.suffix == ".toml" else read_object(path)
     if "model_type" in values or "architectures" in values:

@@ -1,7 +1,7 @@
-"""Files and settings that a written model keeps from its Hugging Face folder.
+"""Files and settings that an exported model keeps from its original Hugging Face directory.
 
-Training changes only weights, so the tokenizer's files, the ids that begin, end and pad a text, and
-the settings for generation stay the same.
+Training changes only the weights, so the tokenizer's files, the special ids and the generation
+settings stay the same.
 """
 
 import json
@@ -18,14 +18,14 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
     "tokenizer.model",
 )  # fmt: skip
-# Further files of a tokenizer, besides those that identify it.
+# Additional files of a tokenizer.
 _BESIDE_TOKENIZER = (
     "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.bpe", "spiece.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _CONFIG_IDS = {"eos_id": "eos_token_id", "bos_id": "bos_token_id", "pad_id": "pad_token_id"}
-# Generation settings of transformers that outpace generate does not apply, with the values that
-# change nothing, besides None.
+# Generation settings of transformers that outpace generate ignores, with their neutral values; None
+# is always neutral.
 _NEUTRAL_SETTINGS = {
     "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
     "repetition_penalty": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
@@ -40,9 +40,9 @@ TokenIds = int | list[int] | None
 def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
     """Return a function that copies a tokenizer's files into a folder.
 
-    Older formats, which other programs can read only if they know the model's type, are converted.
-    `chat_template` is the template used in training, if the folder has none. Raises BadInputError
-    if the tokenizer cannot be read.
+    Older formats are converted, because other programs can read them only if they know the model's
+    type. `chat_template` is the template used in training if the folder has none. Raises
+    BadInputError if the tokenizer cannot be read.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = load_tokenizer(str(source))
@@ -67,9 +67,9 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
 
 
 def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
-    """Return a folder's special ids, by the names of `hf_config`; ids that it lacks are omitted.
+    """Return a directory's special ids, by `hf_config`'s argument names; missing ids are omitted.
 
-    `config` has the values of its config.json. Missing ids are taken from its generation settings.
+    `config` holds the values of config.json. Ids that it lacks come from generation_config.json.
     """
     generation = _generation(source)
     found: dict[str, TokenIds] = {}
@@ -81,13 +81,13 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 
 
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
-    """Return the ids at which transformers stops generation with the model in a folder."""
+    """Return the ids at which transformers stops generation for the model in a directory."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
     return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
 
 
 def ignored_generation_settings(source: Path) -> dict[str, Any]:
-    """Return the settings in a folder's generation_config.json that outpace generate ignores."""
+    """Return the non-neutral settings in generation_config.json that outpace generate ignores."""
     return {
         key: value
         for key, value in _generation(source).items()
@@ -102,17 +102,16 @@ def _is_ids(value: Any) -> bool:
 
 
 def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
-    """Return the ids that end a text, together with those that end an answer."""
+    """Return the ids that end a text, followed by those that end an answer."""
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
     more = [stop for stop in dict.fromkeys(stops) if stop not in known]
     return [*known, *more] if more and (known or len(more) > 1) else more[0] if more else ids
 
 
 def write_generation_config(folder: Path, config: Any, source: Path | None) -> None:
-    """Write generation_config.json as in `source`, with the config's special ids.
+    """Write generation_config.json as in `source`, with the config's special ids added.
 
-    If `source` is None or has no such file, transformers derives it from the config. Sampling
-    settings of the source are kept.
+    Without such a file in `source`, transformers derives one from the config.
     """
     from transformers import GenerationConfig
 

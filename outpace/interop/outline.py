@@ -1,6 +1,7 @@
 """Conversion of a Hugging Face config.json to an Outline, the input of planning.
 
-Each architecture has a small reader. Dimensions are those of the model that transformers builds.
+Each architecture has a small reader. The dimensions are those of the model that transformers
+builds.
 """
 
 from collections.abc import Mapping
@@ -33,15 +34,15 @@ from outpace.records.outline import Outline
 
 
 def needs_trace(directory: Path) -> bool:
-    """Return whether no reader knows the family of a folder, but transformers can build it."""
+    """Return whether a directory's model has no reader, but transformers can build it."""
     model_type = read_type(read_config(directory))
     return can_build(model_type) and model_type not in READERS
 
 
 def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
-    """Return the outline of a Hugging Face model directory, with its spec if outpace can build it.
+    """Return the outline of a Hugging Face directory, and its spec if outpace can train the model.
 
-    Raises BadInputError for an unknown architecture and for impossible dimensions.
+    Raises BadInputError for an unknown architecture or impossible dimensions.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
@@ -85,10 +86,10 @@ def outline_from_config(config: Any, where: str) -> Outline:
 
 
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
-    """Restore the file's tie_word_embeddings, since transformers 5 ties the head of every T5.
+    """Restore the file's tie_word_embeddings, because transformers 5 ties the head of every T5.
 
-    Raises BadInputError if a config and its text_config differ, since programs disagree on which to
-    read.
+    Raises BadInputError if the config and its text_config differ, because programs disagree on
+    which one applies.
     """
     tied, text = values.get("tie_word_embeddings"), values.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None

@@ -1,4 +1,4 @@
-"""Readers that return an outline's values from a config, one for each architecture."""
+"""Readers of configs, one per architecture, which return the values of an outline."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -9,26 +9,26 @@ from outpace.interop.config_check import ReadValues
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Stack
 
-# Upper limits; larger numbers are typing errors.
+# Upper limits; larger numbers are typing mistakes.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
-# Keys that models read although their config classes lack them, and values that classes derive.
+# Keys that models read although the config class lacks them, and values that classes derive.
 _BESIDE_FIELDS = frozenset(
     {"head_dim", "seq_length", "n_positions", "tie_word_embeddings", "is_gated_act"}
 )
-# Families that divide the hidden width among the heads, even if a file has a head_dim.
+# Families that divide the hidden size by the number of heads, even if the config has head_dim.
 _SPLIT_WIDTH = frozenset({"gpt2", "bert", "gpt_neox", "bloom", "mpt", "opt"})
 
 
 class ConfigValues:
-    """Reader that validates a config's values."""
+    """Validating reader of a config's values."""
 
     def __init__(self, config: Any, where: str) -> None:
         self.config = config
         self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value if the config's class defines it, since transformers reads no others."""
+        """Return a value if the config class defines it, because transformers reads no others."""
         config = self.config.config if isinstance(self.config, ReadValues) else self.config
         known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
         found = getattr(self.config, name, None) if name in known else None
@@ -53,7 +53,7 @@ class ConfigValues:
         raise BadInputError(f"{said}; {allowed}")
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """Return a head's width: as given, else the hidden width divided by the number of heads."""
+        """Return the width of a head: head_dim, or else the hidden size / number of heads."""
         if self.config.model_type not in _SPLIT_WIDTH and self.get("head_dim") is not None:
             return self.positive_int("head_dim")
         if hidden % heads:
@@ -71,7 +71,7 @@ Reader = Callable[[ConfigValues], dict[str, Any]]
 
 
 def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
-    """Merge equal layers into stacks with their number, in order of first occurrence."""
+    """Merge equal layers into stacks with a layer count, in order of first occurrence."""
     counts: dict[Stack, int] = {}
     for layer in layers:
         counts[layer] = counts.get(layer, 0) + layer.layers
@@ -79,7 +79,7 @@ def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 def _windows(values: ConfigValues, layers: int) -> list[int | None]:
-    """Return each layer's attention window; None if it sees all positions."""
+    """Return the attention window of each layer, or None for full attention."""
     window = values.get("sliding_window") or None
     kinds: Sequence[str] | None = values.get("layer_types")
     if kinds is None:
@@ -122,9 +122,9 @@ def _llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return an outline's values for layers with RMS norms, rotary positions and gated MLPs.
+    """Return the outline of layers with RMSNorm, rotary positions and gated MLPs.
 
-    `mlp` returns the MLP of a layer, by its index; by default, all are dense.
+    `mlp` returns the MLP of a layer by its index; by default, all MLPs are dense.
     """
     hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
@@ -178,7 +178,7 @@ def _experts(values: ConfigValues, number: str, width: str, **more: Any) -> Mlp:
 
 
 def _sparse(values: ConfigValues, experts: Mlp) -> Callable[[int], Mlp]:
-    """Return a function that creates the MLP of a Qwen layer, dense or with experts."""
+    """Return a function that gives the MLP of a Qwen layer, dense or with experts, by its index."""
     only, step = values.get("mlp_only_layers", []), values.positive_int("decoder_sparse_step", 1)
     dense = _dense(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
@@ -265,9 +265,9 @@ def _gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return an outline's values for layers with layer norms and an MLP of two matmuls.
+    """Return the outline of layers with LayerNorm and an MLP of two matmuls.
 
-    `outside`: the number of parameters outside of layers, without the final norm.
+    `outside` is the number of parameters outside the layers, except for the final norm.
     """
     hidden = values.positive_int("hidden_size")
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -322,7 +322,7 @@ def _gpt_neox(values: ConfigValues) -> dict[str, Any]:
 
 
 def _phi(values: ConfigValues) -> dict[str, Any]:
-    """Read a Phi model: one norm per layer, and a head with a bias."""
+    """Read a Phi model, which has one norm per layer and a biased head."""
     normed = bool(values.get("qk_layernorm", False))
     hidden = values.positive_int("hidden_size")
     dim = values.head_dim(hidden, values.positive_int("num_attention_heads"))
@@ -334,7 +334,7 @@ def _phi(values: ConfigValues) -> dict[str, Any]:
 
 
 def _bloom(values: ConfigValues) -> dict[str, Any]:
-    """Read BLOOM: a norm after the embedding, and position biases (ALiBi) without parameters."""
+    """Read BLOOM, which has a norm after the embedding; its ALiBi biases have no parameters."""
     hidden = values.positive_int("hidden_size")
     return _gpt_like(
         values, 4 * hidden, outside=2 * hidden, positions=values.positive_int("seq_length", 2048),
@@ -343,7 +343,7 @@ def _bloom(values: ConfigValues) -> dict[str, Any]:
 
 
 def _mpt(values: ConfigValues) -> dict[str, Any]:
-    """Read an MPT model: no biases, and ALiBi position biases, which have no parameters."""
+    """Read an MPT model, which has no biases; its ALiBi biases have no parameters."""
     width = values.positive_int("expansion_ratio", 4) * values.positive_int("hidden_size")
     return _gpt_like(
         values, width, bias=False, norm_bias=False, positions=values.positive_int("max_seq_len"),
@@ -352,7 +352,7 @@ def _mpt(values: ConfigValues) -> dict[str, Any]:
 
 
 def _opt(values: ConfigValues) -> dict[str, Any]:
-    """Read OPT: two rows of its positions are never used, and the 350M has a narrower embedding."""
+    """Read OPT, which has two extra rows of positions; the 350M also has a narrower embedding."""
     hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)
@@ -373,7 +373,7 @@ def _opt(values: ConfigValues) -> dict[str, Any]:
 
 
 def _vit(values: ConfigValues) -> dict[str, Any]:
-    """Read a ViT: patches and a class token, the only position that the classifier reads."""
+    """Read a ViT, whose classifier reads only the class token."""
     hidden = values.positive_int("hidden_size")
     image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])

@@ -1,9 +1,9 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-`peft.PeftModel.from_pretrained(base, folder)` is equivalent to the trained model. GPT-2 stores the
-matrices of q, k and v as one, so their adapters become one adapter whose rank is the sum of theirs:
-the A's are stacked, the B's form a block diagonal, and alpha grows with the rank. outpace.json
-contains values for which PEFT's config has no keys.
+`peft.PeftModel.from_pretrained(base, folder)` gives the trained model. GPT-2 stores q, k and v as
+one matrix, so their adapters become one adapter whose rank is the sum of their ranks: the A's are
+stacked, the B's form a block diagonal, and alpha grows with the rank. outpace.json holds values for
+which PEFT's config has no keys.
 
 Legend: r rank; A (r, in), B (out, r).
 """
@@ -48,7 +48,7 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?wei
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
-# Options that leave PEFT's B · A unchanged. Other options with similar names (use_qalora,
+# Options that leave PEFT's B · A unchanged. Other use_… and …_config options (use_qalora,
 # kasa_config, future ones) change the result.
 _HARMLESS = frozenset(
     {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
@@ -59,13 +59,13 @@ _CHANGING = re.compile(r"use_.+|.+_config")
 _OF_MATRICES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
                 "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
                 "lora_dropout")  # fmt: skip
-# Initialisations that leave the base's weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
-# LoRA-GA), the adapter fits only the changed weights.
+# Initialisations that leave the base weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
+# LoRA-GA), the adapter matches only the changed weights.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
-    """The weights with which an adapter was trained, and the ids at which its answers end."""
+    """The format and fingerprint of an adapter's base weights, and the ids that end its answers."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -76,7 +76,7 @@ class AdapterNote(Record):
 
 @dataclass(frozen=True)
 class Pair:
-    """An adapter of a module in PEFT's format, with the factor by which B · A is multiplied."""
+    """A module's adapter in PEFT's format; `scale` multiplies B · A."""
 
     a: Tensor
     b: Tensor
@@ -91,11 +91,10 @@ def write_adapter(
     tokenizer_save: Callable[[Path], None] | None,
     stop_ids: Sequence[int] = (),
 ) -> None:
-    """Write the model's adapters for the weights in `base`, completely or not at all.
+    """Write the model's adapters to the weights in `base`, completely or not at all.
 
-    `stop_ids` end answers, in addition to the ids that end texts.
-
-    Raises BadInputError if the directory cannot be written.
+    `stop_ids` end answers, in addition to the ids that end texts. Raises BadInputError if the
+    directory cannot be written.
     """
     used = tensor_naming(str(read_config(base).get("model_type")))
     pairs = _their_pairs(model, used)
@@ -117,7 +116,7 @@ def write_adapter(
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by PEFT's module names. A module may join several matrices."""
+    """Return the model's adapters by PEFT's module names; a module may join several matrices."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, used).items():
@@ -130,7 +129,7 @@ def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
 
 
 def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
-    """Join adapters of matrices that are stored as one; None stands for one without an adapter."""
+    """Join the adapters of matrices stored as one; None means that a matrix has no adapter."""
     there = [part for part in parts if part is not None]
     a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
     b = torch.zeros(sum(rows), len(a))
@@ -170,7 +169,7 @@ def _config(
 
 
 def _plain(number: float) -> int | float:
-    """Return a whole number as an int, as PEFT writes alphas."""
+    """Return a whole number as an int, as PEFT stores alphas."""
     return int(number) if number == int(number) else number
 
 
@@ -189,7 +188,7 @@ def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the values of adapter_config.json. Raises BadInputError if it is not plain LoRA."""
+    """Return the values of adapter_config.json. Raises BadInputError unless it is plain LoRA."""
     path = folder / ADAPTER_CONFIG
     values = read_object(path)
     if values.get("peft_type") != "LORA":
@@ -212,8 +211,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def fingerprint_config(folder: Path) -> str:
     """Return the settings that determine an adapter's matrices and scale, as sorted JSON.
 
-    The base's name, a path that may differ between hosts, is left out. Raises BadInputError if the
-    adapter is not plain LoRA.
+    The base's name is excluded, because it is a path that may differ between hosts. Raises
+    BadInputError if the adapter is not plain LoRA.
     """
     config = read_adapter_config(folder)
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
@@ -224,7 +223,7 @@ def fingerprint_config(folder: Path) -> str:
 
 
 def _check_form(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse adapters that do more than add B · A to the base's weights."""
+    """Refuse adapters that do more than add B · A to the base weights."""
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise BadInputError(
@@ -270,7 +269,7 @@ def _check_patterns(key: str, patterns: Any, path: Path) -> None:
 
 
 def base_of(folder: Path) -> Path:
-    """Return the directory of an adapter's base weights.
+    """Return the directory of an adapter's base model.
 
     Raises BadInputError if it is not on this machine.
     """
@@ -304,10 +303,10 @@ def _directory(named: str) -> Path | None:
 def merge_into(
     weights: dict[str, Tensor], folder: Path, base: Path, form: Base | None = None
 ) -> None:
-    """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
+    """Add an adapter to the `weights` of `base` (outpace's names) in place: W + s·B·A.
 
-    `form`: format of W; by default, the one used in training: for nf4, weights are quantized and
-    dequantized first. Raises BadInputError for an adapter of another model.
+    `form` is the format of W and defaults to that used in training. For nf4, matrices are first
+    quantized and dequantized. Raises BadInputError for an adapter of another model.
     """
     note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
@@ -337,9 +336,9 @@ def merge_into(
 
 
 def adapter_notes(folder: Path) -> tuple[str, ...]:
-    """Return notes on an adapter's file before it is added to weights.
+    """Return notes on an adapter that outpace and PEFT read differently, or that changes nothing.
 
-    There are none for an unreadable file, which `merge` refuses.
+    An unreadable file gives no notes; merging refuses it.
     """
     try:
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:
@@ -369,7 +368,7 @@ def read_note(folder: Path) -> AdapterNote | None:
 
 
 def _round(weights: dict[str, Tensor]) -> None:
-    """Quantize the matrices of the blocks to 4 bits and back, in place."""
+    """Quantize the matrices of all blocks to 4 bits and dequantize them, in place."""
     ends = tuple(f".{place}.weight" for place in PLACES.values())
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(ends):
@@ -378,7 +377,7 @@ def _round(weights: dict[str, Tensor]) -> None:
 
 
 def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
-    """Yield the adapters in a folder with their module names."""
+    """Yield the module name and matrices of each adapter in a folder."""
     config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
     require_small_files(folder)
     require_readable(path)

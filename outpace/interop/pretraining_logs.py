@@ -1,9 +1,9 @@
-"""Readers for the console of torchtitan, Megatron-LM, DeepSpeed and nanotron.
+"""Readers for the console output of torchtitan, Megatron-LM, DeepSpeed and nanotron.
 
-Formats, with the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
+The formats are defined by: torchtitan, `torchtitan/components/metrics.py` (`log`),
 `distributed/parallel_dims.py`, `pipeline_parallel.py` and `trainer.py`; Megatron-LM,
-`megatron/training/training.py` (`training_log`) and `arguments.py` (`_print_args`), which
-Megatron-Bridge and Megatron-DeepSpeed keep; DeepSpeed, `deepspeed/utils/timer.py`
+`megatron/training/training.py` (`training_log`) and `arguments.py` (`_print_args`), also used by
+Megatron-Bridge and Megatron-DeepSpeed; DeepSpeed, `deepspeed/utils/timer.py`
 (`ThroughputTimer.stop`) and `runtime/config.py` (`print`); nanotron, `src/nanotron/trainer.py`
 (`train_step_logs`, `pre_training`) and `logging/base.py` (`human_format`).
 """
@@ -30,7 +30,7 @@ _GIB, _MIB = 2**30, 2**20
 
 def read_torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
     """Return what torchtitan logged; None if it logged no steps."""
-    # Lines that begin with "validate step" have the speed of evaluations; wps is tps before 2025.
+    # Lines with "validate step" give the speed of evaluations. Before 2025, tps was called wps.
     step = re.compile(
         rf"(?<!validate )step:\s*(\d{{1,15}})\s+loss:\s*\S+.*memory:\s*{NUMBER}GiB\([^)]*\)"
         rf"\s+[tw]ps:\s*{NUMBER}"
@@ -56,7 +56,7 @@ def read_torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _torchtitan_batch(text: str) -> dict[str, Any]:
-    """Read the batch, which torchtitan counts in tokens since August 2026."""
+    """Read the batch size, which torchtitan logs in tokens since August 2026."""
     found = re.search(
         r"local batch size (\d+), global batch size (\d+), "
         r"(?:gradient accumulation steps \d+, )?sequence length (\d+)", text
@@ -91,7 +91,7 @@ _TORCH_SCHEDULES = {
 
 
 def _torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
-    """Read how a pipeline splits a rank's batch; if the log does not tell, micro_batch is None."""
+    """Read how a pipeline splits a rank's batch; micro_batch is None if the log does not say."""
     pp = re.search(r"parallelism: .*?\bpp=(\d+)", text)
     found = re.search(
         r"Using pipeline schedule (\w+) with (\d+) microbatches and (\d+) stages", text
@@ -122,7 +122,7 @@ def _torchtitan_mesh(text: str) -> dict[str, int]:
             pairs = list(zip(literal_eval(older[1]), literal_eval(older[2]), strict=True))
         except (ValueError, SyntaxError):
             return {}
-        # The first versions have one data-parallel axis, sharded unless asked otherwise.
+        # The first versions have a single data-parallel axis, which shards by default.
         pairs = [("dp_shard" if name == "dp" else name, size) for name, size in pairs]
     sizes = {name: int(size) for name, size in pairs if name in axes}
     world = 1
@@ -147,7 +147,7 @@ def _torchtitan_options(text: str) -> dict[str, Any]:
     return found
 
 
-# Megatron's arguments as _print_args writes them: "  seq_length ........ 4096".
+# Megatron's arguments, printed by _print_args as " seq_length ........ 4096".
 _MEGATRON: Mapping[str, str] = {
     "seq_length": "seq_len",
     "global_batch_size": "global_batch",
@@ -172,8 +172,8 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     times = find_numbers(rf"elapsed time per iteration \(ms\):\s*{NUMBER}", lines)
     if not times:
         return None
-    # DeepSpeed's settings share names with Megatron's, and its world size counts only data
-    # parallelism.
+    # DeepSpeed's settings have the same names as Megatron's, but its world size counts only
+    # data-parallel ranks.
     own = [line for line in lines if not _DEEPSPEED_SETTING.search(line)]
     said = dict(find_settings(own))
     found: dict[str, Any] = whole_settings(said, _MEGATRON)
@@ -202,7 +202,7 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Drop steps with another batch or length than the last step's; return a note on them.
+    """Drop steps whose batch or length differs from the last step's; return a note on them.
 
     Megatron may change both during a run (rampup_batch_size, step_batch_size_schedule, curriculum).
     """
@@ -267,7 +267,7 @@ def _megatron_options(said: Mapping[str, str], found: Mapping[str, int]) -> dict
 
 
 def _megatron_precision(said: Mapping[str, str]) -> dict[str, Any]:
-    """Read the precision and where the optimizer runs; master weights cannot be offloaded."""
+    """Read the precision and optimizer offloading; offloading implies no master weights."""
     offloaded = said.get("optimizer_cpu_offload") == "True"
     options: dict[str, Any] = {"offload_optimizer": "cpu"} if offloaded else {}
     masters = "" if offloaded else "-master"
@@ -288,7 +288,7 @@ _DEEPSPEED: Mapping[str, str] = {
     "world_size": "world_size",
 }
 _DEEPSPEED_SETTING = re.compile(r"\[config\.py:\d+:print\]")
-# Signs of ranks in addition to data parallelism: Ulysses, AutoTP and pipelines.
+# Signs of ranks that are not data-parallel: Ulysses, AutoTP and pipelines.
 _DEEPSPEED_MODEL_RANKS = re.compile(
     r'"(?:sequence_parallel_size|autotp_size|tp_size)": *(?![01]\b)\d|Partitioning pipeline stages'
 )
@@ -320,7 +320,7 @@ def read_deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _deepspeed_stage(lines: Sequence[str]) -> int | None:
-    # A pipeline's stages are printed as "stage=3 layers=7" when a model is built.
+    # Pipeline stages are printed as "stage=3 layers=7" when a model is built.
     return last_number(
         r'(?:"stage": ?|zero_optimization_stage \.* |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)\b'
         r"(?! layers=)",
@@ -350,10 +350,10 @@ def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[st
 
 
 def _deepspeed_clock_s(lines: Sequence[str], said: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return bounds of the step time from the timestamps of lines.
+    """Return bounds of the step time, from the timestamps of lines.
 
-    Before version 0.8, DeepSpeed counted micro-batches, and its rate is for one micro-batch, often
-    without the optimizer.
+    Before version 0.8, DeepSpeed counted micro-batches instead of steps, and its rate often
+    excluded the optimizer.
     """
     if (clock := clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
         return clock
@@ -403,7 +403,7 @@ def read_nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _nanotron_settings(text: str) -> dict[str, Any]:
-    """Read the layout from the configuration that nanotron prints before its first step."""
+    """Read the settings that nanotron prints before its first step."""
     found: dict[str, Any] = {}
     for theirs, name in _NANOTRON.items():
         match = re.search(rf"\b{theirs}=(\d{{1,9}})\b", text)
@@ -434,10 +434,10 @@ def _nanotron_settings(text: str) -> dict[str, Any]:
 def _nanotron_batch(
     lines: Sequence[str], times: Sequence[Range], total: Sequence[Range], found: Mapping[str, Any]
 ) -> int | None:
-    """Return the number of sequences per step; None if the log does not give it exactly.
+    """Return the number of sequences per step, or None if the log does not give it exactly.
 
-    Since March 2025, step lines count tokens under the same name. Rate and time show which of the
-    two is meant.
+    Since March 2025, step lines count tokens under the same name. The rate and the time show which
+    of the two was logged.
     """
     exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
     if exact:
@@ -457,9 +457,9 @@ def _nanotron_batch(
 
 
 def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
-    """Return the number of devices, from total rates and rates per device; None if several fit.
+    """Return the number of devices from total and per-device rates, or None if it is ambiguous.
 
-    The two rates in a line are rounded, so their quotient alone may give a wrong number.
+    Both rates of a line are rounded, so a single quotient may give a wrong number.
     """
     quotients = [one.divide(part) for one, part in zip(total, each, strict=False) if part.low > 0]
     if not quotients:
@@ -473,7 +473,7 @@ def _middle(number: Range) -> float:
 
 
 def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[Range]:
-    """Read numbers as nanotron abbreviates them: 1.05M."""
+    """Read numbers in nanotron's abbreviated form, such as 1.05M."""
     compiled = re.compile(pattern)
     matches = [match for line in lines if (match := compiled.search(line))]
     found = [(parse_number(match[1]), match[2]) for match in matches]

@@ -1,4 +1,4 @@
-"""Recovery of whole numbers from the rounded numbers in a trainer's log."""
+"""Recovery of integers from rounded numbers in a trainer's log."""
 
 import math
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 # Suffixes in nanotron's human_format.
 POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _DIGITS = 3  # significant digits of human_format
-# Decimals of transformers' rates and times (trainer_utils.speed_metrics), and the significant
-# digits of both as version 5 prints them (trainer_callback.PrinterCallback).
+# Decimals to which transformers rounds rates and times (trainer_utils.speed_metrics), and
+# significant digits that version 5 prints (trainer_callback.PrinterCallback).
 _RATE_DECIMALS, _RUNTIME_DECIMALS, _PRINTED_DIGITS = 3, 4, 4
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that round to the value in a log."""
+    """The range of numbers that round to a logged value."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Range:
         return Range(self.low * other.low, self.high * other.high)
 
     def only_whole_number(self, multiple_of: int = 1) -> int | None:
-        """Return the multiple of `multiple_of` in the range; None unless there is exactly one."""
+        """Return the only multiple of `multiple_of` in the range; None if not exactly one."""
         first = max(1, math.ceil(self.low / multiple_of))
         last = math.floor(self.high / multiple_of)
         return first * multiple_of if first == last else None
@@ -36,7 +36,7 @@ class Range:
 def abbreviation_range(number: float, suffix: str) -> Range:
     """Return the range of a number that nanotron abbreviated to three digits, such as 1.05M.
 
-    A number of 1,000 or more without a suffix is not rounded.
+    Numbers of 1,000 or more without a suffix are exact.
     """
     value = number * POWERS[suffix]
     if not suffix and number >= 10.0**_DIGITS:
@@ -46,7 +46,7 @@ def abbreviation_range(number: float, suffix: str) -> Range:
 
 
 def rate_range(value: float, *, printed: bool = False) -> Range:
-    """Return the range of a rate from transformers' Trainer; `printed`: as version 5 prints it."""
+    """Return the range of a rate from transformers' Trainer; `printed` rates have fewer digits."""
     half = 0.5 * 10.0**-_RATE_DECIMALS
     if printed:
         half = max(half, _half_of_last(value, _PRINTED_DIGITS))
@@ -60,16 +60,16 @@ def runtime_range(value_s: float) -> Range:
 
 
 def _half_of_last(value: float, digits: int) -> float:
-    """Return half a unit of a number's last significant digit."""
+    """Return half a unit of the last of a number's significant `digits`."""
     return 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 0.0
 
 
 def batch_of_epochs(mean: Range, steps: float, multiple_of: int = 1) -> tuple[int | None, bool]:
-    """Return the batch, from the mean number of samples per step, and whether no other batch fits.
+    """Return the batch size from the mean number of samples per step, and whether it is certain.
 
-    The last step of an epoch of `steps` may have fewer samples, so the mean may be less than the
-    batch, which is a multiple of each device's batch. Returns None if the mean is not a whole
-    number and several batches fit.
+    `steps` is the number of steps per epoch. The last step of an epoch may have fewer samples, so
+    the mean may be below the batch size, which is a multiple of `multiple_of`. Returns None if the
+    mean is not such a multiple and several batch sizes are possible.
     """
     exact = mean.only_whole_number(multiple_of)
     if steps < 2:

@@ -1,6 +1,6 @@
 """Names of outpace's tensors in Hugging Face files, by family.
 
-tensor_names.json maps outpace's modules to the modules in files; `*` stands for the layer's number.
+tensor_names.json maps outpace's modules to stored modules; `*` stands for the layer number.
 """
 
 import json
@@ -16,11 +16,12 @@ from outpace.records.model_families import FAMILY_TRAITS
 
 @dataclass(frozen=True)
 class Naming:
-    """Tensor names of one family.
+    """Tensor names of a family.
 
-    `prefix` precedes all names except those that start with `heads`; files of a bare encoder omit
-    it. `transposed`: weights stored as in × out (GPT-2's Conv1D). `ignored`: patterns of names that
-    outpace does not use (buffers in old files, heads for other purposes).
+    All stored names start with `prefix`, except those that start with one of `heads`; files of a
+    bare encoder omit the prefix. `transposed` lists modules whose weights are stored as in × out
+    (GPT-2's Conv1D). `ignored` are patterns of names that outpace does not use (buffers in old
+    files, heads for other purposes).
     """
 
     modules: Mapping[str, str]
@@ -46,13 +47,13 @@ class Naming:
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """Return the current form of a stored name, which may be an old one."""
+        """Return a stored name in its current form: new names of norms, and with the prefix."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def is_ignored(self, current_name: str) -> bool:
-        """Return whether a tensor in a file is not one of the model's weights."""
+        """Return whether outpace ignores a stored tensor."""
         return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 
@@ -65,7 +66,7 @@ def _read_namings() -> dict[str, Naming]:
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, which needs no mapping."""
+    """Return the naming of a family; None for outpace's format, which stores its own names."""
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]
@@ -73,7 +74,10 @@ def tensor_naming(model_type: str) -> Naming | None:
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
-    """Map stored names to outpace's names, in order: GPT-2 stores q, k and v in one tensor."""
+    """Map stored names to outpace's names, several of which may be stored as one tensor.
+
+    For example, GPT-2 stores q, k and v in one tensor. Names keep their order.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         stored = name if used is None else used.stored_name(name)

@@ -1,4 +1,4 @@
-"""The text part of a transformers model for images or audio: its decoder and its head."""
+"""The text part of a multimodal transformers model: its decoder and its head."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 
 class TextPart(nn.Module):
-    """The language model within `whole`, with the head over its vocabulary.
+    """The language model within a multimodal model `whole`, with the head over its vocabulary.
 
-    Raises AttributeError if `whole` does not identify both.
+    Raises AttributeError if `whole` does not expose them.
     """
 
     def __init__(self, whole: Any, config: Any) -> None:
@@ -23,11 +23,11 @@ class TextPart(nn.Module):
         self.lm_head = whole.get_output_embeddings()
 
     def get_input_embeddings(self) -> Any:
-        """Return the embedding of tokens."""
+        """Return the token embedding."""
         return self.model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits (B, S, V) of tokens (B, S); the last hidden states if there is no head."""
+        """Return the logits (B, S, V) of tokens (B, S), or the last hidden states if headless."""
         hidden_BSD: Tensor = self.model(input_ids=input_ids)[0]
         if self.lm_head is None:
             return hidden_BSD

@@ -1,4 +1,4 @@
-"""Differences between a tokenizer's class in transformers and its tokenizer.json."""
+"""Detection of differences between a tokenizer's transformers class and its tokenizer.json."""
 
 import json
 import os
@@ -22,14 +22,13 @@ from outpace.records.errors import BadInputError, shorten
 
 # Classes that read tokenizer.json unchanged.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Families that outpace trains and whose tokenizers transformers 5 builds with a fixed class,
-# regardless of the class in the files (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+# Families of trainable models for which transformers 5 uses a fixed tokenizer class, regardless of
+# the class in the files (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
 # Maximum size of a tokenizer's files (vocab.json, tokenizer.model); larger files are weights.
 _FILE_BYTES = 64 << 20
-# Texts that reveal differences between families in patterns, normalizers, spaces before words and
-# usual special tokens.
+# Texts that reveal differences in patterns, normalizers, leading spaces and common special tokens.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
@@ -40,7 +39,7 @@ _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
-    """Describe how transformers reads the tokenizer in `path` differently, or return None."""
+    """Describe how transformers reads the tokenizer in `path` differently from outpace, or None."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
@@ -75,19 +74,19 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
 
 
 def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return texts to compare, also with added tokens after words and, as in chats, before them."""
+    """Return texts to compare, including some with added tokens before and after words."""
     names = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     names = names if len(names) <= 8 else names[:4] + names[-4:]
     return (*_PROBES, *(text for name in names for text in (f"a{name} b", f"{name}a")))
 
 
 def has_class_by_family(family: str | None) -> bool:
-    """Return whether transformers builds every tokenizer of the family with the same class."""
+    """Return whether transformers uses the same tokenizer class for every model of a family."""
     return family in _BY_FAMILY
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and split texts as transformers' Qwen 2 class does, whatever the files say."""
+    """Make a tokenizer normalize and split texts like transformers' Qwen 2 class."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():
@@ -96,7 +95,7 @@ def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
 
 
 def _names_class(folder: Path) -> bool:
-    """Return whether transformers may build the tokenizer with a special class."""
+    """Return whether transformers may use a class that does not read tokenizer.json unchanged."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
     if named is None:  # then the model's type decides; without a type, this file is not read
@@ -105,7 +104,7 @@ def _names_class(folder: Path) -> bool:
 
 
 def _values(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file; empty if there is none."""
+    """Return the object in a JSON file, or {} if it cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(path.read_text(encoding="utf-8"))
         return told if isinstance(told, dict) else {}
@@ -113,7 +112,7 @@ def _values(path: Path) -> Mapping[str, Any]:
 
 
 def _contents(folder: Path) -> list[bytes]:
-    """Return the names and contents of files that a tokenizer class may read."""
+    """Return the names and contents of all files that a tokenizer class might read."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     small = (path for path in files if path.stat().st_size <= _FILE_BYTES)
     return [part for path in small for part in (os.fsencode(path.name), _content(path))]
@@ -128,7 +127,10 @@ def _content(path: Path) -> bytes:
 def _find_once(
     cache_dir: Path, tokenizer: Tokenizer, key: list[bytes], work: "partial[dict[str, Any] | None]"
 ) -> dict[str, Any] | None:
-    """Return the difference, cached by tokenizer, since loading transformers takes seconds."""
+    """Return the result of `work`, cached by tokenizer, since loading transformers takes seconds.
+
+    Returns None if `work` fails.
+    """
     digest = blake2b(digest_size=16)
     versions = (version(name).encode() for name in ("transformers", "tokenizers"))
     texts = "\0".join(_probes_of(tokenizer)).encode()
@@ -158,9 +160,9 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the first text whose ids differ, with or without special tokens.
+    """Return the first text for which transformers gives different ids, or None.
 
-    Raises BadInputError if transformers cannot read the tokenizer, or cannot encode a text and no
+    Raises BadInputError if transformers cannot load the tokenizer, or if it fails on a text and no
     other text has different ids.
     """
     from transformers import AutoTokenizer
@@ -191,7 +193,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
 
 
 def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] | None:
-    """Return both tokenizers' ids of a text if they differ, with or without special tokens."""
+    """Return both tokenizers' ids of a text if they differ with or without special tokens."""
     pairs = (
         (tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]),
         (tokenizer.inner.encode(text).ids, theirs(text)["input_ids"]),
@@ -203,6 +205,6 @@ def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] |
 
 
 def _quote_ids(found: Mapping[str, Any]) -> str:
-    """Format the text and its ids by both tokenizers."""
+    """Format a text with its ids from both tokenizers."""
     here, there = (shorten(str(found[side]), 60) for side in ("here", "there"))
     return f"{found['text']!r} is {here} here and {there} there"

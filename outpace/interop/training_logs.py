@@ -1,7 +1,8 @@
-"""Readers for logs of trainers: step time, throughput, memory and layout.
+"""Readers of training logs: step time, throughput, memory and layout.
 
-The console of trainers for pretraining is read in pretraining_logs.py, logs of transformers'
-Trainer in transformers_trainer_logs.py, and run.json and metrics.jsonl of outpace here.
+pretraining_logs.py reads the console output of pretraining frameworks, and
+transformers_trainer_logs.py the logs of transformers' Trainer. run.json and metrics.jsonl of
+outpace are read here.
 """
 
 import codecs
@@ -38,7 +39,7 @@ _READERS = (read_torchtitan, read_nanotron, read_megatron, read_deepspeed, read_
 
 
 def read_log(path: Path) -> LoggedRun:
-    """Read a log, or a run's folder. Raises BadInputError if it has no steps of a known trainer."""
+    """Read a log or a run directory. Raises BadInputError if it has no steps of a known trainer."""
     if path.is_dir():
         return _read_folder(path)
     if path.name in ("metrics.jsonl", "run.json"):
@@ -63,7 +64,7 @@ def read_log(path: Path) -> LoggedRun:
     )
 
 
-# What trainers print about a run before its first step, and about every step.
+# Lines that trainers print before the first step, and for every step.
 _SETTING = re.compile(
     r"device mesh with|local batch size \d+, global batch size|tokens per DP rank"
     r"|\b\w{1,80} \.{4,} \S|\[config\.py:\d+:print\]|Config\(general="
@@ -76,10 +77,10 @@ _STEP = re.compile(
 
 
 def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Return the lines of each start that has steps, the most useful first, with a note.
+    """Return the lines of each start with steps, the most useful start first, with a note.
 
     A restarted job often appends to the same file, possibly with another layout. The last start
-    with steps after the warm-up comes first, then the others by their number of steps.
+    that has steps after the warm-up comes first; the others follow by number of steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
@@ -165,6 +166,6 @@ def _read_outpace(path: Path) -> LoggedRun:
 
 
 def _finished_result(path: Path, record: RunRecord) -> Measurement | None:
-    """Return the result of a run that has completed all its steps, else None."""
+    """Return the result of a run if it has completed all its steps, else None."""
     result = Measurement.load(path) if path.is_file() else None
     return result if result is not None and result.steps == record.total_steps else None

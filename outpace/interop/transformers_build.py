@@ -1,4 +1,4 @@
-"""A transformers model of any family, built on the meta device from its config alone."""
+"""Construction of transformers models of any family on the meta device, from a config alone."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +12,7 @@ from outpace.interop.config_check import ReadValues, quiet_transformers
 from outpace.interop.config_notes import reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
-# A larger number of layers is a typing error, and would take minutes to build.
+# More layers are a typing mistake, and would take minutes to build.
 _MOST_LAYERS = 2000
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length",
               "max_target_positions", "max_encoder_position_embeddings")  # fmt: skip
@@ -20,11 +20,12 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model without storage. `positions`: the longest sequence; None if any length is accepted.
+    """A model on the meta device.
 
-    `decodes`: it has a decoder in addition to its encoder. `features`: the name of an encoder input
-    other than tokens, if any, and its shape for one sample. `family` is the model_type of the built
-    model, and `notes` describe how outpace interpreted the config.
+    `positions` is the longest sequence, or None for any length. `decodes` is True for an
+    encoder-decoder model. `features` is the name of an encoder input other than tokens, with its
+    shape for one sample, or None. `family` is the model_type, and `notes` describe how outpace
+    interpreted the config.
     """
 
     module: Any
@@ -36,7 +37,7 @@ class BuiltModel:
 
 
 def config_value(config: Any, name: str) -> Any:
-    """Return a value of a config; None if it is missing, or given for each layer."""
+    """Return a value of a config; None if it is missing or differs between layers."""
     with suppress(Exception):  # transformers raises it if layers have different values
         return getattr(config, name)
     return None
@@ -52,7 +53,7 @@ def transformers_version() -> str | None:
 
 
 def can_build(model_type: object) -> bool:
-    """Return whether transformers is installed and has the family."""
+    """Return whether transformers is installed and supports the family."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
@@ -61,10 +62,10 @@ def can_build(model_type: object) -> bool:
 
 
 def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
-    """Build the language model that a folder's config.json describes, on the meta device.
+    """Build the language model that a directory's config.json describes, on the meta device.
 
-    For a model that also accepts images or audio, only the text part is built. Raises BadInputError
-    if the config contradicts itself, or transformers cannot build a model from it.
+    Of a multimodal model, only the text part is built. Raises BadInputError if the config
+    contradicts itself, or if transformers cannot build a model from it.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
@@ -81,7 +82,7 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
 
 @contextmanager
 def _reads(kind: Any) -> Iterator[set[str]]:
-    """Record the names of values that are read from configs of a class."""
+    """Record the names of values that are read from configs of class `kind`."""
     names: set[str] = set()
     inherited = kind.__getattribute__
 
@@ -97,9 +98,9 @@ def _reads(kind: Any) -> Iterator[set[str]]:
 
 
 def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltModel:
-    """Build a config's model, or its text part, on the meta device, with a head if there is one.
+    """Build a config's model (or its text part) on the meta device, with a head if there is one.
 
-    Raises BadInputError if transformers cannot.
+    Raises BadInputError if transformers cannot build it.
     """
     import torch
 
@@ -135,7 +136,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
 
 
 def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Return the audio features of the longest input for which the encoder has positions."""
+    """Return the name and shape of the longest audio input that the encoder supports, or None."""
     positions = getattr(config, "max_source_positions", None)
     if module.main_input_name != "input_features" or positions is None:
         return None
@@ -148,7 +149,7 @@ Maker = Callable[[Any], Any]
 
 
 def _maker(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return a builder of the model in a dtype, whether it has a decoder, and a remark."""
+    """Return a function that builds the model in a dtype, whether it decodes, and a remark."""
     import transformers
 
     found = _auto_class(text)
@@ -169,7 +170,7 @@ def _text_of(auto: Any, config: Any, text: Any, dtype: Any) -> Any:
 
 
 def _text_config(config: Any, where: str) -> Any:
-    """Return the config of the text part, which for most models is the whole config."""
+    """Return the config of the text part, which is the whole config for most models."""
     try:
         text = config.get_text_config()
     except ValueError as error:
@@ -185,7 +186,7 @@ def _text_config(config: Any, where: str) -> Any:
 def _restore_tied_head(
     config: Any, text: Any, values: Mapping[str, Any], where: str
 ) -> Iterator[str]:
-    """Restore the file's setting of a tied head; yield a note if the file has no such setting."""
+    """Restore the file's tie_word_embeddings; yield a note if the file has none."""
     tied, inner = values.get("tie_word_embeddings"), values.get("text_config")
     if isinstance(tied, bool):
         config.tie_word_embeddings = text.tie_word_embeddings = tied
@@ -201,7 +202,7 @@ def _restore_tied_head(
 
 
 def _whole_class(config: Any) -> Any:
-    """Return the class of the whole model to which a text part belongs; None if there is none."""
+    """Return the auto class of the multimodal model that contains a text part, or None."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -226,7 +227,7 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model has a decoder, and its class with a head (None without one)."""
+    """Return whether the model decodes, and its auto class with a head; None if it has no head."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -255,7 +256,7 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
 
 
 def _positions(config: Any) -> int | None:
-    """Return the longest sequence in tokens, from the config or its decoder's config."""
+    """Return the maximum sequence length in tokens, from the config or its decoder's config."""
     for part in (config, getattr(config, "decoder", None)):
         for name in _POSITIONS:
             value = config_value(part, name)
@@ -267,7 +268,7 @@ def _positions(config: Any) -> int | None:
 def _names_of_defaults(
     values: Mapping[str, Any], config: Any, text: Any, read: Collection[str], where: str
 ) -> Iterator[str]:
-    """Name whole numbers that were `read` but are transformers' defaults for missing keys."""
+    """Yield a note on dimensions that were `read` but are defaults for missing keys."""
     inner = values.get("text_config") if text is not config else values
     given = inner if isinstance(inner, dict) else values  # older files have one level
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})

@@ -1,8 +1,8 @@
-"""Readers for logs of transformers' Trainer: the console, trainer_state.json, tables of results.
+"""Readers of transformers' Trainer logs: the console, trainer_state.json, tables of results.
 
-Formats, by the code that writes them: transformers, `trainer_utils.speed_metrics`, `trainer.py`
-(the lines after "Running training") and `trainer_pt_utils.py` (`log_metrics`), which TRL, axolotl,
-LLaMA-Factory, ms-swift and unsloth keep or extend.
+The formats are defined in transformers by `trainer_utils.speed_metrics`, `trainer.py` (the lines
+after "Running training") and `trainer_pt_utils.py` (`log_metrics`). TRL, axolotl, LLaMA-Factory,
+ms-swift and unsloth keep or extend them.
 """
 
 import json
@@ -22,7 +22,7 @@ _EVAL = re.compile(r"eval\w*_runtime$")
 _RATE = re.compile(r"""(['"])train_steps_per_second\1: ('?)""")
 # A row of the table that log_metrics prints.
 _ROW = re.compile(r"^[\s*]*((?:train|eval)_\w+|epoch)\s+=\s+(\d[\d:.,]*)\s*$")
-# Largest relative rounding error of a rate that still gives a step time.
+# Largest relative rounding error at which a rate still gives a step time.
 _MOST_ROUNDED = 0.02
 _RESUMED = (
     "Trainer divides the time since its start by the number of all steps, so a step of a resumed "
@@ -31,9 +31,9 @@ _RESUMED = (
 
 
 def read_trainer(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return the last results that a Trainer printed; None if it printed none.
+    """Return the last results that a Trainer printed, or None.
 
-    Values are printed as numbers, or as strings from version 5 on.
+    Values are printed as numbers, and from version 5 on as strings.
     """
     lines = _as_lines_of_results(lines)
     ends = _ends(lines)
@@ -76,15 +76,15 @@ def read_trainer(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _value(name: str, line: str) -> float | None:
-    """Return the last value of this name in a line; None if there is none above 0."""
+    """Return the last value with this name in a line; None if it is missing or 0."""
     found = re.findall(rf"""['"]{name}['"]: '?{NUMBER}""", line)
     return parse_number(found[-1]) or None if found else None
 
 
 def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
-    """Put results from a file such as all_results.json, or from a table, on one line.
+    """Put the results of a JSON file (such as all_results.json) or of a table on one line.
 
-    A table is ignored if a line has the same results.
+    A table is ignored if a line already contains results.
     """
     if any(_RATE.search(line) for line in lines):
         text = "\n".join(lines).strip()
@@ -102,7 +102,7 @@ def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _table_value(text: str) -> float:
-    """Parse a number, or a time such as 1:02:03.45, which may have days before it."""
+    """Parse a number, or a time such as 1:02:03.45; return 0 for other text."""
     value = 0.0
     for part in text.replace(",", "").split(":"):
         try:
@@ -113,7 +113,7 @@ def _table_value(text: str) -> float:
 
 
 def _ends(lines: Sequence[str]) -> list[int]:
-    """Return the indices of lines with results, once per run: notebooks and scripts repeat them."""
+    """Return the indices of lines with results, once per run, since logs may repeat them."""
     found: dict[tuple[float | None, ...], int] = {}
     names = ("train_runtime", "train_steps_per_second", "train_samples_per_second", "train_loss")
     for place, line in enumerate(lines):
@@ -123,7 +123,7 @@ def _ends(lines: Sequence[str]) -> list[int]:
 
 
 def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
-    """Read the batch and other settings that Trainer or unsloth prints before the first step."""
+    """Read the batch size and other settings that Trainer or unsloth prints at the start."""
     found = {
         name: last_number(rf"{words}\s*=\s*([\d,]+)", lines)
         for name, words in (
@@ -145,7 +145,7 @@ def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
 def _counted_steps(
     lines: Sequence[str], told: Mapping[str, Any], runtime_s: float, rate: Range
 ) -> int | None:
-    """Return the number of steps in the console that fits the rounded rate; None unless unique."""
+    """Return the logged number of steps that matches the rounded rate; None unless it is unique."""
     named = {told.get("total_steps")}
     counters = re.compile(r"\b(\d{1,9})/(\d{1,9})\b(?=['\" ]|$)|\bglobal_step=(\d{1,9})\b")
     for line in lines:
@@ -158,7 +158,7 @@ def _counted_steps(
 
 
 def _check_rounded(rate: float, *, printed: bool) -> None:
-    """Raise BadInputError if too few digits of a rate are known."""
+    """Raise BadInputError if a rate is rounded too much."""
     within = rate_range(rate, printed=printed)
     if within.low > 0 and within.high / within.low <= (1 + _MOST_ROUNDED) ** 2:
         return
@@ -173,7 +173,10 @@ def _check_rounded(rate: float, *, printed: bool) -> None:
 def _subtract_evaluations(
     runtime_s: float, evaluations_s: Sequence[float], where: str
 ) -> tuple[float, tuple[str, ...]]:
-    """Return the Trainer's runtime in seconds, without evaluations, and a note."""
+    """Return Trainer's runtime without evaluations, in seconds, with a note.
+
+    Raises BadInputError if the evaluations took longer than the runtime.
+    """
     if not evaluations_s:
         return runtime_s, ()
     total = sum(evaluations_s)
@@ -194,9 +197,9 @@ def _subtract_evaluations(
 def _batch(
     samples_per_s: float | None, steps_per_s: float, steps: float, *, printed: bool
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the samples per step, if the two rates determine it, and a note.
+    """Return the number of samples per step, if the rates determine it, and a note.
 
-    `steps`: number of steps in an epoch. `printed`: rates are rounded as version 5 prints them.
+    `steps` is the number of steps per epoch. `printed` rates have the digits that version 5 prints.
     """
     if samples_per_s is None:
         return None, ()
@@ -207,7 +210,7 @@ def _batch(
 def _noted_batch(
     mean: Range, steps: float, multiple_of: int = 1
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the batch that fits a mean, and a note if others fit as well."""
+    """Return the batch size for a mean, with a note if other sizes are possible."""
     batch, certain = batch_of_epochs(mean, steps, multiple_of)
     if batch is None or certain:
         return batch, ()
@@ -218,7 +221,7 @@ def _noted_batch(
 
 
 def read_trainer_state(path: Path) -> LoggedRun:
-    """Read a trainer_state.json. Raises BadInputError if the run was not finished."""
+    """Read a trainer_state.json. Raises BadInputError if the run had not finished."""
     values = read_object(path)
     history = values.get("log_history")
     if not isinstance(history, list):
@@ -277,7 +280,7 @@ def _state_batch(
 
 
 def read_trainer_rate(folder: Path) -> float | None:
-    """Return the highest learning rate in the Trainer's log next to a model; None without a log."""
+    """Return the highest learning rate in the trainer_state.json next to a model, or None."""
     try:
         history = read_object(folder / STATE).get("log_history")
     except BadInputError:
@@ -289,7 +292,7 @@ def read_trainer_rate(folder: Path) -> float | None:
 
 
 def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
-    """Return a time from a row of log_history. Raises BadInputError if it is not a time."""
+    """Return a time in a row of log_history. Raises BadInputError if it is invalid."""
     value = row[name]
     if is_possible(value):
         return value
@@ -305,11 +308,14 @@ def _show_value(value: object) -> str:
 
 
 def log_name(path: Path) -> str:
-    """Name a log with its folder ("run-7/console.log"), since logs of all runs share a name."""
+    """Return a log's name with its folder, as in "run-7/console.log".
+
+    Logs of different runs often have the same file name.
+    """
     return f"{path.resolve().parent.name}/{path.name}"
 
 
 def _folder_name(path: Path) -> str:
-    """Name a folder with its parent: "out/checkpoint-40", since runs share checkpoint names."""
+    """Return a folder's name, with its parent for a checkpoint, as in "out/checkpoint-40"."""
     inside = path.name.startswith("checkpoint-")
     return f"{path.parent.name}/{path.name}" if inside else path.name

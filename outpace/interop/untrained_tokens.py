@@ -1,8 +1,8 @@
-"""Tokens whose rows in a model's embedding and head were never trained.
+"""Detection of tokens whose rows in the embedding and the head were never trained.
 
-Base models have rows for tokens that did not occur in their training, such as those of a chat
-template. These rows are zero, or all the same. Adapters change neither matrix. So a model that is
-trained on conversations with adapters can neither distinguish these tokens nor learn to end an
+Base models have rows for tokens that did not occur in pretraining, such as those of a chat
+template. These rows are zero or all the same, and adapters change neither matrix. A model trained
+on conversations with adapters can therefore neither distinguish these tokens nor learn to end an
 answer with one.
 """
 
@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # tokens that are read at a time
 def untrained_token_hints(
     directory: Path, tokenizer: Tokenizer, parts: Sequence[RaggedSamples]
 ) -> list[str]:
-    """Return a hint about tokens in the samples that the stored weights were not trained on."""
+    """Return a hint about tokens in the samples that the base model was never trained on."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
     found = find_untrained(directory, _find_used(parts, added.keys()), added.keys())
     if not found:
@@ -39,7 +39,7 @@ def untrained_token_hints(
 
 
 def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
-    """Return which of the requested tokens occur in the samples, which are read in chunks."""
+    """Return which of the `asked` tokens occur in the samples, reading them in chunks."""
     is_used = np.zeros(max(asked, default=0) + 1, bool)
     for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
         for begin in range(0, len(values), _CHUNK):
@@ -49,7 +49,7 @@ def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[in
 
 
 def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:
-    """Return the tokens in `asked` whose row is zero or equal to another row of `known`."""
+    """Return the `asked` tokens whose row is zero or equal to the row of another `known` token."""
     if not asked:
         return set()
     numbers = sorted(known)

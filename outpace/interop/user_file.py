@@ -1,4 +1,4 @@
-"""Execution of the user's Python file, to get the function that `file.py:function` names."""
+"""Execution of a user's Python file, to get the function named by `file.py:function`."""
 
 import ast
 import hashlib
@@ -18,10 +18,10 @@ from outpace.records.errors import BadInputError, suggest
 
 
 def load_function(reference: str) -> Callable[[], Any]:
-    """Run the file that 'file.py:function' names and return the function.
+    """Run the file in 'file.py:function' and return the function.
 
-    Call this only for a reference that the user has given: from then on, `require_named` accepts
-    the file. Raises BadInputError if the file or the function is missing, or the file fails.
+    Call this only for a reference that the user has given, since `require_named` accepts the file
+    from then on. Raises BadInputError if the file or the function is missing, or if the file fails.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
@@ -43,10 +43,10 @@ def load_function(reference: str) -> Callable[[], Any]:
 
 
 def code_fingerprint(reference: str) -> str | None:
-    """Return a hash of the code of "file.py:function"; None for other references.
+    """Return a hash of the code in "file.py:function"; None for other references.
 
-    Comments and layout are ignored, and modules that the file imports are not included. Python 3.11
-    and later versions give different hashes.
+    The hash ignores comments, formatting, and modules that the file imports. It differs between
+    Python 3.11 and later versions.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     try:
@@ -61,7 +61,7 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that a file names, unless the user has named it on this machine before.
+    """Refuse code that a file refers to, unless the user named it on this machine before.
 
     Runs are shared, so anyone may have written the file `where`.
     """
@@ -96,7 +96,7 @@ def _remember(path: Path) -> None:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Import a file as `python file.py` would, with its folder on the import path."""
+    """Import a file with its folder on the import path, as `python file.py` would."""
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     name = path.stem if path.stem.isidentifier() else f"own_{digest}"
     known = sys.modules.get(name)
@@ -123,14 +123,17 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loader that always compiles, since caches miss changes of equal length within a second."""
+    """Loader that always compiles the source.
+
+    A bytecode cache misses changes within a second that keep the file's length.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """Return 'file.py:12: ValueError: …' for the last line that ran in the user's file."""
+    """Return 'file.py:12: ValueError: …' for the last line executed in the user's file."""
     ours = Path(__file__).parent
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if ours not in Path(f.filename).parents

@@ -1,4 +1,4 @@
-"""Weight files of a Hugging Face model, and the tensors in them."""
+"""Weight files of a Hugging Face model and their tensors."""
 
 import json
 import pickle
@@ -38,7 +38,7 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which is read only on request."""
+    """A tensor in a file; `read` loads it."""
 
     file: Path
     name: str
@@ -48,15 +48,15 @@ class StoredTensor:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether there are files that `read_weights` reads."""
+    """Return whether a directory has weight files that `read_weights` can read."""
     return any((directory / name).is_file() for name in (SINGLE, INDEX, BIN_SINGLE, BIN_INDEX))
 
 
 def unread_weights(directory: Path) -> list[str]:
     """Return files in a directory and its subfolders that may hold weights but are not read.
 
-    For a trainer's checkpoint, only files with the model itself are returned. Data files may be
-    .bin, too; they are recognised by name.
+    Files of optimizers, schedulers and the like in a trainer's checkpoint are excluded, and so are
+    .bin files whose names suggest data.
     """
     found = [*directory.glob("*"), *directory.glob("*/*")]
     return sorted(
@@ -70,7 +70,7 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file's name suggests data; `below`: the file is in a subfolder."""
+    """Return whether a .bin file holds data, judging by its name; `below` means in a subfolder."""
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None
@@ -91,7 +91,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _require_one_model(single: Path, index: Path) -> None:
-    """Refuse a complete model next to a sharded one, since programs differ in which they read.
+    """Refuse a single-file model next to a sharded one: programs disagree on which one to read.
 
     An index without its shards is ignored.
     """
@@ -106,15 +106,15 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return the fingerprint (`fingerprint_files`) of the weight files in a directory."""
+    """Return the fingerprint (`fingerprint_files`) of a directory's weight files."""
     return fingerprint_files(weight_files(directory), _SAMPLE_BYTES)
 
 
 def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
-    """Return a fingerprint of files with weights: names, sizes, and samples of their contents.
+    """Return a fingerprint of weight files: names, sizes, and samples of their contents.
 
-    The samples are the first bytes, which list the tensors, the last bytes, and some bytes in the
-    middle, which change if the weights are trained further.
+    The samples are taken from the beginning, which lists the tensors, and from the middle and the
+    end, which change when the weights are trained further.
     """
     digest = xxhash.xxh3_128()
     for path in files:
@@ -191,7 +191,7 @@ def _open_bin(path: Path) -> list[StoredTensor]:
 
 
 def _unsafe(path: Path, said: str) -> str:
-    """Explain why a pickle is not read; torch's own message suggests running its code."""
+    """Explain why a pickle is not loaded; torch's own message suggests running its code."""
     code = re.search(r"GLOBAL ([\w.]+)", said)
     if code is None:
         return f"{path} cannot be read: it holds no weights that torch can read. Fetch it again."
@@ -207,7 +207,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
-    """Open the directory's weight files and yield all their tensors."""
+    """Open a directory's weight files and yield their tensors."""
     paths = weight_files(directory)
     with ExitStack() as stack:
         tensors = []
@@ -222,10 +222,10 @@ def open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
 
 
 def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors under the model's names, without the prefixes of wrappers.
+    """Return the tensors without the name prefixes of wrappers.
 
-    Compiled models are saved with `_orig_mod.` before all names or before the names in each block,
-    and models in DistributedDataParallel with `module.` before all.
+    A compiled model is saved with `_orig_mod.` before all names or within each block, and a
+    DistributedDataParallel model with `module.` before all names.
     """
     names = [tensor.name.replace("_orig_mod.", "") for tensor in tensors]
     while names and all(name.startswith(_WRAPPED) for name in names):
@@ -236,7 +236,7 @@ def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
 def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Drop tensors that the index assigns to another file.
 
-    Files that remain from another format of the model may contain additional tensors.
+    Files left over from another version of the model may contain such tensors.
     """
     index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

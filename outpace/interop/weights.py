@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face model directory, read one tensor at a time under outpace's names."""
+"""Loading of weights from a Hugging Face directory, one tensor at a time, under outpace's names."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -20,9 +20,9 @@ _BLOCK = "blocks.0."
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of the spec's model, under outpace's names.
+    """Return the shape of every tensor of a spec's model, by outpace's names.
 
-    Its blocks are equal, so only one is built.
+    All blocks have the same shapes, so only one is built.
     """
     with torch.device("meta"):
         model = Transformer(spec.model_copy(update={"layers": 1, "window_layers": None}))
@@ -42,11 +42,11 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read a directory's weights for `load_state_dict`: outpace's names, in fp32 on the CPU.
+    """Load a directory's weights for `load_state_dict`: outpace's names, in fp32 on the CPU.
 
-    Reads safetensors, single or sharded, or else .bin files (nothing in them is executed). At most
-    one stored tensor is in memory in addition to the result. Raises BadInputError for files that
-    are missing or corrupt, and for tensors that are missing, unexpected or of another shape.
+    Reads safetensors files, single or sharded, or else .bin files, without executing code in them.
+    At most one stored tensor is in memory in addition to the result. Raises BadInputError for
+    missing or corrupt files, and for tensors that are missing, unexpected or of the wrong shape.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     shapes = expected_shapes(spec)
@@ -65,9 +65,9 @@ def read_tensors(
     optional: Collection[str],
     passed_over: str,
 ) -> dict[str, Tensor]:
-    """Read tensors of these shapes like `read_weights`; the `optional` ones may be missing.
+    """Load tensors of these shapes like `read_weights`; tensors in `optional` may be missing.
 
-    All other tensors in the files must match the pattern `passed_over`.
+    All other stored tensors must match the pattern `passed_over`.
     """
     groups = group(shapes, used)
     with open_tensors(directory) as tensors:
@@ -88,7 +88,7 @@ def _convert_all(
     used: Naming | None,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Check that the files hold exactly the model's tensors, and convert them to outpace's."""
+    """Check that the files hold exactly the expected tensors, and convert these to outpace's."""
     _check(found, groups, shapes, used, directory)
     weights: dict[str, Tensor] = {}
     for stored, names in groups.items():
@@ -119,7 +119,7 @@ def _by_canonical_name(
 def _check_tied(
     found: dict[str, StoredTensor], spec: ModelSpec, used: Naming | None, directory: Path
 ) -> None:
-    """Drop the duplicate of a tied head. Raises BadInputError if head and embedding differ."""
+    """Remove the stored copy of a tied head. Raises BadInputError if head and embedding differ."""
     if used is None:
         return
     bias = used.tied_head.replace("weight", "bias")
@@ -153,7 +153,7 @@ def _check(
     used: Naming | None,
     directory: Path,
 ) -> None:
-    """Refuse files with missing or additional tensors, naming them."""
+    """Raise BadInputError for missing, unexpected or misshapen tensors, naming them."""
     missing = [name for name in groups if name not in found]
     unexpected = [tensor.name for name, tensor in found.items() if name not in groups]
     wrong = []
@@ -196,7 +196,7 @@ def _check(
 
 
 def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
-    """Return the prefix that all missing tensors have in the files; None if there is none."""
+    """Return the prefix that all missing tensors have in the files, or None."""
     if not missing:
         return None
     first, there = missing[0], set(unexpected)
@@ -224,7 +224,7 @@ def _convert(
     stored: str,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Convert a stored tensor to outpace's: transposed, split, in fp32, in separate memory."""
+    """Convert a stored tensor to outpace's tensors: transposed, split, copied to fp32."""
     whole = tensor.read()
     require_numbers(whole, f"{directory}: {tensor.name}")
     if used is not None and used.is_transposed(stored):
@@ -237,7 +237,7 @@ def _convert(
 
 
 def require_numbers(tensor: Tensor, name: str) -> None:
-    """Refuse weights with NaN or infinite values."""
+    """Refuse weights that contain NaN or infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     low, high = torch.aminmax(tensor.detach())  # both are NaN if any value is NaN
@@ -252,9 +252,9 @@ def require_numbers(tensor: Tensor, name: str) -> None:
 
 
 def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
-    """Return these tokens' rows of the embedding, and of an untied head, in fp32.
+    """Return the rows of these tokens in the embedding, and in an untied head, in fp32.
 
-    Ids beyond the last row are left out. Raises BadInputError if the files cannot be read.
+    Ids beyond the last row are skipped. Raises BadInputError if the files cannot be read.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     found = []
@@ -269,7 +269,7 @@ def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory, as stored.
+    """Return the names of all tensors stored in a directory.
 
     Raises BadInputError if the files cannot be read.
     """

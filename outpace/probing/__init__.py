@@ -1,1 +1,1 @@
-"""Measurements and inventory of this machine."""
+"""Measurements and an inventory of this machine."""

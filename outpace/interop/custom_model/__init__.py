@@ -1,4 +1,4 @@
-"""Custom models: functions to build, write and read them, and their objective."""
+"""Custom models: how to build, write and read them, and their training objective."""
 
 from outpace.interop.custom_model.build import build_custom_model
 from outpace.interop.custom_model.files import (

@@ -1,4 +1,4 @@
-"""Creation of a custom model from the result of the user's function, with checks."""
+"""Conversion of what a user's function returns to a checked custom model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -20,11 +20,12 @@ _RETURNS = (
 
 
 def build_custom_model(build: Callable[[], Any]) -> CustomModel:
-    """Call a user's function and interpret its result.
+    """Call a user's function and convert its result to a CustomModel.
 
-    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the first few
-    of these, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
-    line where the function failed.
+    The result may be an nn.Module, a tuple with the first elements of (module, loss, dataset,
+    eval_dataset), a mapping with the fields of CustomModel as keys, or a CustomModel. Raises
+    BadInputError if the result is invalid or the function fails, with the file and line of the
+    failure.
     """
     name = getattr(build, "__name__", "build")
     try:
@@ -87,7 +88,7 @@ def _check_loss(loss: Any, name: str) -> None:
 
 
 def _check_split_options(model: CustomModel, name: str) -> None:
-    """Refuse options for strategies of types that parallelize does not accept."""
+    """Refuse an optimizer or options for strategies that have the wrong type."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     if model.optimizer is not None and not callable(model.optimizer):
         raise BadInputError(

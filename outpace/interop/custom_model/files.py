@@ -1,4 +1,4 @@
-"""A custom model's weights on disk, with the name of the function that builds the model."""
+"""Weights of a custom model on disk, with a reference to the function that builds it."""
 
 import json
 import pickle
@@ -30,11 +30,11 @@ def write_custom_model(
     reference: str,
     tokenizer_save: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the weights (model.safetensors), the name of the builder (model.json) and a tokenizer.
+    """Write the weights (model.safetensors), the builder's name (model.json) and a tokenizer.
 
-    The results of submodules' `get_extra_state` are in extra_state.pt. Shared tensors are written
-    once. `reference` is 'file.py:function' or another name; the path of a file is made absolute.
-    Raises BadInputError if the directory cannot be written.
+    Extra state of submodules (`get_extra_state`) goes to extra_state.pt. Tensors that share memory
+    are written once. `reference` is 'file.py:function', whose path is made absolute, or another
+    name. Raises BadInputError if the directory cannot be written.
     """
     file, _, function = reference.rpartition(":")
     if file.endswith(".py"):
@@ -59,7 +59,7 @@ def _save_weights(module: nn.Module, path: Path) -> None:
     try:
         safetensors.torch.save_model(module, str(path))
     except (RuntimeError, AttributeError):
-        # Views that overlap partly, or state that is not a tensor: write each tensor separately.
+        # Partly overlapping views, or state that is not a tensor: write each tensor separately.
         tensors = {
             name: value.detach().clone(memory_format=torch.contiguous_format)
             for name, value in module.state_dict().items()
@@ -79,7 +79,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
         stored |= unpack(torch.load(extra, weights_only=True), torch.device("cpu"))
     missing, unexpected = module.load_state_dict(stored, strict=False)
     tensors = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
-    # Tensors that share memory were written once, under one name.
+    # Tensors that share memory are stored once, under one of their names.
     loaded = {t.untyped_storage().data_ptr() for name, t in tensors.items() if name in stored}
     lacking = [
         name
@@ -91,9 +91,10 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
-    """Return a function that builds the module written by `write_custom_model`, with its weights.
+    """Return a function that builds a module that `write_custom_model` wrote and loads its weights.
 
-    Raises BadInputError if a file cannot be read, or the user has not named the code before.
+    Raises BadInputError if model.json cannot be read, or if the user has not yet named the code to
+    run.
     """
     path = directory / CUSTOM_MODEL_FILE
     try:

@@ -1,4 +1,4 @@
-"""Parameters of torch's lazy modules, which get their shapes from the first batch."""
+"""Initialisation of torch's lazy modules, whose parameters get shapes from a first batch."""
 
 import torch
 from torch import nn
@@ -14,15 +14,15 @@ _SAMPLES = 2
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
-    """Return whether any parameter or buffer has no shape yet."""
+    """Return whether any parameter or buffer is lazy, so that it has no shape yet."""
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def give_shapes(custom: CustomModel, name: str) -> None:
-    """Run two samples of the user's data through a module that has lazy parameters.
+    """Run two samples of the user's data through a module to initialise its lazy parameters.
 
-    They run in evaluation mode, without gradients. Raises BadInputError if there is no data, or if
-    some parameters still have no shapes; `name` is the module's builder.
+    The samples run in evaluation mode, without gradients. Raises BadInputError if there is no data,
+    or if some parameters are still lazy; `name` is the builder's name.
     """
     if not has_lazy_parameters(custom.module):
         return
@@ -37,7 +37,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
 
 
 def _run(custom: CustomModel) -> str | None:
-    """Run two samples; return the reason if that fails, otherwise None."""
+    """Run two samples through the module; return the reason if that fails, else None."""
     assert custom.dataset is not None
     try:
         samples = [custom.dataset[number] for number in range(min(_SAMPLES, len(custom.dataset)))]  # type: ignore[arg-type]

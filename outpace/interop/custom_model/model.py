@@ -1,4 +1,4 @@
-"""Custom models and their sizes."""
+"""Custom models, and the vocabulary and sequence length that they support."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module, optionally with its loss, its data, and how strategies split it.
+    """A user's module, optionally with its loss, its data and options for strategies.
 
-    `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`. `optimizer` makes an
-    optimizer from parameter groups, as torch.optim's classes do; `outpace verify` tries it.
+    `blocks`, `layouts` and `sync_batchnorm` are described in `outpace.parallelize`. `optimizer`
+    makes an optimizer from parameter groups, as torch.optim's classes do; `outpace verify` checks
+    it.
     """
 
     module: nn.Module
@@ -30,7 +31,7 @@ class CustomModel:
 
 
 def stated_vocab(module: nn.Module) -> int | None:
-    """Return the vocabulary size that a module states, None if it states none."""
+    """Return the vocabulary size in a module's config or spec, or None."""
     if isinstance(module, Transformer):
         return module.spec.vocab
     size = getattr(getattr(module, "config", None), "vocab_size", None)
@@ -38,7 +39,7 @@ def stated_vocab(module: nn.Module) -> int | None:
 
 
 def read_vocab(module: nn.Module) -> int | None:
-    """Return the rows of the token embedding: config.vocab_size, or the largest embedding's."""
+    """Return the vocabulary size that a module states, or else its largest embedding's rows."""
     stated = stated_vocab(module)
     if stated is not None:
         return stated
@@ -47,7 +48,7 @@ def read_vocab(module: nn.Module) -> int | None:
 
 
 def read_positions(module: nn.Module) -> int | None:
-    """Return the longest sequence that the module's config allows, None if it states none."""
+    """Return the longest sequence that the module's config allows, or None if it sets no limit."""
     if isinstance(module, Transformer):
         return module.spec.max_positions
     config = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""The loss of a custom model, in the form that strategies wrap."""
+"""Loss of a custom model as a module that strategies can wrap."""
 
 import inspect
 import re
@@ -17,14 +17,14 @@ from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
-# dtypes that autocast does not cast: an operator that mixes them fails without autocast, too
+# dtypes that autocast does not cast; mixing them fails without autocast too
 _NOT_CAST = re.compile(
     r"\b(u?int\d*|long|short|byte|char|bool|float64|double|complex\w*)\b", re.IGNORECASE
 )
 
 
 class NoGradientError(BadInputError):
-    """A loss without a gradient, with which a step would fail; `totals` are its sum and count."""
+    """Raised for a loss without a gradient. `totals` holds the sum of losses and the count."""
 
     def __init__(self, totals: tuple[Tensor, Tensor]) -> None:
         super().__init__(
@@ -38,16 +38,15 @@ class CustomObjective(nn.Module):
     """The user's module (`.model`) with its loss, for a strategy to wrap.
 
     The user's loss is called as loss(module, batch). It returns (sum of losses, count), where the
-    count may be a sum of weights; or one scalar (or a dict or object with `loss`), the mean over
-    the micro-batch. The mean is weighted by the number of targets that are not −100 if the batch
-    has an integer per token (`targets` or `labels`), otherwise by the number of samples. Without a
-    loss, the module gets the batch's tokens (and other entries of the batch that its forward names)
-    and may return
-    - its own loss: a scalar, an object with `.loss`, or a tuple with a scalar, such as
-      (logits, loss): the mean over the batch's targets (or over its samples, if it has none);
-    - logits (B, S, V), or an object with `.logits`: cross-entropy with the batch's targets, plus
-      the router loss that a transformers model returns with its logits, multiplied by the model's
-      coefficient.
+    count may be a sum of weights, or the mean over the micro-batch as a scalar (or a dict or object
+    with `loss`). A mean is weighted by the number of targets other than −100 if the batch has
+    integer targets per token (`targets` or `labels`), otherwise by the number of samples. Without a
+    loss, the module is called with the batch's tokens (and other entries that are arguments of its
+    forward). It may return its own mean loss: a scalar, an object with `.loss`, or a tuple with a
+    scalar, such as (logits, loss). It is weighted by the batch's targets, or by its samples if it
+    has none. Or it may return logits (B, S, V), or an object with `.logits`: the loss is then the
+    cross-entropy with the batch's targets, plus the router loss that a transformers model returns,
+    multiplied by the model's coefficient.
     """
 
     def __init__(self, custom: CustomModel) -> None:
@@ -58,11 +57,11 @@ class CustomObjective(nn.Module):
         self._signature = inspect.signature(custom.module.forward)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses (fp32 or fp64, with gradient) and its count, both scalars.
+        """Return the sum of losses (fp32 or fp64, with gradient) and their count, both scalars.
 
-        The count is the number of losses (int64), or the sum of weights if the loss returns that.
+        The count is the number of losses (int64), or the sum of weights if the loss returns one.
         Raises BadInputError if the loss or the module returns none of the forms in
-        `CustomObjective`.
+        `CustomObjective`, and NoGradientError if the loss has no gradient.
         """
         loss_sum, count = self._score_in_precision(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
@@ -70,7 +69,7 @@ class CustomObjective(nn.Module):
         return loss_sum, count
 
     def _score_in_precision(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Score a batch. Raises BadInputError if an operator mixes dtypes because of autocast."""
+        """Compute the loss. Raises BadInputError if autocast makes an operator mix dtypes."""
         try:
             return self._score(batch)
         except RuntimeError as error:
@@ -127,9 +126,9 @@ class CustomObjective(nn.Module):
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
-        """Return the scaled auxiliary loss of a transformers mixture of experts; None without one.
+        """Return the scaled auxiliary loss of a transformers mixture of experts, or None.
 
-        Raises BadInputError if the model does not state the coefficient.
+        Raises BadInputError if the model does not define the coefficient.
         """
         extra = _part(output, "aux_loss")
         if not isinstance(extra, Tensor):
@@ -146,7 +145,7 @@ class CustomObjective(nn.Module):
         return coefficient * _scalar(extra, "aux_loss")
 
     def _targets(self, batch: Any) -> Tensor | int:
-        """Count the targets over which the module averages."""
+        """Return the number of targets over which the module averages its loss."""
         if not isinstance(batch, Mapping):
             return _samples(batch)
         counted = batch.get("targets")
@@ -160,7 +159,7 @@ class CustomObjective(nn.Module):
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
 
     def _check_width(self, logits: Tensor) -> None:
-        """Refuse hidden states, which cross-entropy would treat as scores of a small vocabulary."""
+        """Refuse hidden states, which cross-entropy would take for logits of a small vocabulary."""
         if self._vocab is not None and logits.shape[-1] < self._vocab:
             raise BadInputError(
                 f"the model returned {logits.shape[-1]} values per token, fewer than its "
@@ -169,7 +168,7 @@ class CustomObjective(nn.Module):
             )
 
     def _call(self, batch: Any) -> Any:
-        """Call the module with the batch in the form that its forward accepts."""
+        """Call the module with the batch, as its forward's arguments require."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return self._call_with_user_batch(batch)
         accepts = self._signature.parameters
@@ -179,7 +178,7 @@ class CustomObjective(nn.Module):
         return self.model(batch["tokens"], **named)
 
     def _call_with_user_batch(self, batch: Any) -> Any:
-        """Call the module with the user's batch, unpacked if forward takes several arguments."""
+        """Call the module with the user's batch, unpacked if forward accepts its entries."""
         if isinstance(batch, Mapping) and self._accepts(**batch):
             return self.model(**batch)
         if isinstance(batch, list | tuple) and self._accepts(*batch):
@@ -189,7 +188,10 @@ class CustomObjective(nn.Module):
         return self._call_whole(batch)
 
     def _call_whole(self, batch: Any) -> Any:
-        """Call the module with the whole batch, if its entries do not match forward's arguments."""
+        """Call the module with the batch as its only argument.
+
+        Raises BadInputError, with advice, if that fails.
+        """
         parts = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else len(batch)
         try:
             return self.model(batch)
@@ -209,9 +211,9 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Return the number of items over which a user's loss is averaged: targets, or else samples.
+    """Return the number of targets over which a user's loss averages, or else of samples.
 
-    torch's losses skip targets of −100, so these targets do not count.
+    Targets of −100 do not count, because torch's losses skip them.
     """
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
@@ -223,8 +225,8 @@ def _mean_over(batch: Any) -> Tensor | int:
 def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
     """Return the number of labels that a model predicts.
 
-    If the labels repeat the batch's tokens, the model shifts them, so it does not predict the
-    first.
+    If the labels equal the batch's tokens, the model shifts them and does not predict the first
+    one.
     """
     there = labels != IGNORED
     for name in ("input_ids", "tokens"):
@@ -236,21 +238,22 @@ def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
 
 
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of a mean. The sum is 0 if the count is 0, although the mean is NaN."""
+    """Return (mean · count, count). If the count is 0, the sum is 0 even if the mean is NaN."""
     if isinstance(count, Tensor):
         return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
     return _pair(mean * count, count)
 
 
 def _part(output: Any, name: str) -> Any:
-    """Return an attribute or an entry of a module's output."""
+    """Return an attribute or entry of a module's output, or None."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _module_loss(output: Any) -> Tensor | None:
-    """Find the loss: a module's output, its `.loss`, or a scalar among the first two entries.
+    """Find the loss in a module's output: `.loss`, the output itself, or a scalar in a tuple.
 
-    transformers returns tuples (loss, logits, …), nanoGPT returns (logits, loss).
+    Only the first two entries of a tuple count: transformers returns (loss, logits, …), and nanoGPT
+    (logits, loss).
     """
     loss = _part(output, "loss")
     if loss is not None:
@@ -262,7 +265,10 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Find the scores (B, S, V) in a module's output, for a tuple among its first two entries."""
+    """Find the logits (B, S, V) in a module's output: `.logits`, the output itself, or in a tuple.
+
+    Only the first two entries of a tuple count.
+    """
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
@@ -287,7 +293,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        # Not a view (reshape returns one), since FSDP warns of views.
+        # Avoid views, such as those that reshape returns, because FSDP warns about them.
         is_plain = value.dim() == 0 and not value._is_view()
         return to_fp32(value if is_plain else value.sum())
     if value is None and what == "the loss":
@@ -308,7 +314,7 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 
 def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum in fp32 and its count, which may be fractional for weighted losses."""
+    """Return the sum in fp32 and its count, which weighted losses may make fractional."""
     if not isinstance(count, Tensor | int | float) or (
         isinstance(count, Tensor) and count.numel() != 1
     ):
@@ -323,7 +329,7 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Return the number of samples: the length of the first tensor that is not a scalar, or 1."""
+    """Return the number of samples: the first dimension of the first non-scalar tensor, or 1."""
     tensors = list(_tensors(batch))
     if tensors:
         return next((tensor.size(0) for tensor in tensors if tensor.dim()), 1)

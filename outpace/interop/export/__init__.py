@@ -1,7 +1,7 @@
-"""Plans as configurations of other trainers: one module per format.
+"""Export of plans as configurations of other trainers, with one module per format.
 
-Everything that a format cannot express becomes a sentence in `ExportedPlan.notes`, and a comment in
-formats that have comments.
+What a format cannot express becomes a sentence in `ExportedPlan.notes`, and a comment in formats
+that have comments.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,11 +46,11 @@ def export_plan(
     seq_len: int,
     reference: str | None = None,
 ) -> ExportedPlan:
-    """Write a plan for the trainer `name`, one of FORMATS.
+    """Convert a plan to the configuration of the trainer `name`, one of FORMATS.
 
-    `reference` is the user's name for the model. Raises BadInputError for another name, a global
-    batch that the plan cannot divide, fewer layers than stages, checkpointing for another number of
-    layers, and an outline if the format needs a spec.
+    `reference` is the user's name for the model. Raises BadInputError for an unknown format, a
+    global batch that does not match the plan, fewer layers than stages, checkpointing for a
+    different number of layers, and an outline if the format needs a spec.
     """
     write = FORMATS.get(name)
     if write is None:

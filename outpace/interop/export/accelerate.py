@@ -77,7 +77,7 @@ def _kind(request: ExportRequest) -> Kind:
 
 
 def _command(request: ExportRequest, kind: Kind) -> str:
-    """Return the `accelerate launch` command, with a variable for accumulation steps if needed."""
+    """Return the `accelerate launch` command, preceded by the accumulation steps if needed."""
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
         rank = '"${MACHINE_RANK:?set it to the number of this host, from 0}"'
@@ -144,7 +144,7 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
-    """Return the sizes for ParallelismConfig, in which replicas next to tp or cp become shards."""
+    """Return the sizes for ParallelismConfig; replicas combined with tp or cp become shards."""
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
@@ -238,7 +238,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
-    """List the settings that Accelerate leaves to the user's script."""
+    """Return notes on settings that Accelerate leaves to the user's script."""
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader yields {samples} at once"

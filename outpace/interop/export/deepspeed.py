@@ -1,4 +1,4 @@
-"""DeepSpeed: its JSON configuration, and the command of its launcher."""
+"""DeepSpeed: its JSON configuration and the command that launches it."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {"sgd": "SGD", "adafactor": "Adafactor",
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON. A pipeline belongs to the user's script, so it becomes a note."""
+    """Write the JSON. Pipelines are built in the user's script, so they become notes."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
@@ -62,7 +62,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _launch(request: ExportRequest) -> str:
-    """Return the command of a Trainer script, with the arguments that the Trainer checks."""
+    """Return the command that launches a Trainer script, with arguments that match the JSON."""
     nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
     if nodes > 1:
@@ -97,7 +97,7 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """Return the plan's ZeRO stage: raised if offloading needs it, lowered for pipelines."""
+    """Return the plan's ZeRO stage, raised if offloading needs it, or lowered for pipelines."""
     plan = request.plan
     stage: int = request.stage
     least = 0
@@ -118,7 +118,7 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
 
 
 def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
-    """Return the section zero_optimization: stage, offloading, and groups of replicated shards."""
+    """Return the zero_optimization section: stage, offloading, and hpZ for replicated shards."""
     plan = request.plan
     stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_default_options(stage)}
@@ -150,7 +150,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
 
 
 def _default_options(stage: int) -> dict[str, bool]:
-    """Return a ZeRO stage's options. Stage-3 models must be gathered on save to be loadable."""
+    """Return the options of a ZeRO stage. Under stage 3, saving gathers the weights."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves

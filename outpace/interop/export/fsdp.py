@@ -1,4 +1,4 @@
-"""transformers' Trainer: TrainingArguments as JSON, with FSDP2 where the plan shards."""
+"""transformers' Trainer: TrainingArguments as JSON, with FSDP2 if the plan shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 @dataclass(frozen=True)
 class _WrittenAxes:
-    """Sizes of a plan's axes without its pipeline, and the batch on them."""
+    """Sizes of a plan's axes without its pipeline, with the batch that matches them."""
 
     sizes: dict[str, int]
     micro_batch: int
@@ -43,12 +43,12 @@ class _WrittenAxes:
 
     @property
     def shards(self) -> bool:
-        """Return whether FSDP is needed; the Trainer replicates by itself."""
+        """Return whether FSDP is needed; the Trainer handles replicas without it."""
         return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON; the values of ParallelismConfig are in the command's environment."""
+    """Write the JSON; the command's environment has the values of ParallelismConfig."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     written = _unfold(request, notes)
@@ -109,7 +109,7 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
 
 
 def _environment(written: _WrittenAxes, stage: int) -> str:
-    """Return environment variables that tell Accelerate about axes that FSDP itself lacks."""
+    """Return environment variables that configure Accelerate's axes beyond plain FSDP."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
     if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:
@@ -143,7 +143,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
 
 
 def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
-    """Use the model's own checkpointing, since FSDP's covers all blocks or none."""
+    """Return settings for the model's own checkpointing, since FSDP's covers all blocks or none."""
     done = request.recomputed_blocks
     if done.count == 0:
         return {}

@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of pretrain_gpt.py, as a script for a shell."""
+"""Megatron-LM: a shell script with the arguments of pretrain_gpt.py."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from outpace.records.precisions import COMPUTES_IN_FP16, PURE, WIDE, Precision
 _TOOL = "Megatron-LM"
 _FILE = "megatron.sh"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
-# --use-rope-scaling means Llama 3.1's scaling, of which only the factor can be set.
+# --use-rope-scaling selects Llama 3.1's scaling; only its factor can be set.
 _LLAMA_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
 # Settings that a plan does not contain. The script stops with a message if one is not set.
 _YOURS = {
@@ -32,7 +32,7 @@ Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the script, which can express every axis, 1F1B (also interleaved) and ZeRO-1 to 3."""
+    """Write the script, which supports all axes, 1F1B (also interleaved) and ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
@@ -96,12 +96,12 @@ def _connections(request: ExportRequest) -> str:
 
 
 def _fsdp(request: ExportRequest) -> bool:
-    """Return whether Megatron FSDP is used: to shard gradients or parameters without a pipeline."""
+    """Return whether to use Megatron FSDP: for ZeRO-2 and 3 without a pipeline."""
     return request.stage > 1 and request.plan.pp == 1
 
 
 def _virtual(request: ExportRequest, notes: list[str]) -> int:
-    """Return the number of stages on each pipeline rank."""
+    """Return the number of stages per pipeline rank."""
     plan = request.plan
     several = plan.stages_per_rank
     if plan.pp == 1:
@@ -159,7 +159,7 @@ def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
 
 
 def _layout(counts: Sequence[int]) -> str:
-    """Format the layers of each stage as Megatron does: "Et*3|(t*4|)*2,t*3,L"."""
+    """Format the number of layers of each stage as Megatron does: "Et*3|(t*4|)*2,t*3,L"."""
     first, *middle, last = counts
     parts = [f"Et*{first}|"]
     for count, alike in groupby(middle):
@@ -356,7 +356,7 @@ def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Name the model's features for which pretrain_gpt.py has no argument."""
+    """Return notes on features of the model for which pretrain_gpt.py has no argument."""
     biases = {spec.out_bias, spec.mlp_bias}
     found = {
         "attention in both directions (pretrain_bert.py has it)": not spec.causal,

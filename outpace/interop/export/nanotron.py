@@ -1,4 +1,4 @@
-"""nanotron: the YAML of its run_train.py."""
+"""nanotron: the YAML for its run_train.py."""
 
 from typing import Any
 
@@ -203,7 +203,7 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Name features of a model with rotary positions for which nanotron's configs have no key."""
+    """Return notes on features of a model with rotary positions that nanotron's configs lack."""
     found = {
         f"head_dim {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
         "qk_norm": spec.qk_norm,

@@ -1,4 +1,4 @@
-"""outpace: the plan itself, which PlanFile.load reads, and the command that trains with it."""
+"""outpace's own format: a plan file for PlanFile.load, and the command that trains with it."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _FOLDER = "path/to/hf-model"
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the plan's JSON and the flags for `outpace train`."""
+    """Write the plan as JSON, with an `outpace train` command that has the same settings."""
     plan = request.plan
     notes: list[str] = []
     model = request.reference or _preset_of(request.model)
@@ -53,7 +53,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _estimate_command(model: str) -> str:
-    """Return the command that shows the plan of a model that outpace does not train."""
+    """Return the `outpace estimate` command for a model that outpace does not train."""
     words = ["--model", model, "--machine", "$MACHINE", "--plan", _FILE]
     return " ".join(["outpace", "estimate", *map(quote, words)])
 
@@ -75,7 +75,7 @@ def _command(request: ExportRequest, model: str) -> str:
 
 
 def _flags(plan: Plan) -> list[str]:
-    """Return the flags of all fields that are settings and do not have their default value."""
+    """Return flags for all fields of the plan that are settings without their default value."""
     words = ["--strategy", plan.strategy, "--micro-batch", str(plan.micro_batch)]
     words += ["--optimizer", plan.optimizer]
     if plan.precision != "fp64":

@@ -1,6 +1,6 @@
-"""A plan to export, with the numbers that all formats need, and the result.
+"""Request to export a plan, with values that all formats need, and the exported plan.
 
-Only this module derives ranks, shards and micro-batches as other trainers count them.
+Only this module converts ranks, shards and micro-batches to the way other trainers count them.
 """
 
 import math
@@ -19,33 +19,33 @@ from outpace.records.plan import Checkpointing, Plan
 from outpace.records.strategies import TRAITS
 
 Stage = Literal[0, 1, 2, 3]
-# Devices per host, for commands that need hosts: a plan only has ranks.
+# Devices per host in commands, because a plan has ranks but no hosts.
 HOST = 8
 
 
 class Note(str):
-    """A note that does not change the plan, such as on settings that a plan does not contain."""
+    """A note that does not change the plan, such as one on settings that plans do not contain."""
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A note on an edit to the user's script that the plan's time and memory assume."""
+    """A note on an edit that the user's script needs for the planned time and memory."""
 
     __slots__ = ()
 
 
 class Replacement(str):
-    """A sentence about what replaces a part of the plan.
+    """A sentence on what replaces a part of the plan.
 
-    `fields` are the values of the plan's fields in the exported configuration. For fields that the
-    configuration omits, the trainer's defaults apply.
+    `fields` holds the replaced fields of the plan with their exported values. Fields that the
+    configuration omits get the trainer's defaults.
     """
 
     fields: Mapping[str, Any]
 
     def __new__(cls, sentence: str, **fields: Any) -> Self:
-        """Create the sentence, with the values that the configuration has for the plan's fields."""
+        """Create the sentence, with the plan's fields as exported."""
         found = super().__new__(cls, sentence)
         found.fields = fields
         return found
@@ -55,10 +55,11 @@ class Replacement(str):
 class ExportedPlan:
     """A plan as the configuration of another trainer.
 
-    `text` is the content of the file `file_name`, with which `command` starts training. `notes` are
-    sentences on parts of the plan that the configuration cannot express; formats with comments
-    contain them in `text` too. Sentences that are not a Note change the plan (`differences`).
-    `compose` writes the text when it is first read: a search reads only the notes of many plans.
+    `text` is the content of the file `file_name`, and `command` starts training with it. `notes`
+    are sentences on parts of the plan that the configuration cannot express; formats with comments
+    also contain them in `text`. Sentences that are not a Note change the plan (`differences`).
+    `compose` writes the text when it is first needed, because a search reads only the notes of many
+    plans.
     """
 
     compose: Callable[[], str]
@@ -73,18 +74,18 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on missing parts of the plan that change memory or time."""
+        """Sentences on missing or replaced parts of the plan that change memory or time."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """Sentences on the changes that the user's script needs before it trains as planned."""
+        """Sentences on changes that the user's script needs before it trains as planned."""
         return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
-        """Return the plan that `text` describes, and whether it is complete.
+        """Return the plan that `text` describes, and whether all of it is known.
 
-        The plan is None if the part that is known is not a valid plan.
+        The plan is None if the known values are not a valid plan.
         """
         values = plan.model_dump()
         for sentence in self.differences:
@@ -96,7 +97,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the export with another file name, changed in its text and command too."""
+        """Return the export with another file path, which also replaces the one in its command."""
         there = str(path)
         return replace(
             self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))
@@ -110,10 +111,10 @@ class ExportedPlan:
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, as far as a single mode can express them.
+    """The blocks that recompute activations, as far as a single mode can express them.
 
-    `mode` is the mode of most of these blocks, and `count` is their number. `every` is K if they
-    are every K-th block, starting with the first, and None otherwise.
+    `count` blocks recompute, and `mode` is the mode of most of them (of all if `alike`). `every` is
+    K if they are every K-th block, starting with the first, and None otherwise.
     """
 
     mode: Checkpointing
@@ -124,9 +125,9 @@ class RecomputedBlocks:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A plan for a model and a batch, to export for another trainer.
+    """A plan for a model and a batch, to be exported for another trainer.
 
-    `model` is an outline if only dimensions are known; `reference` is the user's name for it.
+    `model` is an outline if only its dimensions are known; `reference` is the user's name for it.
     """
 
     plan: Plan
@@ -137,7 +138,7 @@ class ExportRequest:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as outpace builds it. Raises BadInputError if only its outline is known."""
+        """The model's spec. Raises BadInputError if only its outline is known."""
         if isinstance(self.model, Outline):
             raise BadInputError(
                 f"only the dimensions of {self.model.name} are known, which is enough for "
@@ -162,7 +163,7 @@ class ExportRequest:
 
     @property
     def passes(self) -> int:
-        """Number of micro-batches per step on a data-parallel rank, including a pipeline's."""
+        """Number of micro-batches per step on a data-parallel rank, including the pipeline's."""
         return self.plan.pp_microbatches * self.accumulation
 
     def split_layers(self, stages: int) -> tuple[int, ...]:
@@ -175,19 +176,19 @@ class ExportRequest:
 
     @property
     def workers(self) -> int:
-        """Number of ranks that compute: all except parameter servers."""
+        """Number of ranks except parameter servers."""
         return self.plan.world_size - self.plan.servers
 
     @property
     def stage(self) -> Stage:
-        """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
         if self.plan.strategy != "3d":
             return TRAITS[self.plan.strategy].zero
         return self.plan.zero if self.plan.dp_shard * self.plan.cp > 1 else 0
 
     @property
     def recomputed_blocks(self) -> RecomputedBlocks:
-        """The plan's checkpointing. Raises BadInputError if it is for another depth."""
+        """The plan's checkpointing. Raises BadInputError if it is for another number of layers."""
         modes = self.plan.modes(self.layers)
         at = [index for index, mode in enumerate(modes) if mode != "none"]
         if not at:
@@ -218,17 +219,16 @@ class ExportRequest:
 
 
 def hosts(ranks: int) -> tuple[int, int]:
-    """Return the number of hosts, with up to HOST devices, and the number of ranks on each."""
+    """Return the number of hosts and the ranks on each, at most HOST."""
     each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
     return ranks // each, each
 
 
 def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
-    """Replace a pipeline over `over` ranks by data parallelism, with the same global batch.
+    """Convert a pipeline over `over` ranks to data parallelism with the same global batch.
 
-    Returns the number of ranks (the largest number over which the batch can be divided), the
-    micro-batch and the accumulation. Raises BadInputError if the plan does not divide the global
-    batch.
+    Returns the number of ranks (the largest that divides the batch), the micro-batch and the
+    accumulation steps. Raises BadInputError if the global batch does not match the plan.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

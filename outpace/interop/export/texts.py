@@ -1,4 +1,4 @@
-"""Text that other trainers read: comments, TOML, YAML, and the command that starts ranks."""
+"""Text in the exported formats: comments, JSON, YAML, TOML, and launch commands."""
 
 import json
 import math
@@ -13,12 +13,12 @@ _WIDTH = 98
 
 
 class Placeholder(str):
-    """A placeholder word for a value. It is invalid TOML, so readers fail at its line."""
+    """A placeholder for a value. It is invalid TOML, so that parsers fail at its line."""
 
     __slots__ = ()
 
 
-# The variable that commands for several hosts need. A shell stops at HEAD if it is not set.
+# Environment variable for commands on several hosts. If it is not set, the shell stops at HEAD.
 HEAD_NODE, HEAD_MEANING = "HEAD_NODE", "the address of the first host"
 HEAD = f"${{{HEAD_NODE}:?set it to {HEAD_MEANING}}}"
 
@@ -40,7 +40,7 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
 
 
 def heading(tool: str, title: str, notes: Iterable[str]) -> str:
-    """Return the comments at the start of a file: its plan, and settings that it leaves open."""
+    """Return the comments at the start of a file: a summary of the plan, and notes."""
     notes = tuple(notes)
     said = comments([f"An outpace plan for {tool}.", title])
     if not notes:
@@ -49,12 +49,12 @@ def heading(tool: str, title: str, notes: Iterable[str]) -> str:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Format a value as indented JSON, in the given order."""
+    """Format values as indented JSON, in the given order."""
     return json.dumps(values, indent=2) + "\n"
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """Format a value as YAML, in the given order."""
+    """Format values as YAML, in the given order."""
     import yaml
 
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -81,7 +81,7 @@ def _toml_value(value: Any) -> str:
 
 
 def torchrun(ranks: int, *words: str, module: bool = False) -> str:
-    """Return the command that starts a program on `ranks` ranks. It is the same on all hosts."""
+    """Return a torchrun command for `ranks` ranks, which is the same on all hosts."""
     nodes, each = hosts(ranks)
     many = [f"--nnodes={nodes}", f"--nproc-per-node={each}"]
     if nodes == 1:
@@ -92,5 +92,5 @@ def torchrun(ranks: int, *words: str, module: bool = False) -> str:
 
 
 def quote(word: str) -> str:
-    """Quote a word for a shell, except a variable."""
+    """Quote a word for a shell, unless it is a variable."""
     return word if word.startswith("$") else shlex.quote(word)

@@ -1,7 +1,7 @@
-"""torchtitan: the TOML of its releases up to 0.2, and the command line for 0.3.
+"""torchtitan: a TOML file for releases up to 0.2, and a command line for 0.3.
 
-Releases from 0.3 read no file: one of their functions, selected by --module and --config, creates
-the configuration, and flags change it. The end of the file lists these flags.
+From 0.3 on, torchtitan reads no TOML: a function selected by --module and --config creates the
+configuration, and flags override it. The end of the TOML file lists these flags.
 """
 
 import math
@@ -32,7 +32,7 @@ _IMPLEMENTATIONS: dict[OptimizerName, str] = {
     "adamw-foreach": "foreach",
     "adamw-for-loop": "for-loop",
 }
-# (layers, hidden, heads, kv_heads, ffn, vocab) of the flavors that torchtitan 0.2.2 has.
+# (layers, hidden, heads, kv_heads, ffn, vocab) of the flavors in torchtitan 0.2.2.
 _LLAMA3 = {
     (32, 4096, 32, 8, 14336, 128256): "8B",
     (80, 8192, 64, 8, 28672, 128256): "70B",
@@ -46,7 +46,7 @@ _QWEN3 = {
     (40, 5120, 40, 8, 17408, 151936): "14B",
     (64, 5120, 64, 8, 25600, 151936): "32B",
 }
-# The functions of torchtitan 0.3 for the same models.
+# Functions in torchtitan 0.3 for the same models.
 _CONFIGS = {
     ("llama3", "8B"): "llama3_8b",
     ("llama3", "70B"): "llama3_70b",
@@ -66,7 +66,7 @@ _SET_ME = Placeholder(unsupported.SET_ME)
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the TOML; it can express every axis and schedule of a plan."""
+    """Write the TOML, which supports all axes and schedules."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":
@@ -120,7 +120,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's name and flavor, with instructions if torchtitan has none."""
+    """Return the model's name and flavor, with notes on how to add the flavor if there is none."""
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
     qwen = spec.family == "qwen3"
     name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
@@ -146,7 +146,7 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
-    """Return whether a flavor matches the model in all settings, not only in its dimensions."""
+    """Return whether a flavor of the same dimensions also matches the model's other settings."""
     if qwen:
         tied = flavor in _TIED_QWEN3
         return (spec.head_dim, spec.rope_theta, spec.tied, spec.norm_eps) == (128, 1e6, tied, 1e-6)
@@ -154,7 +154,7 @@ def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
 
 
 def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
-    """Return arguments for torchtitan's model dataclass (0.2.2, models/*/model/args.py)."""
+    """Return the arguments of torchtitan's model dataclass (0.2.2, models/*/model/args.py)."""
     arguments: dict[str, Any] = {
         "dim": spec.hidden,
         "n_layers": spec.layers,
@@ -185,16 +185,16 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
 
 
 def _mlp(spec: ModelSpec) -> tuple[int, float]:
-    """Return multiple_of and ffn_dim_multiplier, from which torchtitan computes the MLP's width.
+    """Return multiple_of and ffn_dim_multiplier that give the MLP's width in torchtitan.
 
-    The width is two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
+    torchtitan multiplies two thirds of 4 × dim by the multiplier, and rounds up to the multiple.
     """
     multiple = math.gcd(spec.ffn, 1024)
     return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Name features of the model that torchtitan's model lacks, whatever its arguments."""
+    """Return notes on features of the model that torchtitan's architecture lacks."""
     found = []
     if spec.tied and not qwen:
         found.append(
@@ -293,7 +293,7 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
 
 
 def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """Return the schedule, and the layers of each stage."""
+    """Return the settings for the schedule and for the layers of each stage."""
     plan = request.plan
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
@@ -350,7 +350,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
 
 
 def _flags(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
-    """Return the command of torchtitan 0.3, with the same values."""
+    """Return the equivalent command for torchtitan 0.3."""
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
     plain = {

@@ -1,7 +1,7 @@
-"""Notes for the user on parts of a plan that another trainer's configuration cannot express.
+"""Notes on parts of a plan that another trainer's configuration cannot express.
 
-A format names the plan's fields that it has written; every other field that differs from its
-default becomes a note here.
+A format lists the fields of the plan that it has written. Every other field that differs from its
+default becomes a note.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,14 +13,14 @@ from outpace.records.precisions import SHARD_DTYPES, Precision
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
-# Placeholder for a value that users choose: no trainer accepts it as a number or a data set.
+# Placeholder for values that users choose. No trainer accepts it as a number or a data set.
 SET_ME = "SET_ME"
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
 EPS = 1e-8
 _CLIP: float = _SETTINGS["clip"].default
 
-# Strategies that outpace implements differently from other trainers' all-reduce.
+# Strategies that outpace implements, but that other trainers replace with an all-reduce.
 _AS_REPLICAS: Mapping[Strategy, str] = {
     "dp": "one process that owns the parameters and sends them to workers",
     "ps": "parameter servers",
@@ -30,12 +30,12 @@ _AS_REPLICAS: Mapping[Strategy, str] = {
 
 
 def clip(plan: Plan) -> float:
-    """Return the gradient norm for clipping; 0 (off) if the optimizer runs in the backward."""
+    """Return the maximum gradient norm, or 0 (off) if the optimizer runs in the backward pass."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
 def replicas(request: ExportRequest, tool: str) -> list[str]:
-    """Explain what replaces strategies that only outpace has."""
+    """Explain what replaces a strategy that only outpace has."""
     plan = request.plan
     what = _AS_REPLICAS.get(plan.strategy)
     if what is None:
@@ -65,7 +65,7 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
 
 
 def all_under_way(request: ExportRequest, tool: str) -> list[str]:
-    """Explain that a tool's pipeline keeps all micro-batches of a step in flight."""
+    """Explain that the tool's pipeline processes all micro-batches of a step in one run."""
     plan = request.plan
     if plan.pp == 1 or request.accumulation == 1:
         return []
@@ -87,7 +87,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
 
 
 def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
-    """Explain that the configuration shards like ZeRO's `stage` instead of like the plan."""
+    """Explain that the configuration shards like ZeRO stage `stage`, unlike the plan."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -102,7 +102,7 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Explain that the configuration recomputes other blocks, or in another mode.
+    """Explain that the configuration recomputes different blocks or in a different mode.
 
     It uses `mode` in every `every`-th block; None stands for a mode that plans do not have.
     """
@@ -116,14 +116,14 @@ def checkpointing(
 
 
 def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
-    """Explain that the configuration has another precision, which outpace calls `name`."""
+    """Explain that the configuration has a different precision, which outpace calls `name`."""
     return Replacement(
         _format_replacement(f"precision {plan.precision}", tool, written), precision=name
     )
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
-    """Explain that FSDP gathers and reduces in the same dtype, if a tool supports nothing else."""
+    """Explain that the tool's FSDP gathers and reduces in the same dtype, unlike outpace's."""
     if plan.precision not in SHARD_DTYPES:
         return []
     dtypes = SHARD_DTYPES[plan.precision]
@@ -139,7 +139,7 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
 
 
 def weights_in_16_bits(plan: Plan) -> list[str]:
-    """Explain how to get 16-bit weights without masters, and how their optimizer differs."""
+    """Explain how to train with 16-bit weights only, and how the optimizer then differs."""
     name = plan.precision
     return [
         ScriptEdit(f"precision {name}: load the model in {name[:4]} in the script."),
@@ -148,7 +148,7 @@ def weights_in_16_bits(plan: Plan) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """Explain that the configuration has another optimizer: fused AdamW."""
+    """Explain that the configuration uses fused AdamW instead of the plan's optimizer."""
     return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
@@ -162,7 +162,7 @@ def _format_replacement(what: str, tool: str, written: str) -> str:
 
 
 def experts(request: ExportRequest) -> list[str]:
-    """Explain that the number of experts belongs to the model, not to expert parallelism."""
+    """Explain that the number of experts is part of the model, not of the plan."""
     if request.plan.ep == 1:
         return []
     return [
@@ -174,7 +174,7 @@ def experts(request: ExportRequest) -> list[str]:
 
 
 def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
-    """List settings that no plan contains, and where to set them."""
+    """Return notes on settings that plans do not contain, and on the assumed hosts."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
@@ -260,7 +260,7 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
 
 
 def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
-    """Return a sentence for each option that differs from its default and is not `expressed`."""
+    """Return a sentence for each non-default option that is not in `expressed`."""
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replacement(
@@ -279,7 +279,7 @@ def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the pipeline's schedule computes weight gradients separately, later."""
+    """Return whether the schedule computes weight gradients separately and later."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
 
@@ -287,7 +287,7 @@ def splits_backward(plan: Plan) -> bool:
 def closing_notes(
     request: ExportRequest, tool: str, expressed: Collection[str], advice: str
 ) -> list[str]:
-    """Return the final notes: options without a setting, experts, and settings left to the user."""
+    """Return the last notes: options without a setting, experts, and what users must set."""
     return [
         *remaining_options(request.plan, tool, expressed),
         *experts(request),

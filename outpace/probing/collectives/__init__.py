@@ -1,1 +1,1 @@
-"""Measurements of collectives and links."""
+"""Measurements of collectives and of links between ranks."""

@@ -1,4 +1,4 @@
-"""Advice from measured links: whether they suffice for large runs, and which ranks are slow."""
+"""Advice on measured links: whether they suffice for large runs, and which ranks are slow."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -10,19 +10,19 @@ from outpace.records.figure import Figure
 from outpace.records.probe_results import Advice, LinkFit, network_fit, node_bytes_per_s
 from outpace.records.units import show_count
 
-# Bekman, "Machine Learning Engineering", "Inter-node speed requirements": "at least 400Gbps", and
-# BLOOM was trained on 50.
+# Bekman, "Machine Learning Engineering", "Inter-node speed requirements": "at least 400Gbps"; BLOOM
+# was trained on 50.
 _WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
 _RECOMMENDED_NODES = 4
 _FIRST_NAMED = 5
-# The network is unsteady if rounds across nodes differ by more than this fraction, and more than
-# this many times as much as rounds within nodes.
+# The network is unsteady if rounds across nodes vary by more than this fraction, and by more than
+# this many times the variation within nodes.
 _WANDERS, _TIMES_NODE = 0.10, 3.0
 _LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
 
 def link_sentence(fit: LinkFit) -> str:
-    """Describe a fitted link: 'all-reduce over 4 ranks (gloo): 21 µs + 3.20 GB/s (busbw)'."""
+    """Describe a fitted link, as in 'all-reduce over 4 ranks (gloo): 21 µs + 3.20 GB/s (busbw)'."""
     latency = fit.latency.value
     shown = "n/a" if latency is None else f"{1e6 * latency:.3g} µs"
     rate = show_count(fit.bandwidth.value, "B/s")
@@ -30,7 +30,7 @@ def link_sentence(fit: LinkFit) -> str:
 
 
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
-    """Compare the network between nodes, if there is one, with the needs of large runs."""
+    """Compare the network between nodes, if any, with what large runs need."""
     fit = network_fit(fits, len(nodes))
     if len(nodes) < 2:
         return []
@@ -65,7 +65,7 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """Return notes on measurements that this number of ranks and hosts does not allow."""
+    """Return notes on what this number of ranks and nodes cannot show."""
     if len(nodes) == 1:
         return [
             "all ranks are on one node, so the network between nodes is unknown. "
@@ -81,10 +81,10 @@ def world_notes(nodes: Nodes) -> list[str]:
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Return a note if the network between nodes is unsteady, but the links within nodes are not.
+    """Return a note if the network between nodes is unsteady, but links within nodes are not.
 
-    The criterion is the variation between rounds of the same collectives at the larger sizes, which
-    depend on links.
+    The criterion is the variation between rounds of the same collective, at sizes large enough to
+    depend on the links.
     """
     apart = {axis: _median_spread(figures, axis) for axis in ("across", "node")}
     across, node = apart["across"], apart["node"]
@@ -98,7 +98,7 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return the median, over large collectives, of the relative spread between rounds."""
+    """Return the median relative spread between rounds, over all large collectives of an axis."""
     large = [
         figure
         for figure in figures
@@ -112,7 +112,7 @@ def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
-    """Report ranks that compute more slowly than the others, by their times for the same work."""
+    """Report ranks that take longer than the others for the same computation."""
     found = []
     for what in dict.fromkeys(figure.key.what for figure in figures):
         of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
@@ -132,7 +132,7 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
 
 
 def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[Advice]:
-    """Report slow links, and ranks with only slow links, separately within and between nodes."""
+    """Report slow links, and ranks with only slow links, compared within and between nodes."""
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     found: list[Advice] = []
     for within in (True, False):

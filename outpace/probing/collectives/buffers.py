@@ -1,4 +1,4 @@
-"""Data that ranks send, their receive buffers, and checks of the received data."""
+"""Buffers for sending and receiving, and checks of received data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ from torch import Tensor
 from outpace.probing.timing.rank_clock import PreparedCall
 
 ITEM_BYTES = 4  # fp32
-# A prime number, so that chunks of an array begin with different values and a misplaced chunk is
-# detected.
+# A prime number: chunks of an array then begin with different values, which reveals misplaced
+# chunks.
 _PERIOD = 65_521
-_PERIODS_AT_ONCE = 16  # number of values to compare
-# Allowed error of fp32 sums in any order, as a share of the sum of magnitudes.
+_PERIODS_AT_ONCE = 16  # number of periods to compare at once
+# Allowed error of fp32 sums in any order, relative to the sum of magnitudes.
 _TOLERANCE = 1e-6
-# Repeated sums in place multiply values by the number of ranks each time.
+# Each repetition of a sum in place multiplies values by the number of ranks.
 _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """Return a rank's data for a `draw`, to be repeated as needed: (65521,) random fp32 values."""
+    """Return a rank's data for a `draw`: (65521,) random fp32 values, repeated as needed."""
     seed = (0xC0DE + draw << 24) + rank
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Buffers:
-    """A rank's data and its receive buffer; both grow to the largest requested size."""
+    """A rank's data and its receive buffer, which grow to the largest requested size."""
 
     device: torch.device
     rank: int
@@ -42,28 +42,28 @@ class Buffers:
         self.grow(ITEM_BYTES)
 
     def grow(self, size: int) -> None:
-        """Provide `size` bytes of data and of buffer."""
+        """Allocate `size` bytes of data and of receive buffer."""
         count = size // ITEM_BYTES
         own = contribution(self.rank, self.draw).to(self.device)
         self.source = own.repeat(-(-count // _PERIOD))[:count]
         self.room = torch.zeros_like(self.source)
 
     def add_dependents(self) -> list[Any]:
-        """Return a list for objects that use the buffers; `release_dependents` will empty it."""
+        """Return a list for objects that use the buffers, which `release_dependents` empties."""
         self._held.append([])
         return self._held[-1]
 
     def release_dependents(self) -> None:
-        """Release the objects held by cases that were created before the buffers grew."""
+        """Release the objects in all lists, which may refer to buffers from before they grew."""
         for held in self._held:
             held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that previously received values are now wrong.
+        """Replace the data in place, so that values received earlier become wrong.
 
-        With `size`, only the first `size` bytes are replaced; the rest is from an earlier draw.
+        With `size`, only the first `size` bytes are replaced.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -71,7 +71,7 @@ class Buffers:
             piece.copy_(own[: len(piece)])
 
     def get(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` elements of the data, and of the receive buffer."""
+        """Return `count` elements of the data and of the receive buffer."""
         return self.source_of(count), self.room_of(count)
 
     def source_of(self, count: int) -> Tensor:
@@ -88,7 +88,7 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe the error in a sum of ranks' data, from element `offset` on; None if correct."""
+    """Describe the error in a sum of ranks' data from element `offset` on; None if correct."""
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))
@@ -113,9 +113,10 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return calls of `reduce` that sum in place, each array only until the sums might overflow.
+    """Return a prepared call of `reduce`, which sums in place.
 
-    Before the calls, enough arrays are filled with the data, which is not timed.
+    Repeated sums would overflow, so an array is replaced after some calls. Filling the arrays
+    before the calls is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))
     todo: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""Collectives as cases to time: their inputs and expected results.
+"""Collectives as cases to time, with inputs and expected results.
 
-Bytes are counted as in nccl-tests: as the size of the whole array, which a rank has after an
-all-gather and before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next
-rank and receives from the previous. Data are random, but each rank can compute the data of any
-other.
+As in nccl-tests, bytes are the size of the whole array, which a rank has after an all-gather and
+before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next rank and
+receives from the previous one. The data are random, but every rank can compute the data of the
+others.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _LEAST_SIZES = 3  # minimum number of sizes to fit latency and bandwidth
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """Position of a rank on an axis, and the process group of its tensors."""
+    """A rank's position on an axis, with its process groups and buffers."""
 
     axis: Axis
     group: dist.ProcessGroup
@@ -40,7 +40,7 @@ class AxisPlace:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's group; empty if it is in no group of the axis."""
+        """Return the ranks of this rank's group, or () if it is in no group of the axis."""
         return self.axis.group_of(self.rank)
 
     @property
@@ -49,7 +49,7 @@ class AxisPlace:
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:
-        """Return the number of elements in about `size` bytes that ranks can share equally."""
+        """Return the number of elements in about `size` bytes that divides among the ranks."""
         share = self.axis.ranks
         return max(1, size // ITEM_BYTES // share) * share
 
@@ -58,9 +58,9 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """Return a case of a collective of about `size` bytes, with all groups of an axis in parallel.
+    """Return a case of a collective of about `size` bytes, run by all groups of an axis at once.
 
-    Its check has the same result on all ranks: if it fails on one rank, all ranks report the error.
+    Its check has the same result on all ranks: if one rank finds an error, all ranks report it.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -80,7 +80,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """Return a check that all ranks run, with a shared result, from this rank's check `wrong`."""
+    """Return a check that runs `wrong` on each rank and gives all ranks the same result."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -100,13 +100,13 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return, on all ranks, the error of the first rank that found one; None if none did."""
+    """Return the first rank's error on all ranks, or None if no rank found one."""
     said = enumerate(gather_objects(wrong, control))
     return next((f"rank {rank}: {text}" for rank, text in said if text), None)
 
 
 def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
-    """Call each case once more with new data, and compare the whole result.
+    """Call each case once more with new data, and check the result.
 
     Raises WrongResultError on all ranks if a value is wrong.
     """
@@ -128,7 +128,7 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe the error in equal chunks, one from each rank, from element `offset` on."""
+    """Describe the error in equal chunks, one per rank, from element `offset` on, if any."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong
@@ -190,11 +190,11 @@ def _send_recv(place: AxisPlace, count: int) -> Made:
 
 
 def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> Made:
-    """Return a call that sends to one rank and receives from another, and its check."""
+    """Return a call that sends to rank `after` and receives from rank `before`, and its check."""
     source, room = place.buffers.get(count)
 
     def call() -> Tensor:
-        # The first receive is posted before sent data fills the connection.
+        # Post the receive first, before sent data fills the connection.
         todo = [
             dist.P2POp(dist.irecv, room, before, group=place.group),
             dist.P2POp(dist.isend, source, after, group=place.group),
@@ -218,7 +218,7 @@ _MAKERS: dict[str, Callable[[AxisPlace, int], Made]] = {
 
 @dataclass(frozen=True)
 class SizeLimits:
-    """Limits on the size of arrays: by memory, and by the time of one call."""
+    """Limits on the size of arrays: bytes, and the duration of one call."""
 
     most_bytes: int
     longest_s: float
@@ -229,7 +229,7 @@ def cases_by_size(
 ) -> list[Case]:
     """Return cases from small to large, until one call takes too long.
 
-    Each case is tried when it is created; all ranks get the same cases.
+    Each case is called when it is created. All ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0

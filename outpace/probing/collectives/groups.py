@@ -1,7 +1,7 @@
 """Groups of communicating ranks: all, within a node, across nodes, and pairs.
 
-The network between nodes is measured as training uses it: by one group for each local rank, all at
-the same time, because they share the node's network cards.
+The network between nodes is measured as training uses it: one group per local rank, all at the same
+time, because they share the network cards of a node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ class Axis:
         return len(self.groups[0])
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the group of a rank; empty if the rank is in no group."""
+        """Return the group of a rank, or () if it is in none."""
         return next((group for group in self.groups if rank in group), ())
 
 
 def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
-    """Return the ranks of each node, from (local rank, local world size) by rank.
+    """Return the ranks of each node, from the (local rank, local world size) of every rank.
 
-    Raises BadInputError if a node's ranks are not consecutive, as torchrun would number them.
+    Raises BadInputError if a node's ranks are not consecutive, as torchrun numbers them.
     """
     nodes: list[tuple[int, ...]] = []
     rank = 0
@@ -53,7 +53,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
 
 
 def axes_of(nodes: Nodes) -> list[Axis]:
-    """Return the axis of all ranks, and the axes within and across nodes if they differ from it."""
+    """Return the axis of all ranks, and the axes within and across nodes where these differ."""
     world = tuple(rank for node in nodes for rank in node)
     axes = [Axis("all", (world,))]
     sizes = {len(node) for node in nodes}
@@ -66,9 +66,9 @@ def axes_of(nodes: Nodes) -> list[Axis]:
 
 
 def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
-    """Yield every pair within nodes, and every pair of nodes by their first ranks, once.
+    """Yield slots of pairs: every pair within a node, and every pair of nodes by first rank.
 
-    The pairs of a slot do not share a node's links, so they can be timed at the same time.
+    The pairs of a slot share no links, so they can be timed at the same time.
     """
     largest = max(map(len, nodes))
     for a, b in combinations(range(largest), 2):
@@ -77,7 +77,7 @@ def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
 
 
 def _round_robin(players: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
-    """Yield rounds of disjoint pairs until all pairs are done (circle method)."""
+    """Yield rounds of disjoint pairs that together contain every pair (circle method)."""
     ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     for _ in range(len(ring) - 1):
         facing = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)

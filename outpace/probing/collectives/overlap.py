@@ -1,4 +1,4 @@
-"""Fraction of a collective that computation hides, from timing both alone and together."""
+"""Fraction of a collective that computation hides, from timing both separately and together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,25 +20,25 @@ from outpace.probing.timing.measure import Case, Clock, Effort, measure
 from outpace.probing.timing.rank_clock import PreparedCall
 from outpace.records.figure import Figure, Key
 
-# A hidden share is not reported if a repeated measurement may differ by more than this.
+# A hidden fraction is not reported if a repeat may differ by more than this.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
-# The collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
+# Collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
 OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the share of the shorter time that the longer hides; negative if both slow down."""
+    """Return the hidden fraction of the shorter time; negative if running both takes longer."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
 def probe_overlap(
     place: AxisPlace, sizes: Sequence[int], clock: Clock, effort: Effort
 ) -> Turns[list[list[Figure]]]:
-    """Time computation, each collective at each size, and both together; return the hidden share.
+    """Time computation, each collective at each size, and both together; return what is hidden.
 
-    The computation consists of enough matmuls to take about as long as the collective.
-    Raises WrongResultError if a result is wrong before or after the timing.
+    The computation consists of enough matmuls to take about as long as the collective. Raises
+    WrongResultError if a result is wrong before or after timing.
     """
     matmul, right = _matmul(place.buffers.device)
     clock.seconds(matmul, 1)
@@ -58,7 +58,7 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """A collective to start, compute beside, and wait for."""
+    """A collective that runs in the background of a computation."""
 
     collective: str
     count: int
@@ -77,7 +77,7 @@ class _PendingCollective:
 
 @dataclass(frozen=True)
 class _Matmul:
-    """A matmul, a check of its result, and its time."""
+    """A matmul, a check of its result, and its duration."""
 
     call: Callable[[], Tensor]
     wrong: Callable[[Tensor], str | None]
@@ -85,7 +85,7 @@ class _Matmul:
 
 
 def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock) -> list[Case]:
-    """Return cases of computation, the collective, and both together."""
+    """Return the cases for computation, the collective, and both together."""
     alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     matmuls = max(1, round(collective_s / max(matmul.seconds, _LEAST_S)))
@@ -110,7 +110,7 @@ def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Cl
 
 
 def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
-    """Return a call that starts the collective, computes, and waits for the collective."""
+    """Return a call that starts the collective, computes, and then waits for the collective."""
 
     def call() -> Tensor:
         room: Tensor
@@ -128,11 +128,11 @@ def _ready(call: PreparedCall) -> PreparedCall:
 
 
 def compute_nothing() -> None:
-    """Do nothing, instead of the computation."""
+    """Do nothing, in place of the computation."""
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden share from rounds that timed computation, collective, and both together."""
+    """Return the hidden fraction from rounds of computation, collective, and both together."""
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)
@@ -140,7 +140,7 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     shares = list(chain.from_iterable(rounds))
     middle, away = median(shares), half_width(shares)
     conclusive = away <= _CONCLUSIVE
-    # Limit the shares only now: limiting each sample would hide some of the noise.
+    # Clamp only the result: clamping each sample would hide some of the noise.
     low, value, high = (min(1.0, max(0.0, middle + by)) for by in (-away, 0.0, away))
     return Figure(
         key=key, unit="ratio", value=value if conclusive else None, origin="measured", low=low,
@@ -194,7 +194,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
-    """Return a prepared call that needs no preparation, because it does not change its data."""
+    """Return a call that needs no preparation because it does not change its data."""
     return PreparedCall(begin, lambda calls: None)
 
 
@@ -206,7 +206,7 @@ _BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
 
 
 def _matmul(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
-    """Return a matmul with a check of its result."""
+    """Return a matmul and a check of its result."""
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,4 +1,4 @@
-"""Times of every rank for the same work, and of transfers between every pair of ranks."""
+"""Times of all ranks for the same work, and of transfers between all pairs of ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from outpace.records.probe_results import LinkFit
 
 # With fewer rounds, the noise is too uncertain to call any rank slow.
 _LEAST_SAMPLES, _MOST_SAMPLES = 12, 30
-# The samples of each round. A sample has the seconds of one call, by rank.
+# Samples by round. A sample holds the seconds per call of every rank.
 Rounds = list[list[tuple[float, ...]]]
 ITEM_BYTES = 4
 _LONGEST_S = 0.05
@@ -28,9 +28,9 @@ _TIMED = 0.9  # share of the budget; the rest is for checking the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Time calls in rounds of samples, with every rank's seconds. All ranks must call this.
+    """Time calls in rounds of samples, recording every rank's seconds. All ranks must call this.
 
-    Samples visit the calls in alternating order.
+    Every other sample runs the calls in reverse order.
     """
     begin_s = clock.now_s()
     effort = Effort(
@@ -62,14 +62,14 @@ def by_rank(
 
 
 class RankWork(NamedTuple):
-    """A call that every rank makes, and a check of its result."""
+    """A call that all ranks make, and a check of its result."""
 
     call: Callable[[], Tensor]
     check: Callable[[Tensor], str | None]
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """Return a matmul and a memory copy that are large enough to show the device's speed."""
+    """Return a matmul and a memory copy that are large enough to show the speed of a device."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
@@ -88,9 +88,9 @@ def work_of(device: torch.device) -> dict[str, RankWork]:
 def ranks_figures(
     work: dict[str, RankWork], place: AxisPlace, clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Figure]]:
-    """Time how long each rank takes for the same work while all others do it too.
+    """Time the same work on all ranks at the same time, and return every rank's figures.
 
-    Raises WrongResultError on all ranks if one computes a wrong result.
+    Raises WrongResultError on all ranks if one of them computes a wrong result.
     """
     for what, (call, check) in work.items():
         if wrong := first_fault(check(call()), place.control):
@@ -117,9 +117,9 @@ def pair_figures(
     nodes: Nodes, place: AxisPlace, sizes: Sequence[int], clock: RanksClock, rounds: int,
     budget_s: float, between: TransferMaker = send_and_receive,
 ) -> Turns[dict[Pair, list[Figure]]]:  # fmt: skip
-    """Time each pair while both ranks send to each other at the same time, by size.
+    """Time each pair of ranks while both send to each other, at each size.
 
-    Raises WrongResultError if received data differ from sent data before or after the timing.
+    Raises WrongResultError if received data are wrong before or after timing.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
     place.buffers.get(max(sizes) // ITEM_BYTES)  # once, since parts of it are sent
@@ -142,7 +142,7 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: TransferMaker
 ) -> tuple[Callable[[], Any], Check]:
-    """Return this rank's call while a slot's pairs send, and its check, after one checked call."""
+    """Return this rank's call for a slot of pairs, and its check, after one checked call."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong
@@ -164,11 +164,11 @@ def _check_call(
 
 
 def _nothing_wrong(_: object) -> None:
-    """Report no error, for a rank that does not take part."""
+    """Report no error, for ranks that are in no pair of the slot."""
 
 
 def _stay_idle() -> None:
-    """Do nothing while other ranks send."""
+    """Do nothing, for ranks that are in no pair of the slot."""
 
 
 def _pair_figure(pair: Pair, size: int, rounds: Rounds, place: AxisPlace) -> Figure:

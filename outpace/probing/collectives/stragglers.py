@@ -1,7 +1,7 @@
-"""Ranks and links that are slower than the others, from times measured side by side.
+"""Detection of ranks and links that are slower than others timed at the same time.
 
-Slow means slower by more than noise: a repeated measurement would still exceed `_RANK_SLOWER` or
-`_LINK_SLOWER`. A rank that is slow on every link is reported once, without its links.
+A rank or link counts as slow if a repeated measurement would still exceed `_RANK_SLOWER` or
+`_LINK_SLOWER`. A rank that is slow on all links is reported once, without its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outpace.probing.collectives.groups import Pair
 from outpace.probing.timing.intervals import half_width, normal_deviation
 
 _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
-# Minimum distance from the others, in standard deviations of the others.
+# Minimum distance from the others, in units of their standard deviation.
 _APART = 4.0
 _LEAST_ROUNDS = 4
 _FALSE_ALARMS = 0.005  # share of probes in which equal ranks may seem slow
@@ -24,7 +24,7 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown: `times` as slow as the others; in a repeated probe, between `low` and `high`."""
+    """A slowdown: `times` slower than the others; a repeated probe gives `low` to `high`."""
 
     who: Who
     times: float
@@ -36,9 +36,10 @@ class Slowness(Generic[Who]):
 
 
 def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
-    """Return ranks that compute more slowly than the others, slowest first.
+    """Return the ranks that compute more slowly than the others, slowest first.
 
-    `seconds`: by rank, for the same work in each of several rounds, which all ranks ran together.
+    `seconds` holds each rank's times for the same work, one per round; ranks run the rounds
+    together.
     """
     ratios = {
         rank: [
@@ -59,7 +60,7 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
 
 @dataclass(frozen=True)
 class SlowLinks:
-    """The `ranks` that are slow on all their links, and the `links` that are slow individually."""
+    """The `ranks` that are slow on all their links, and other slow `links`."""
 
     ranks: tuple[Slowness[int], ...] = ()
     links: tuple[Slowness[Pair], ...] = ()
@@ -68,8 +69,9 @@ class SlowLinks:
 def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
     """Find links that are slower than the others, and ranks whose links are all slow.
 
-    `seconds`: by pair, for sending the same data in each round. Links are compared with the first
-    quartile of all links, because one slow rank out of four makes half of all links slow.
+    `seconds` holds each pair's times for sending the same data, one per round. Links are compared
+    with the first quartile of all links, because a single slow rank out of four makes half of the
+    links slow.
     """
     rounds = min(map(len, seconds.values()), default=0)
     if len(seconds) < 2:
@@ -96,7 +98,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return the ranks or links that are surely slower than the factor `slower`, slowest first."""
+    """Return those that are slower by the factor `slower` beyond noise, slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:
@@ -104,9 +106,9 @@ def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[S
         # Logarithms, so that rounds have equal weight whether the others were fast or slow.
         logs = [log(ratio) for ratio in of]
         middle, half = median(logs), half_width(logs)
-        # The more ranks there are, the more likely one of them seems slow by chance (one-sided).
+        # The more ranks there are, the more likely one seems slow by chance (one-sided test).
         sure = half_width(logs, 1 - 2 * _FALSE_ALARMS / len(ratios))
-        # The uncertainty is that of this median, not of its difference from a repeat's median.
+        # Use the uncertainty of this median, not that of its difference from a repeat's median.
         if middle - sure / 2**0.5 > log(slower):
             found.append(Slowness(who, exp(middle), exp(middle - half), exp(middle + half)))
     return sorted(found, key=lambda one: -one.times)

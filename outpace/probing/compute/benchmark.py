@@ -1,4 +1,4 @@
-"""Matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's matmuls."""
+"""Matmul section of a probe: matmuls by size, odd sizes, tiles, and a model's matmuls."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ Progress = Callable[[float], None]
 # The dtype of 16-bit training, if there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _UNLUCKY = 0.03  # smaller gains give no advice
-# Share of the budget for calling each of a model's matmuls once; each is called about 20 times.
+# Fraction of the budget for calling each of a model's matmuls once. Each is called about 20 times.
 _ONE_OF_EACH = 0.05
 
 
@@ -38,8 +38,8 @@ def probe_matmul(
 ) -> Turns[ProbeSection]:
     """Time matmuls on a device.
 
-    `features`: features of its processor. `tokens`: number of rows of a model's matmuls; None
-    chooses one that keeps calls short. Raises WrongResultError.
+    `features` are those of the host's processor. `tokens` is the number of rows in a model's
+    matmuls; None chooses a number that keeps calls short. Raises WrongResultError.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -71,7 +71,7 @@ def _cases(
     on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool, given: int | None,
     budget_s: float,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """Return all cases except candidates for the best size, and notes on cases left out."""
+    """Return all cases except the candidates for the best shape, and notes on omitted cases."""
     main = next(dtype for dtype in _FIRST if dtype in dtypes)
     notes: list[str] = []
     cases = [case for dtype in dtypes for case in matmul.curve_cases(on, dtype, quick)]
@@ -99,7 +99,7 @@ def _cases(
 
 
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Yield notes on cases that were not measured, on the device, and on dtypes."""
+    """Yield notes on the device, on its dtypes, and on cases that were not measured."""
     if quick:
         yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
@@ -112,7 +112,7 @@ def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iter
 def _clock_words(
     device: torch.device, features: Collection[str], figures: Sequence[Figure]
 ) -> tuple[str, ...]:
-    """Describe the processor's clock, as far as the best rates reveal it."""
+    """Describe the processor clock that the best rates imply."""
     if device.type == "cuda":
         return ()
     best = [f for f in figures if f.key.what == "best"]
@@ -120,7 +120,7 @@ def _clock_words(
 
 
 def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
-    """Return the clock that would explain the best rate if the processor were always busy."""
+    """Return the clock that explains the best rate if all units were always busy, or None."""
     dtype: Dtype = figure.key.of["dtype"]  # type: ignore[assignment]
     span = flops_per_cycle(features, dtype)
     if span is None or figure.value is None:
@@ -136,7 +136,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
 
 
 def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Report the cost of the worst size just above a round one, for each dtype and dimension."""
+    """Report the cost of the worst size just above a round one, per dtype and dimension."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":
@@ -166,7 +166,7 @@ def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
 def _granularity(
     figures: Sequence[Figure], device: torch.device, features: Collection[str]
 ) -> list[Advice]:
-    """Report tiles in fine sweeps, with waves on a GPU and the threads' blocks on a processor."""
+    """Report the tiles that fine sweeps show, with waves on a GPU and thread blocks on a CPU."""
     found = []
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]
@@ -183,7 +183,7 @@ def _granularity(
 
 
 def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
-    """Report the tiles that a sweep shows, and the gain of its best size over its worst."""
+    """Report what a sweep shows, and the gain of its best size over its worst."""
     worst, best = (pick(sweep, key=lambda f: f.value or 0.0) for pick in (min, max))
     by = gain(worst, best, len(sweep) * (len(sweep) - 1) // 2)
     sizes = [int(figure.key.of[dim]) for figure in sweep]
@@ -200,7 +200,7 @@ def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
 def _steps(
     sweep: Sequence[Figure], dim: str, device: torch.device, features: Collection[str]
 ) -> Iterator[str]:
-    """Report the width of steps in a sweep; on a processor, also in registers."""
+    """Describe the width of the steps in a sweep, on a CPU also in registers."""
     sizes = [int(figure.key.of[dim]) for figure in sweep]
     steps = find_tile(sizes, [_seconds(figure) for figure in sweep])
     if steps is None:
@@ -228,7 +228,7 @@ def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
 
 
 def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Iterator[str]:
-    """Report the cost of sizes that threads cannot divide evenly."""
+    """Describe the cost of sizes that threads cannot divide evenly."""
     together = {f.key.of[dim]: _seconds(f) for f in sweep}
     one = {int(f.key.of[dim]): _seconds(f) for f in alone if f.key.of[dim] in together}
     threads = torch.get_num_threads()

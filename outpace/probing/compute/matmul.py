@@ -1,8 +1,8 @@
-"""Matmuls: their rates, growth with size, and the cost of unfavourable sizes.
+"""Rates of matmuls by size, and the cost of unfavourable sizes.
 
-The best matmul measured on a machine is an upper bound for training (MAMF: Bekman, "Machine
-Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times B (k ×
-n), counted as 2·m·n·k operations.
+The rate of the best matmul on a machine is an upper bound for training (MAMF: Bekman, "Machine
+Learning Engineering", "Maximum Achievable Matmul FLOPS"). Matmuls multiply A (m × k) by B (k × n)
+and count as 2·m·n·k operations.
 """
 
 import time
@@ -24,8 +24,8 @@ TORCH: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-# Allowed errors. Relative to a result: the resolution of the dtype in which it is stored. Relative
-# to the sum of magnitudes in a matmul: the rounding of sums in fp32 and, in tf32, of the inputs.
+# Allowed errors. Relative to the result: the resolution of its dtype. Relative to the sum of
+# magnitudes: the rounding of fp32 sums and, for tf32, of the inputs.
 _STORED: dict[Dtype, float] = {
     "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
 }  # fmt: skip
@@ -43,10 +43,10 @@ _CURVE = tuple(1 << power for power in range(5, 15))
 
 @dataclass(frozen=True)
 class Bench:
-    """A device on which matmuls are timed, and the longest time that one may take.
+    """A device for timing matmuls, and the longest time that one matmul may take.
 
-    Random values are created once per dtype; operands are slices of them. `rates`: approximate
-    FLOP/s of large matmuls, for choosing sizes and not for display.
+    Random values are created once per dtype, and operands are slices of them. `rates` are rough
+    FLOP/s of large matmuls, used only to choose sizes.
     """
 
     device: torch.device
@@ -55,22 +55,22 @@ class Bench:
     rates: dict[Dtype, float] = field(default_factory=dict)
 
     def supports(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether the operands fit into the pool and the dtype supports this shape."""
+        """Return whether the operands fit into the pool and the dtype allows this shape."""
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
         return fine and m * k + k * n <= self.pools[dtype].numel()
 
     def is_fast_enough(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether a matmul takes no longer than allowed."""
+        """Return whether a matmul of this shape takes no longer than allowed."""
         m, n, k = shape
         return 2.0 * m * n * k / self.rates[dtype] <= self.longest_s
 
 
 def dtypes_of(device: torch.device, features: Iterable[str], capability: float) -> list[Dtype]:
-    """List the dtypes whose matmuls are worth timing on a device.
+    """Return the dtypes whose matmuls are worth timing on a device.
 
-    fp16 is left out on CPUs, where it is over a hundred times slower than fp32 (for correctness
-    only), and bf16 on CPUs without instructions for it.
+    On CPUs, fp16 is left out, because it is over a hundred times slower than fp32, and so is bf16
+    without instructions for it.
     """
     if device.type == "cuda":
         found: list[Dtype] = ["fp32", "fp16"]
@@ -83,7 +83,7 @@ def dtypes_of(device: torch.device, features: Iterable[str], capability: float) 
 
 
 def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
-    """Create random values for matmuls on a device, and estimate their rate."""
+    """Create random operands for matmuls on a device, and estimate its rates."""
     pools: dict[Dtype, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for dtype in dtypes:
@@ -97,7 +97,7 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
 
 
 def _pool_size(device: torch.device, quick: bool) -> int:
-    """Return the number of elements that large matmuls need, a small fraction of a GPU's memory."""
+    """Return the number of elements for large matmuls, a small fraction of a GPU's memory."""
     if device.type != "cuda":
         return 1 << (26 if quick else 27)
     free, _ = torch.cuda.mem_get_info(device)
@@ -105,7 +105,7 @@ def _pool_size(device: torch.device, quick: bool) -> int:
 
 
 def matmul(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
-    """Return a callable that computes a matmul."""
+    """Return a call that computes a matmul."""
     m, n, k = shape
     pool = on.pools[dtype]
     a_MK = pool[: m * k].view(m, k)
@@ -128,7 +128,7 @@ def _in_tf32() -> Iterator[None]:
 
 
 def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
-    """Return a check of a matmul's first and last row against double precision."""
+    """Return a check of a matmul's first and last row in double precision."""
     m, n, k = shape
 
     def check(found_MN: Tensor) -> str | None:
@@ -141,13 +141,13 @@ def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | No
 
 
 def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
-    """Check a matmul's first and last row in double precision; describe the error, if any."""
+    """Check a matmul's first and last row in double precision; return the error, if any."""
     ends = [0, len(a_MK) - 1]
     a_2K, b_KN = a_MK[ends].double(), b_KN.double()
     true = a_2K @ b_KN
     allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_2K.abs() @ b_KN.abs())
     away = (found_MN[ends].double() - true).abs()
-    # Written such that NaN counts as wrong, and 0 equals 0.
+    # Written so that NaN counts as wrong, and 0 equals 0.
     if bool((away <= allowed).all()):
         return None
     return f"a matmul's error is {(away / allowed).max().item():.3g} times its rounding error"
@@ -164,7 +164,7 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) -> Case:
-    """Return a case that measures the rate of one matmul."""
+    """Return a case that measures the FLOP/s of one matmul."""
     m, n, k = shape
     key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
     return Case(key, "FLOP/s", lambda: matmul(on, dtype, shape), 2.0 * m * n * k,
@@ -172,7 +172,7 @@ def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) ->
 
 
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
-    """Return the rough FLOP/s of a matmul longer than its launch, by the host's clock."""
+    """Estimate the FLOP/s of a matmul that takes longer than its launch, by the host's clock."""
     for size in _CURVE[4:]:
         if not on.supports(dtype, (size, size, size)):
             break
@@ -199,23 +199,22 @@ def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
-    """Return square matmuls by size, up to the largest allowed time."""
+    """Return cases of square matmuls by size, up to the longest allowed time."""
     cubes = [(n, n, n) for n in _CURVE[1 :: 2 if quick else 1]]
     sizes = [one[0] for one in cubes if on.is_fast_enough(dtype, one) and on.supports(dtype, one)]
     return [case(on, dtype, (n, n, n), "curve") for n in sizes]
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
-    """Return the largest width, a power of two, whose square matmul is short enough."""
+    """Return the largest power-of-two width whose square matmul is short enough."""
     fitting = [n for n in _CURVE if n <= at_most and on.is_fast_enough(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the given number of tokens, or one that keeps a model's matmuls short.
+    """Return the given number of tokens, or else one that keeps a model's matmuls short.
 
-    A given number is used regardless of how long a matmul takes. Otherwise, this is the largest
-    power of two for which the largest matmul is short enough.
+    By default, this is the largest power of two for which all matmuls are short enough.
     """
     if given is not None:
         return given
@@ -227,7 +226,7 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Return matmuls with each dimension in small steps, to detect tiles (on a GPU, also waves)."""
+    """Return matmuls with each dimension in small steps, to detect tiles and a GPU's waves."""
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -243,7 +242,7 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Return a processor's coarse steps of m and n again, on a single thread."""
+    """Return the coarse steps of m and n on a CPU again, on a single thread."""
     shapes = [(dim, _shape_of(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
     return [
         replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
@@ -253,7 +252,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return matmuls with a dimension 1, 8, 16, 64 or 128 (times 1 to 3) above a round size."""
+    """Return matmuls whose dimensions exceed a round size by 1 to 3 × (1, 8, 16, 64 or 128)."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -274,7 +273,7 @@ def _shape_of(base: int, dim: int, offset: int) -> Shape:
 
 
 def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
-    """Return the matmuls of a model's forward pass by name, for this number of tokens."""
+    """Return the shapes of the matmuls in a model's forward pass, by name."""
     kv = 2 * spec.kv_heads * spec.head_dim
     hidden, ffn = spec.hidden, spec.ffn
     wide = 2 * ffn if spec.gated else ffn
@@ -288,7 +287,7 @@ def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
 
 
 def backward_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the matmuls of the backward: dX for the input, and dW for the weight."""
+    """Return the shapes of the backward matmuls: dX for the input, dW for the weight."""
     found: dict[str, Shape] = {}
     for part, (tokens, n, k) in shapes.items():
         found |= {f"{part} dX": (tokens, k, n), f"{part} dW": (n, k, tokens)}
@@ -299,10 +298,10 @@ def model_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
     within_s: float = inf,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """Return a model's matmuls, fastest first, and the parts that are left out.
+    """Return cases of a model's matmuls, and the names of omitted ones.
 
-    Parts are left out if their operands do not fit, if their dtype does not support them, or if one
-    call of each would take longer than `within_s`.
+    A matmul is omitted if its operands do not fit, if the dtype does not support its shape, or if
+    one call of each would exceed `within_s`.
     """
     shapes = model_shapes(spec, tokens)
     shapes |= {} if forward_only else backward_shapes(shapes)
@@ -321,9 +320,9 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return candidates for the best shape: the fastest shapes, and larger versions of the fastest.
+    """Return candidates for the best shape: the fastest shapes, and multiples of the very fastest.
 
-    They are timed again, because the best of many timings is partly due to luck.
+    Candidates are timed again, because the best of many timings is partly due to luck.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
     tried = dict.fromkeys(_shape(key) for key in of)
@@ -340,7 +339,7 @@ def _shape(key: Key) -> Shape:
 
 
 def best(found: Sequence[Figure], dtype: Dtype) -> Figure | None:
-    """Return the candidate with the best rate, under the name "best"."""
+    """Return the fastest candidate, renamed "best", or None."""
     known = [f for f in found if f.value and f.key.what == "candidate" and f.key.has(dtype=dtype)]
     if not known:
         return None

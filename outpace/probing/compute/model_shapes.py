@@ -1,4 +1,4 @@
-"""Cost of a model's vocabulary size and number of heads on a machine."""
+"""Cost of a model's vocabulary size and number of heads on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's matmuls, forward and backward, with and without a padded vocabulary."""
+    """Return cases of the head's matmuls, forward and backward, with and without padding."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -67,7 +67,7 @@ def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Call
 def _wrong_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
 ) -> str | None:
-    """Describe the first wrong matmul of the head and its gradients; None if all are right."""
+    """Describe the first wrong matmul of the head; None if all are right."""
     x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
     g_TV, dw_VH, dx_TH = found
     return (
@@ -78,7 +78,7 @@ def _wrong_head(
 
 
 def head_counts(hidden: int) -> list[int]:
-    """Return the numbers of heads that divide a model's width, largest first."""
+    """Return the numbers of heads that divide a model's width, in descending order."""
     return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
 
 
@@ -87,7 +87,7 @@ def attention_cases(
 ) -> list[Case]:
     """Return cases of attention by number of heads: forward, and forward with backward.
 
-    Only numbers for which the device has an implementation and enough memory are included.
+    A number of heads is omitted if the device has no kernel or too little memory for it.
     """
     width = spec.heads * spec.head_dim
     counts = head_counts(width)
@@ -111,7 +111,7 @@ def attention_cases(
 def _has_attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
 ) -> bool:
-    """Try this attention; return whether it runs on the device."""
+    """Return whether this attention runs on the device, by running it."""
     try:
         _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
     except RuntimeError:  # no memory, or no kernel
@@ -121,7 +121,7 @@ def _has_attention(
 
 @dataclass(frozen=True)
 class _AttentionRun:
-    """Inputs and results of attention; `grads` of q, k and v if there was a backward."""
+    """Inputs and outputs of attention; `grads` are those of q, k and v after a backward pass."""
 
     out: Tensor
     given: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -150,7 +150,7 @@ def _attention(
 
 
 def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
-    """Check results and gradients of the first and the last head against double precision."""
+    """Check the outputs and gradients of the first and last head in double precision."""
     ends = [0, found.out.shape[1] - 1]
     q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -161,7 +161,7 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
     true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
     names = ("the output", "dQ", "dK", "dV")
     for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
-        # Relative to the largest, since many roundings went into each value.
+        # Relative to the largest value, because each value accumulates many rounding errors.
         away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()
         if not away <= _ATTENTION_OFF[dtype]:
             return f"attention: {name} is off by {away:.3g} of the largest value"
@@ -169,7 +169,7 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
 
 
 def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Advise whether to pad the vocabulary, for each dtype."""
+    """Advise whether to pad the vocabulary, per dtype."""
     return [
         found for dtype in _dtypes(figures, "vocabulary")
         if (found := _vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
@@ -189,7 +189,7 @@ def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advic
 
 
 def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Advise whether another number of heads is faster at the same width, for each dtype."""
+    """Advise whether a different number of heads is faster at the same width, per dtype."""
     found = []
     for dtype in _dtypes(figures, "attention"):
         mine = [f for f in _select(figures, "attention", dtype)
@@ -210,7 +210,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
 
 
 def _is_near(count: int, spec_count: int) -> bool:
-    """Return whether a number of heads is close enough to keep the model comparable."""
+    """Return whether a number of heads is close enough for a comparable model."""
     return spec_count / 2 <= count <= 2 * spec_count
 
 
@@ -230,7 +230,7 @@ def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
 
 
 def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
-    """Return the figure with the largest gain over `present`, and the gain."""
+    """Return the figure with the largest gain over `present`, with that gain, or None."""
     if present is None:
         return None
     gains = [

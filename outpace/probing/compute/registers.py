@@ -1,4 +1,4 @@
-"""Steps of a sweep on a processor, in terms of the width of its registers."""
+"""Conversion of a sweep's steps on a CPU to widths of its registers."""
 
 from fractions import Fraction
 
@@ -7,14 +7,14 @@ from outpace.records.hardware import Dtype
 _BITS: dict[Dtype, int] = {
     "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8,
 }  # fmt: skip
-# A register of AMX is 16 rows of this many bits.
+# An AMX register has 16 rows of this many bits.
 _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a matmul's dimension in registers of `bits` bits; None if it is unrelated.
+    """Describe a step of a matmul's dimension in registers of `bits` bits; None if unrelated.
 
-    Matmuls are summed in fp32, so a register holds adjacent sums along m and n, and adjacent
+    Matmuls accumulate in fp32, so a register holds adjacent sums along m and n, and adjacent
     operands along k.
     """
     row = min(bits, _ROW_BITS)

@@ -1,10 +1,10 @@
-"""Detection of tiles, waves and threads' blocks from the growth of time with size.
+"""Detection of tiles, waves and thread blocks, from how time grows with size.
 
-A matmul is computed tile by tile: time rises in steps as wide as a tile, and sizes between two
-multiples of it waste time on unused results (tile quantisation). A device with s multiprocessors
-computes s tiles at a time: the last, partly filled wave costs as much as a full one (wave
-quantisation). The threads of a processor divide blocks among them in the same way. NVIDIA, "Matrix
-Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave Quantization".
+A matmul is computed tile by tile. Its time rises in steps as wide as a tile, and sizes between two
+multiples waste time on unused results (tile quantisation). A device with s multiprocessors computes
+s tiles at a time, so the last, partly filled wave costs as much as a full one (wave quantisation).
+The threads of a CPU divide blocks among them in the same way. NVIDIA, "Matrix Multiplication
+Background User's Guide", §§ "Tile Quantization" and "Wave Quantization".
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Widths that libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
+# Widths in libraries, in ascending order: vector registers, blocks of them, GPU tiles.
 TILES = (2, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256))
-# Steps explain a curve if their deviation from it is at most this fraction of a straight line's.
+# Steps explain a curve if their residual is at most this fraction of a straight line's.
 _EXPLAINS = 0.5
-# A smaller tile has all steps of a larger one, so the larger must explain clearly more.
+# A smaller tile has all the steps of a larger one, so the larger one must fit clearly better.
 _CLEARLY = 0.85
 
 
 @dataclass(frozen=True)
 class TileSteps:
-    """Time that rises at multiples of `tile`.
+    """Steps of the time at multiples of `tile`.
 
-    `explained`: the fraction that steps explain of the variation around a straight line. `rise`:
-    the rise at a step, relative to the time at the start of the sweep.
+    `explained` is the fraction of the deviations from a straight line that the steps explain.
+    `rise` is the height of a step, relative to the time at the smallest size.
     """
 
     tile: int
@@ -35,9 +35,9 @@ class TileSteps:
 
 
 def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | None:
-    """Return the width of the steps in a sweep with small increments; None if there are none.
+    """Return the steps in a sweep with small increments; None if there are none.
 
-    At least two steps are needed to identify a tile.
+    A sweep must contain at least two steps to identify a tile.
     """
     n, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:
@@ -58,9 +58,9 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
 def find_waves(
     columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
 ) -> tuple[tuple[int, int], float] | None:
-    """Return the tile whose waves explain a sweep of columns, and the explained fraction.
+    """Return the tile whose waves explain a sweep of n, and the explained fraction.
 
-    Returns None if no tile's waves explain it much better than a straight line.
+    Returns None if no tile's waves fit much better than a straight line.
     """
     n, t = np.asarray(columns, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:
@@ -84,9 +84,9 @@ def find_threads(
 ) -> tuple[int, float] | None:
     """Return the width of the blocks that threads divide among them, and the explained fraction.
 
-    It is found from the speed-up of all threads over one thread at each size: if blocks do not
-    divide evenly, threads are idle. The steps of tiles occur in both times and cancel out. Returns
-    None if no width explains the speed-up much better than a straight line.
+    The widths are fitted to the speed-up of all threads over one: if blocks do not divide evenly,
+    threads are idle. Steps of tiles occur in both times and cancel out. Returns None if no width
+    fits much better than a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)
@@ -107,7 +107,7 @@ def find_threads(
 
 
 def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """Return the largest tile that is clearly better than all smaller ones."""
+    """Return the largest tile that fits clearly better than all smaller ones."""
     chosen: tuple[int, float] | None = None
     for tile, left in tried:
         if chosen is None or left < _CLEARLY * chosen[1]:

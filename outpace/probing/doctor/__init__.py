@@ -1,1 +1,1 @@
-"""Examination of a machine for problems that hurt performance."""
+"""Checks of a machine for problems that hurt performance."""

@@ -1,7 +1,7 @@
-"""The doctor: checks of an inventory, and their findings in order of cost.
+"""The doctor: checks of an inventory, with findings sorted by cost.
 
-A check is a pure function that returns its findings, if any, or raises `UnknownFactError` if it
-lacks a fact.
+A check is a pure function that yields its findings, or raises `UnknownFactError` if it lacks a
+fact.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ CHECKS: dict[str, Check] = {**NETWORK_CHECKS, **GPU_CHECKS, **HOST_CHECKS}
 
 
 def examine(inventory: Inventory) -> Examination:
-    """Run every check. Findings are sorted by cost, the most costly first."""
+    """Run every check on an inventory, and sort the findings by cost, highest first."""
     findings: list[Finding] = []
     checked: list[str] = []
     not_checked: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs, from the driver's data."""
+"""The doctor's checks of GPUs, based on data from the driver."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from outpace.records.inventory import GpuState, Inventory
 from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
-# Prefixes of UUIDs of GPUs and of MIG instances, and a number as C's strtoul reads it.
+# Prefixes of UUIDs (of GPUs and MIG instances), and numbers as C's strtoul parses them.
 _UUIDS, _NUMBER = ("GPU-", "MIG-"), re.compile(r"\+?[0-9]+")
 _HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
 
@@ -25,7 +25,7 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """Find cards in a slot or riser with fewer lanes or an older generation than the card."""
+    """Find cards whose slot or riser has fewer lanes or an older PCIe generation than the card."""
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
@@ -60,7 +60,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
                   "PCI-SIG: each generation has twice the rate of the previous one"),
         )  # fmt: skip
-    # An idle card lowers its PCIe generation to save power, so only a busy one is informative.
+    # An idle card lowers its PCIe generation to save power, so only busy cards are checked.
     slow = [
         gpu
         for gpu in gpus
@@ -104,7 +104,7 @@ def power(inventory: Inventory) -> Iterator[Finding]:
 
 
 def throttling(inventory: Inventory) -> Iterator[Finding]:
-    """Find clocks that are currently throttled."""
+    """Find GPUs whose clocks are currently throttled or were fixed by a user."""
     gpus = _gpus(inventory)
     if all(gpu.throttled_by is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "CurrentClocksEventReasons"))
@@ -128,7 +128,7 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
 
 
 def ecc(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory errors, and disabled ECC."""
+    """Find memory errors, pending row remapping, and disabled or changing ECC."""
     gpus = _gpus(inventory)
     if all(gpu.ecc is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "EccMode"))
@@ -160,7 +160,7 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
 
 
 def links(inventory: Inventory) -> Iterator[Finding]:
-    """Find GPUs with NVLinks that are not up."""
+    """Find GPUs with fewer NVLinks up than others, or hosts where none is up."""
     gpus = _gpus(inventory)
     if all(gpu.nvlinks is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "NvLinkState"))
@@ -182,7 +182,7 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on a GPU, MIG slices instead of GPUs, and a driver that unloads."""
+    """Find GPUs that other programs use, MIG slices, and a driver that unloads when idle."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
@@ -215,7 +215,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank on CPUs far from its GPU; its memory traffic crosses processors."""
+    """Find a rank on CPUs far from its GPU, whose memory traffic crosses sockets."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError(
@@ -242,7 +242,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that hides more devices than intended."""
+    """Find a CUDA_VISIBLE_DEVICES that hides more GPUs than intended."""
     gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
@@ -292,9 +292,9 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
 def read_visible(words: Sequence[str], count: int) -> list[str]:
     """Return the devices that CUDA uses from a list: all entries before the first invalid one.
 
-    All entries are numbers, or all have the same form as the first (CUDA C++ Programming Guide,
-    "CUDA Environment Variables"). torch.cuda._parse_visible_devices finds no device if one is named
-    twice, and reads numbers as C's strtoul does.
+    Entries must be numbers, or all have the same form as the first (CUDA C++ Programming Guide,
+    "CUDA Environment Variables"). torch.cuda._parse_visible_devices finds no device if one is
+    listed twice, and parses numbers like C's strtoul.
     """
     shown = []
     form = next((begin for begin in _UUIDS if words[0].startswith(begin)), None)

@@ -1,4 +1,4 @@
-"""The doctor's checks of a host's processors, memory and limits."""
+"""The doctor's checks of a host's CPUs, memory and limits."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
 _GIB = 2**30
-_FILES_WANTED = 4096  # a loader's worker keeps a descriptor open for each tensor that it hands over
+_FILES_WANTED = 4096  # loader workers keep a descriptor open for each tensor that they send
 
 
 def _usable(inventory: Inventory) -> frozenset[int]:
@@ -18,13 +18,13 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Return the number of cores that this process may use in full."""
+    """Return the number of cores that this process can use fully."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """Find a container with less CPU time than visible CPUs, whose threads are throttled."""
+    """Find a container whose CPU quota is below its visible CPUs, so that threads are throttled."""
     name = "CPU quota"
     if not inventory.cpu_quota_known:
         raise UnknownFactError("no cgroup that limits this process's CPU time can be read")
@@ -45,7 +45,7 @@ def quota(inventory: Inventory) -> Iterator[Finding]:
 
 
 def threads(inventory: Inventory) -> Iterator[Finding]:
-    """Compare the threads of all ranks on this host (OMP_NUM_THREADS each) with the cores."""
+    """Find too many or too few threads for the cores, from OMP_NUM_THREADS and the local ranks."""
     name = "OMP_NUM_THREADS"
     text = inventory.settings.get(name)
     ranks, power = inventory.local_world_size or 1, _power(inventory)
@@ -87,7 +87,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
-    """Find two threads per core, which slow each other down in matmuls."""
+    """Find cores that run two threads, which slow each other down in matmuls."""
     name = "hyper-threads"
     if not inventory.cpu.siblings:
         raise UnknownFactError("the kernel does not report which CPUs share a core")
@@ -106,7 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find a process bound to a part of the host, a likely mistake if it is the only rank."""
+    """Find a process bound to part of the host's CPUs, a likely mistake if it is the only rank."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -121,7 +121,7 @@ def affinity(inventory: Inventory) -> Iterator[Finding]:
 
 
 def numa(inventory: Inventory) -> Iterator[Finding]:
-    """Find processes that are not bound to a NUMA node, so their memory may become remote."""
+    """Find processes that are not bound to a NUMA node, whose memory may become remote."""
     name = "NUMA binding"
     if not inventory.cpu.numa:
         raise UnknownFactError("the kernel does not report NUMA nodes")
@@ -145,13 +145,13 @@ def numa(inventory: Inventory) -> Iterator[Finding]:
 
 
 def governor(inventory: Inventory) -> Iterator[Finding]:
-    """Find processors that save power instead of running at full clock."""
+    """Find CPUs that save power instead of running at full clock."""
     name = "CPU governor"
     if inventory.governors is None:
         raise UnknownFactError("the kernel does not report it (as in most virtual machines)")
     preferences = inventory.energy_preferences or ()
-    # With these drivers, the governor "powersave" reaches the full clock if the preference allows
-    # it.
+    # With these drivers, the "powersave" governor reaches the full clock if the energy preference
+    # allows it.
     own = inventory.scaling_driver in ("intel_pstate", "amd-pstate-epp")
     if own:
         saving = [one for one in preferences if one in ("power", "balance_power")]
@@ -170,7 +170,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
 
 
 def huge_pages(inventory: Inventory) -> Iterator[Finding]:
-    """Find disabled huge pages, which cause more TLB misses in large arrays."""
+    """Find disabled huge pages, which increase TLB misses in large arrays."""
     if inventory.transparent_hugepages is None:
         raise UnknownFactError("the kernel does not report it")
     if inventory.transparent_hugepages == "never":
@@ -185,7 +185,7 @@ def huge_pages(inventory: Inventory) -> Iterator[Finding]:
 
 
 def swap(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory that was swapped out; severe if swapping is active."""
+    """Find swapped memory, which is severe while swapping is active."""
     used, rate = inventory.swap_used_bytes, inventory.swapped_bytes_per_s
     if used is None:
         raise UnknownFactError("the kernel does not report it")
@@ -201,7 +201,7 @@ def swap(inventory: Inventory) -> Iterator[Finding]:
 
 
 def shared_memory(inventory: Inventory) -> Iterator[Finding]:
-    """Find a small /dev/shm, through which loader workers and NCCL pass data (Docker: 64 MiB)."""
+    """Find a small /dev/shm, which loader workers and NCCL use to pass data (Docker: 64 MiB)."""
     size, free = inventory.shared_memory_bytes, inventory.shared_memory_free_bytes
     if size is None:
         raise UnknownFactError("there is no /dev/shm, or it cannot be read")
@@ -227,7 +227,7 @@ def shared_memory(inventory: Inventory) -> Iterator[Finding]:
 
 
 def open_files(inventory: Inventory) -> Iterator[Finding]:
-    """Find a low limit on open files; workers share tensors by file descriptors."""
+    """Find a low limit on open files, which workers need to share tensors."""
     soft, hard = inventory.open_files_limit, inventory.open_files_hard_limit
     if soft is None:
         raise UnknownFactError("this system has no such limit")
@@ -244,7 +244,7 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
 
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
-    """Find programs that use the cores, which slows down steps and disturbs measurements."""
+    """Find other programs on the cores, which slow down steps and disturb measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
         raise UnknownFactError("outpace could not read the load of the cores")

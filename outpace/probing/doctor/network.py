@@ -1,4 +1,4 @@
-"""The doctor's checks of communication between GPUs, within a host and between hosts."""
+"""The doctor's checks of communication between GPUs, within and between hosts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _WITHOUT_P2P = Slowdown(
 
 
 def peer_access(inventory: Inventory) -> Iterator[Finding]:
-    """Find NCCL_P2P_DISABLE and similar variables, with which GPUs send through host memory."""
+    """Find variables such as NCCL_P2P_DISABLE, which make GPUs send through host memory."""
     name, settings = "NCCL_P2P_DISABLE", inventory.settings
     off = settings.get(name) not in (None, "", "0")
     level = settings.get("NCCL_P2P_LEVEL", "").upper()
@@ -48,7 +48,7 @@ def peer_access(inventory: Inventory) -> Iterator[Finding]:
 
 
 def variables(inventory: Inventory) -> Iterator[Finding]:
-    """Find debugging variables that are still set."""
+    """Find variables that were left set after debugging."""
     settings = inventory.settings
 
     def is_set(name: str) -> bool:
@@ -96,7 +96,7 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
 
 
 def network(inventory: Inventory) -> Iterator[Finding]:
-    """Find an InfiniBand or RoCE network that is unused, down, or incompletely configured."""
+    """Find an InfiniBand or RoCE network that is unused, down or badly configured."""
     name, settings = "InfiniBand", inventory.settings
     if not inventory.ports:
         return
@@ -143,7 +143,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
-    """Find active ports that NCCL cannot open or is told not to use."""
+    """Find active ports that NCCL cannot open or is not allowed to use."""
     if not active:
         return
     name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
@@ -169,8 +169,8 @@ def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator
 def _selects(among: str, port: NetworkPort) -> bool:
     """Return whether NCCL_IB_HCA includes a port.
 
-    It lists prefixes of names, with or without a port, separated by commas; a leading = requires
-    full names, and ^ excludes (NVIDIA, NCCL documentation, "NCCL_IB_HCA").
+    The variable lists prefixes of device names, with or without a port, separated by commas. A
+    leading = requires full names, and ^ excludes (NVIDIA, NCCL documentation, "NCCL_IB_HCA").
     """
     others, exact = among.startswith("^"), among.lstrip("^").startswith("=")
     listed = False
@@ -194,7 +194,7 @@ def _slower_ports(active: list[NetworkPort]) -> str:
 
 
 def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with a slower link than others."""
+    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with slower links than others have."""
     known = inventory.topology
     if known is None:
         raise UnknownFactError(inventory.topology_unknown or "there is no topology")

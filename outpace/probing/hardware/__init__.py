@@ -1,1 +1,1 @@
-"""Inventory of a machine: processors, GPUs, topology, versions."""
+"""Inventory of a machine: CPUs, GPUs, topology and versions."""

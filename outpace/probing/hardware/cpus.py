@@ -1,4 +1,4 @@
-"""Processors of this host, as Linux describes them under /sys/devices/system."""
+"""CPUs of this host, as reported by Linux under /sys/devices/system."""
 
 import os
 from collections import Counter
@@ -13,14 +13,14 @@ _KINDS = ("Data", "Instruction", "Unified")
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """Return the CPUs that this process may use, which may be fewer than a container shows."""
+    """Return the CPUs that this process may use, which may be fewer than are visible."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[float | None, bool]:
-    """Return the smallest CPU quota of this process's cgroups, and whether any could be read."""
+    """Return the smallest CPU quota of this process's cgroups, and whether any is readable."""
     quotas: list[float] = []
     known = False
     for group in control_groups("cpu", membership, mounts):
@@ -34,7 +34,7 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:
-    """Read this host's packages, cores, NUMA nodes and caches.
+    """Read the packages, cores, NUMA nodes and caches of this host.
 
     Values that the kernel does not report are None or empty.
     """
@@ -80,7 +80,7 @@ def _numa(folder: Path) -> list[NumaNode]:
 
 
 def _caches(folder: Path, cpus: frozenset[int]) -> list[Cache]:
-    """Return each kind of cache with its count; a cache that several CPUs share counts once."""
+    """Return each kind of cache with its count. A cache shared by several CPUs counts once."""
     seen = set[tuple[int, Any, int, str]]()
     for cpu in cpus:
         for place in sorted((folder / f"cpu{cpu}/cache").glob("index*")):

@@ -1,9 +1,9 @@
-"""Recognition of text that `nvidia-smi topo -m` did not print: errors, and other tools' output."""
+"""Recognition of errors and other tools' output where `nvidia-smi topo -m` is expected."""
 
 import re
 
 _SAVE = "Save the output of `nvidia-smi topo -m`, from the line with GPU0 on."
-# Pattern of a text, what the text is, and what to do. The first match counts.
+# A pattern, and what the text is and what to do. The first match counts.
 _KNOWN = (
     (r"Driver/library version mismatch",
      "nvidia-smi failed: the driver's kernel module and library have different versions, as "
@@ -42,9 +42,9 @@ _KNOWN = (
 
 
 def describe_foreign(text: str) -> str | None:
-    """Describe a text that is not a topology, and say what to do; None if the text is unknown.
+    """Describe a text that is not a topology, with advice; return None if the text is unknown.
 
-    An error of the tool is quoted with its line.
+    An error of the tool is quoted.
     """
     for pattern, sentence in _KNOWN:
         found = re.search(pattern, text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Advice from a topology: GPUs to use for tensor parallelism, and slow links to avoid."""
+"""Advice on a topology: which GPUs to use for tensor parallelism, and which links are slow."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -14,11 +14,11 @@ from outpace.records.topology import (
     nvlinks,
 )
 
-# Links that go through the CPU. Tensor parallelism communicates in each layer and direction.
+# Links through the CPU, which are too slow for tensor parallelism: it communicates in every layer.
 _SLOW = ("PHB", "NODE", "SYS", "SOC")
 _BETWEEN_NODES = ("SYS", "SOC")
 _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
-# More GPUs than any host has. Above this, an exact search could take long.
+# More GPUs than any host has. With more, an exact search could take long.
 _MOST_SEARCHED = 16
 
 
@@ -27,7 +27,7 @@ def advise_placement(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, by the one-way rates of an NVLink and of a GPU's PCIe slot."""
+    """Return advice on a topology, given the one-way rates of an NVLink and of a PCIe slot."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -47,9 +47,10 @@ def advise_placement(
 
 
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
-    """Form as many groups of `size` GPUs as possible, maximising the worst link within them.
+    """Form as many groups of `size` GPUs as possible, maximising the worst link within groups.
 
-    The result is exact for up to 16 GPUs; with more, neighbours in the driver's order are grouped.
+    The result is optimal for up to 16 GPUs. With more, neighbours in the driver's order are
+    grouped.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -91,10 +92,10 @@ def _grouping(
 
 
 def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
-    """Find the largest groups joined by NVLink, or else by PCIe switches; some GPUs are left out.
+    """Find the largest groups joined by NVLink, or else by PCIe switches, leaving some GPUs out.
 
-    This is for hosts with unequal links, such as one bridge among three GPUs, or a GPU that has
-    lost its NVLinks. Returns None if no two GPUs are linked.
+    This is for hosts with unequal links, such as three GPUs with one bridge, or a GPU that lost its
+    NVLinks. Returns None if no two GPUs are joined in this way.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -110,7 +111,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
 
 
 def _score(topology: Topology, one: str, other: str) -> int:
-    """Rate the link of a pair; of two equal links, one within a NUMA node is better."""
+    """Rate the link of a pair; a shared NUMA node breaks ties."""
     near = topology.device(one).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
     return 2 * goodness(topology.link_between(one, other)) + same
@@ -123,7 +124,10 @@ def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
 def _partition(
     gpus: tuple[str, ...], size: int, left_over: int, score: dict[frozenset[str], int], least: int
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Return disjoint groups joined by links of at least `least`; None if there are too few."""
+    """Return disjoint groups whose links score at least `least`, leaving out `left_over` GPUs.
+
+    Returns None if there is no such partition.
+    """
     if len(gpus) < size:
         return ()
     first, *others = gpus
@@ -140,7 +144,7 @@ def _partition(
 def _connected_groups(
     first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yield groups of `size` that contain `first`, best linked first."""
+    """Yield groups of `size` that contain `first`, best links first."""
     near = [gpu for gpu in others if score[frozenset((first, gpu))] >= least]
     groups = (
         (first, *rest)
@@ -151,7 +155,7 @@ def _connected_groups(
 
 
 def _largest_grouping(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups joined by NVLink, or else by PCIe switches; None if none exist."""
+    """Return the largest groups joined by NVLink, or else by PCIe switches, or None."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -161,11 +165,10 @@ def _largest_grouping(found: tuple[Grouping, ...], gpus: int) -> Grouping | None
 
 
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
-    """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
+    """Return the GPUs and pairs with fewer NVLinks than the others; None if there is no pattern.
 
-    There is a pattern if at least half of all pairs have the host's best kind of connection. This
-    is the case on hosts whose GPUs are all connected in the same way, but not if bridges connect
-    pairs.
+    There is a pattern if at least half of all pairs have the best connection on the host. This
+    holds on hosts whose GPUs are all connected in the same way, but not if bridges connect pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]
@@ -193,10 +196,9 @@ def _order(link: str) -> int:
 
 
 def bottleneck(topology: Topology) -> str | None:
-    """Return the worst link that some pair of GPUs cannot avoid on any path between them.
+    """Return the worst link that collectives over all GPUs cannot avoid.
 
-    Every collective of all GPUs must cross a link that is no better than this one. Returns None for
-    fewer than two GPUs.
+    It is the worst link of the best spanning tree. Returns None for fewer than two GPUs.
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(
@@ -216,7 +218,7 @@ def bottleneck(topology: Topology) -> str | None:
 def _times(
     topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
 ) -> float | None:
-    """Return how many times slower a PCIe slot is than the best NVLinks; None without NVLinks."""
+    """Return how many times slower a PCIe slot is than the best NVLinks; None if unknown."""
     pairs = combinations(topology.gpus, 2)
     most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:
@@ -226,7 +228,7 @@ def _times(
 
 
 def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
-    """Return pairs of GPUs whose link goes through the CPU, the slowest kind first."""
+    """Return the pairs of GPUs whose link goes through the CPU, slowest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair)

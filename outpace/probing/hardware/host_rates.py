@@ -1,6 +1,6 @@
 """Rates of this host, measured in a few seconds: fp32 and bf16 matmuls, and memory.
 
-Without a probe's measurements, these rates replace a guess from the vector width, which may be
+Without measurements by a probe, these rates replace a guess based on vector width, which may be
 several times too high or too low. They are measured in a separate process, because the threads of a
 math library do not survive a fork.
 """
@@ -22,9 +22,9 @@ _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Measure the rates of a host with `threads` cores once per process; None on failure.
+    """Measure the rates of a host with `threads` cores, once per process; None on failure.
 
-    All plans of one process then use the same rates.
+    All plans of a process therefore use the same rates.
     """
     try:
         return _measure_separately(threads)
@@ -34,7 +34,7 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 @cache
 def _measure_separately(threads: int) -> HostRates:
-    """Measure in a separate process. Raises an error on failure, so a failure is not cached."""
+    """Measure in a separate process. Raises an error on failure, so that it is not cached."""
     ended = subprocess.run(
         [sys.executable, "-m", __name__, str(threads)],
         capture_output=True, text=True, timeout=_LIMIT_S, check=True,
@@ -43,10 +43,10 @@ def _measure_separately(threads: int) -> HostRates:
 
 
 def measure_rates(threads: int) -> HostRates:
-    """Measure one thread in this process; matmul rates are multiplied by `threads`."""
+    """Measure one thread in this process, and multiply matmul rates by `threads`."""
     import torch
 
-    # One thread, by its CPU time, which other programs do not lengthen.
+    # One thread, timed by its CPU time, which other programs do not affect.
     torch.set_num_threads(1)
     rates = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -61,7 +61,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's CPU time for the work, s: the minimum of several runs."""
+    """Return the minimum CPU time of this thread over several runs of `work`."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

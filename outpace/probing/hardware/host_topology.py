@@ -1,4 +1,4 @@
-"""A host's topology: links and state of GPUs, processors, and advice on placement."""
+"""A host's topology: links and state of its GPUs, its CPUs, and advice on placement."""
 
 import sys
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def read_topology(
 ) -> HostTopology:
     """Read the topology of this host, or from a file with the output of `nvidia-smi topo -m`.
 
-    `file` "-" is standard input. `nvlink`: the generation of the links ("4"), if no GPU here
-    reports it. Raises BadInputError if this generation is unknown, or the file cannot be read.
+    The `file` "-" is standard input. `nvlink` is the generation of the links ("4") if no GPU
+    reports it. Raises BadInputError for an unknown generation or an unreadable file.
     """
     if nvlink is not None:
         find_link(f"NVLink {nvlink}")  # raises an error for an unknown one, even if no GPU needs it
@@ -41,7 +41,7 @@ def read_topology(
 
 
 def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, str | None]:
-    """Read the topology of the file or of this host; on failure, return None and the reason."""
+    """Read the topology from a file or from this host; for the host, return a reason on failure."""
     if file is None:
         try:
             return read_live(timeout_s), None
@@ -57,7 +57,8 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
     """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
-    They belong to the named link and the accelerators that have it, or else to this host's GPUs.
+    They are those of NVLink generation `nvlink` and of accelerators that have it, or else of this
+    host's GPUs.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")
@@ -78,6 +79,6 @@ def _device_link(chip: Accelerator) -> str | None:
 
 
 def _slot(chips: Sequence[Accelerator]) -> float | None:
-    """Return the rate of the fastest PCIe slot of these accelerators, bytes/s."""
+    """Return the one-way bytes/s of the fastest PCIe slot among accelerators, or None."""
     links = [LINKS[chip.host_link] for chip in chips]
     return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

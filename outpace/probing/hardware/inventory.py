@@ -1,4 +1,4 @@
-"""Collection of the facts that the doctor examines. Unreadable facts are None."""
+"""Collection of the facts that the doctor checks. Facts that cannot be read are None."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ from outpace.records.topology import cpu_list
 
 PROC, DEV = Path("/proc"), Path("/dev")
 _SHARED_MEMORY = Path("/dev/shm")
-# Only variables that a check reads, since others may contain private data.
+# Only variables that a check reads, because others may contain private data.
 SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG",
@@ -27,7 +27,7 @@ SETTINGS = (
     "NCCL_NET",
     "NCCL_NVLS_ENABLE", "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
-# The library with which NCCL and other programs send over InfiniBand and RoCE.
+# Library that NCCL and other programs use for InfiniBand and RoCE.
 VERBS_LIBRARY = "libibverbs.so.1"
 _LOCAL = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
           ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -43,9 +43,9 @@ def gather(
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
-    """Collect the facts of this host.
+    """Collect the facts about this host.
 
-    `watch_s`: how long to watch other programs; `timeout_s`: the limit for a driver's tool.
+    Other programs are observed for `watch_s`. Each driver tool may take up to `timeout_s`.
     """
     cpu = read_cpus(sys)
     usable = frozenset(usable_cpus())
@@ -96,7 +96,7 @@ def gather(
 def _watch(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
-    """Return how many cores other programs use, the busiest of them, and swapped bytes/s."""
+    """Return the cores that other programs use, the busiest programs, and the swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
     # Listing all processes takes a while on a busy host, so cores are timed separately.
@@ -131,7 +131,7 @@ def _busy_s(times: object) -> float:
 
 
 def _cpu_times() -> dict[int, tuple[str, float, float]]:
-    """Return the processor time of each visible process by PID, and when it was read."""
+    """Return the name and CPU time of each visible process by PID, and when it was read."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -163,7 +163,7 @@ def _shared_memory() -> tuple[int, int] | None:
 
 
 def _limit(name: str) -> tuple[int | None, int | None]:
-    """Return the soft and the hard limit; -1 means that there is none."""
+    """Return the soft and hard limit, −1 if unlimited and None if unknown."""
     kind = getattr(resource, name, None)
     if kind is None:
         return None, None
@@ -181,7 +181,7 @@ def _of_each_cpu(sys: Path, cpus: frozenset[int], name: str) -> tuple[str, ...] 
 
 
 def _choice(text: str | None) -> str | None:
-    """Return the word in brackets: "always [madvise] never" -> "madvise"."""
+    """Return the word in brackets: "madvise" for "always [madvise] never"."""
     return None if text is None or "[" not in text else text.partition("[")[2].partition("]")[0]
 
 
@@ -209,7 +209,7 @@ def _ports(folder: Path) -> Iterator[NetworkPort]:
 
 
 def _loads(library: str) -> bool:
-    """Return whether a library can be loaded, without touching any device."""
+    """Return whether a library can be loaded, which does not access any device."""
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -1,4 +1,4 @@
-"""Description of this machine: processor, memory and devices, without measurements."""
+"""Description of this machine without measurements: CPU, memory and devices."""
 
 import platform
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from outpace.records.hardware import Accelerator
 from outpace.records.machine import Device, Machine
 
 FindAccelerator = Callable[[str, int | None], Accelerator | None]
-# Processor features that determine the speed of matmuls.
+# CPU features that determine the speed of matmuls.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16",
              "sve", "sve_bf16", "asimd")  # fmt: skip
 
 
 def usable_cores(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> int:
-    """Return the number of cores that this process may use, by CPU affinity and control groups."""
+    """Return the number of cores that this process may use, by CPU affinity and cgroup quota."""
     cpus, (quota, _) = len(usable_cpus()), cpu_quota(membership, mounts)
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def identify(find_accelerator: FindAccelerator) -> Machine:
-    """Describe this host and its CUDA devices; `find_accelerator` looks up names in a catalog."""
+    """Describe this host and its CUDA devices, which `find_accelerator` looks up in a catalog."""
     name, features = _processor()
     return Machine(
         host_cores=usable_cores(),

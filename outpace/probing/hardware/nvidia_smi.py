@@ -1,6 +1,6 @@
 """Topology of GPUs and network cards, from the output of `nvidia-smi topo -m`.
 
-The output is in a file, or comes from the driver's own tool, which may be missing, fail, or hang.
+The output comes from a file or from the driver's tool, which may be missing, fail, or hang.
 """
 
 import os
@@ -29,11 +29,11 @@ _TAB = 8
 
 
 class ToolError(OutpaceError):
-    """Raised if a driver's tool gives no answer: it is missing, failed, or timed out."""
+    """Raised if a driver tool is missing, fails, or times out."""
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
-    """Return the topology from this host's `nvidia-smi`. Raises ToolError if it fails or hangs."""
+    """Return this host's topology from `nvidia-smi`. Raises ToolError if that fails or hangs."""
     text = run_tool([TOOL, "topo", "-m"], timeout_s)
     try:
         return parse(text, "nvidia-smi topo -m")
@@ -45,7 +45,7 @@ def read_live(timeout_s: float = 20.0) -> Topology:
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Return `read_live`'s topology; None if the tool gives no answer."""
+    """Return this host's topology, or None if `nvidia-smi` gives none."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -53,7 +53,7 @@ def read_if_there(timeout_s: float = 20.0) -> Topology | None:
 
 
 def run_tool(command: list[str], timeout_s: float) -> str:
-    """Return a tool's output. On a timeout, the tool's child processes are killed with it.
+    """Return the output of a tool. On a timeout, the tool and its child processes are killed.
 
     Raises ToolError if the tool is missing, fails or times out.
     """
@@ -102,7 +102,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True)
 class _Header:
-    """Header of the matrix: device names, then columns about the host, and its position."""
+    """Header of the matrix: device names, host columns, and the positions of these columns."""
 
     names: tuple[str, ...]
     columns: tuple[str, ...]
@@ -110,10 +110,10 @@ class _Header:
 
 
 def parse(text: str, source: str) -> Topology:
-    """Return the topology in a tool's output, wherever it is in `text`.
+    """Parse the topology in a tool's output, anywhere in `text`.
 
-    Cells that a terminal has merged are separated; a cell that is missing in one row is taken from
-    the other device's row. Raises BadInputError if there is no matrix, or if a link between GPUs is
+    Cells that a terminal merged are separated, and a cell missing from one row is taken from the
+    other device's row. Raises BadInputError if there is no matrix, or if a link between GPUs is
     unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
@@ -165,7 +165,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         if any(_TERMS.fullmatch(name) for name in names):
             continue  # a row
         found = list(_LABELS.finditer(expanded))
-        # If the header lacks its empty first cell, rows are shifted right relative to it.
+        # If the header lacks its empty first cell, its columns are shifted left of those in rows.
         shift = _TAB if not line[:1].isspace() else 0
         columns = tuple("".join(match[0].split()) for match in found)
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
@@ -181,7 +181,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
 
 
 def _refuse_foreign(lines: list[str], source: str) -> None:
-    """Refuse another tool's matrix, which has GPUs as columns but other words in its cells."""
+    """Refuse another tool's matrix, which has GPU columns but no link names in its cells."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
         said = describe_foreign("\n".join(lines))
@@ -190,9 +190,9 @@ def _refuse_foreign(lines: list[str], source: str) -> None:
 
 
 def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
-    """Return whether the matrix is from topo -mp, which shows only PCIe links.
+    """Return whether the matrix is from `topo -mp`, which shows only PCIe links.
 
-    Such a matrix is recognised by the command in the file, or by a legend without NVLinks.
+    It is recognised by the command in the text, or by a legend without NVLinks.
     """
     if any(nvlinks(link) for row in rows.values() for link in row):
         return False
@@ -205,7 +205,7 @@ def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) 
 def _row(
     line: str, name: str, header: _Header, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
-    """Return a device's links by column, and its CPUs and NUMA node."""
+    """Return a device's links by column, and its CPU and NUMA fields."""
     expanded = line.expandtabs(_TAB)
     words = list(re.finditer(r"\S+", expanded))[1:]
     cells: list[str | None] = []
@@ -240,11 +240,11 @@ _FIELDS = {
 
 
 def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
-    """Return the last fields by column name, with gaps for cells that the tool left empty."""
+    """Return the fields after the links by name, skipping cells that the tool left empty."""
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
-        # The first cell exists if the first word begins at its column or to the left of it.
+        # The first cell is not empty if the first word begins at or left of its column.
         at_first = whole and words[0].start() <= header.starts[0]
         last_given = words[-1][0] == "N/A" or not at_first
         if at_first:
@@ -257,7 +257,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
 def _mirror(
     names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
 ) -> list[list[str | None]]:
-    """Complete the matrix: take a link that one row lacks from the other device's row."""
+    """Complete the matrix: a link missing from one row is taken from the other device's row."""
     place = {name: at for at, name in enumerate(names)}
     unknown = []
     links: list[list[str | None]] = [["X" if a == b else None for b in names] for a in names]
@@ -288,7 +288,7 @@ def _mirror(
 
 
 def render(topology: Topology) -> str:
-    """Format a topology like the tool's matrix; `parse` reads it back."""
+    """Format a topology like the tool's matrix, for `parse` to read back."""
     with_numa = any(device.numa_affinity for device in topology.devices)
     with_id = any(device.gpu_numa_id for device in topology.devices)
     header = ["", *(device.name for device in topology.devices), "CPU Affinity"]

@@ -1,7 +1,7 @@
-"""GPUs as described by NVIDIA's management library (NVML), through nvidia-ml-py.
+"""State of GPUs from NVIDIA's management library (NVML), through nvidia-ml-py.
 
-See https://docs.nvidia.com/deploy/nvml-api/. Each query may fail separately, and its answer is then
-None. NVML can hang with a broken driver, so `query` runs in a separate process.
+See https://docs.nvidia.com/deploy/nvml-api/. Each query may fail separately, which gives None. NVML
+can hang with a broken driver, so `query` runs in a separate process.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.inventory import GpuState
 from outpace.records.topology import cpu_list
 
-# nvml.h, nvmlClocksEventReason*: causes of low clocks. Idleness is not a problem.
+# Causes of low clocks (nvml.h, nvmlClocksEventReason*), except idleness.
 _REASONS = {
     0x2: "clocks set by a user",
     0x4: "power cap",
@@ -27,7 +27,7 @@ _REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# Stable constants from NVML's header: fields of nvmlDeviceGetFieldValues, and their meaning.
+# Constants from NVML's header, which are stable: fields of nvmlDeviceGetFieldValues.
 FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
 FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
 ALL_LINKS = 0xFFFFFFFF
@@ -44,7 +44,7 @@ def query(
 ) -> tuple[tuple[GpuState, ...], str | None]:
     """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` prints them as `main` does. A failing driver raises no error.
+    `command` must print them as `main` does. A failing driver raises no error here.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -68,20 +68,23 @@ def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
 
 
 def read_gpus(library: Any) -> tuple[GpuState, ...]:
-    """Return all GPUs from an initialised `pynvml`, or one like it. Raises its NVMLError."""
+    """Return the state of all GPUs from an initialised `pynvml` or a substitute for it.
+
+    Raises NVMLError.
+    """
     count = library.nvmlDeviceGetCount()
     return tuple(_state(library, index) for index in range(count))
 
 
 class _Device:
-    """Reader of one device's properties, which records why a query was refused."""
+    """Reader of a device's properties that records why queries were refused."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self.library, self.handle = library, handle
         self.refused: dict[str, str] = {}
 
     def read_field(self, what: str, *arguments: Any) -> Any:
-        """Return the result of nvmlDeviceGet`what`; None if refused."""
+        """Return the result of nvmlDeviceGet`what`, or None if it was refused."""
         call = getattr(self.library, f"nvmlDeviceGet{what}", None)
         if call is None:
             self.refused[what] = "not in this version of nvidia-ml-py"
@@ -148,7 +151,7 @@ def _state(library: Any, index: int) -> GpuState:
 
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return the reasons for throttled clocks; older libraries name the query differently."""
+    """Return the reasons for throttled clocks, by the query's new or old name; None if unknown."""
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")
@@ -156,18 +159,18 @@ def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
 
 
 def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return the current causes of a device's throttling; None if the driver does not say."""
+    """Return the current reasons for a device's throttling; None if not reported."""
     return _throttle_reasons(_Device(library, handle))
 
 
 def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
-    """Return the processes currently computing on a device; None if the driver does not say."""
+    """Return the PIDs of processes computing on a device; None if not reported."""
     listed = _Device(library, handle).read_field("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
 
 def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
-    """Count a GPU's NVLinks and those that are up; NVML numbers them without gaps."""
+    """Return the number of a GPU's NVLinks, and how many are up. NVML numbers them without gaps."""
     states = []
     for link in range(device.library.NVML_NVLINK_MAX_LINKS):
         state = device.read_field("NvLinkState", link)
@@ -181,7 +184,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
 
 
 def _affinity(device: _Device) -> str | None:
-    """Return the CPUs near the GPU, from NVML's mask in 64-bit words, lowest first."""
+    """Return the CPUs near the GPU, from NVML's mask of 64-bit words, lowest word first."""
     words = device.read_field("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
     if words is None:
         return None
@@ -204,20 +207,20 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a fraction.
+    """Return a percentage as a fraction, or None above 100.
 
-    Returns None above 100, which drivers report for finished processes.
+    Drivers report more than 100 for finished processes.
     """
     return percent / 100 if 0 <= percent <= 100 else None
 
 
 def words(value: str | bytes | None) -> str | None:
-    """Return a name as text; older versions of nvidia-ml-py return bytes."""
+    """Return a name as text, which older versions of nvidia-ml-py return as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def main() -> None:
-    """Print this host's GPUs as a line of JSON after a marker, or the reason if there are none."""
+    """Print this host's GPUs as a marked line of JSON, with the reason if there are none."""
     gpus: tuple[GpuState, ...] = ()
     why = None
     try:

@@ -1,4 +1,4 @@
-"""Linux's files that describe a host, and the control groups of this process."""
+"""Linux files that describe a host, and the control groups of this process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ MEMBERSHIP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a small kernel file, stripped; None if it is missing or not permitted."""
+    """Return the stripped text of a small kernel file; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -17,20 +17,20 @@ def read_text(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group of the kernel, through version 1 or 2 of the interface."""
+    """A control group (cgroup) in version 1 or 2 of the kernel's interface."""
 
     folder: Path
     version: int
 
     def read(self, name: str) -> str:
-        """Read one of the group's files; empty if the file does not exist."""
+        """Read one of the group's files; return '' if it cannot be read."""
         return read_text(self.folder / name) or ""
 
 
 def control_groups(
     controller: str, membership: Path = MEMBERSHIP, mounts: Path = MOUNTS
 ) -> Iterator[ControlGroup]:
-    """Yield this process's groups of a controller ("memory", "cpu"), and all their parents."""
+    """Yield this process's control groups for a controller ("memory", "cpu"), and their parents."""
     mounted = dict(_find_mounts(controller, mounts))
     for line in (read_text(membership) or "").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -50,7 +50,7 @@ def control_groups(
 
 
 def _find_mounts(controller: str, mounts: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
-    """Yield the mounted group and its mount point by cgroup version (proc(5), mountinfo)."""
+    """Yield, by cgroup version, the root and mount point of each mount (proc(5), mountinfo)."""
     for line in (read_text(mounts) or "").splitlines():
         before, _, after = line.partition(" - ")
         root, place = before.split()[3:5]

@@ -1,4 +1,4 @@
-"""Versions and commits, which must be equal for two results to be comparable."""
+"""Versions and commits, which must match for two results to be comparable."""
 
 import hashlib
 import platform
@@ -16,18 +16,17 @@ from outpace.nn.torch_versions import VERSION
 from outpace.probing.hardware.procfs import read_text
 from outpace.records.version import __version__
 
-# The kernel module reports its version here; the file is missing under Windows and without a
-# driver.
+# Version of the driver's kernel module. The file is missing on Windows and without a driver.
 _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _TELLING = (
     "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
     "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
 )  # fmt: skip
-# Variables that differ for each launch, or that only the launcher sets.
+# Variables that differ between launches, or that only the launcher sets.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
-# Names of variables with secrets. Addresses that contain a user are secret, too, since the user may
-# be a token.
+# Names of variables with secrets. Addresses that contain a user are secret too: the user may be a
+# token.
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASS(W|P|C|_|$)|PWD|(^|_)PW(_|$)|KEY|CRED|AUTH|COOKIE|BEARER|SIGNATURE",
     re.IGNORECASE,
@@ -36,10 +35,10 @@ _ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of Python, relevant packages, CUDA, its driver, NCCL and gloo.
+    """Return the versions of Python, relevant packages, CUDA, its driver, NCCL and gloo.
 
-    The driver is not queried, because a broken one may not answer. outpace and torch report their
-    versions themselves, because packages on PYTHONPATH have no metadata.
+    The driver is not queried, because a broken one may hang. outpace and torch report their own
+    versions, because packages on PYTHONPATH have no metadata.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -56,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """Return the versions of NCCL and gloo; gloo is part of torch, and has its version."""
+    """Return the versions of NCCL and gloo; gloo is part of torch."""
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -66,7 +65,7 @@ def _backends() -> dict[str, str]:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Return the working copy's commit and whether there are changes; None without a repository."""
+    """Return the checked-out commit, and whether there are changes; None without a repository."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None
@@ -75,16 +74,16 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def changes() -> str | None:
-    """Return a hash of all uncommitted changes; None without changes or without a repository."""
+    """Return a hash of all uncommitted changes; None if there are none or no repository."""
     found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that affect computation or communication, except launch variables.
+    """Return the variables that affect computation or communication, without launch variables.
 
-    Variables that may contain a secret are left out: those with certain names, or with a user or
-    a password in an address.
+    Variables that may contain a secret are left out, judging by their name or by a user in an
+    address.
     """
     return {
         name: value

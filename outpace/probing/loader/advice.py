@@ -1,4 +1,4 @@
-"""Choice of loader settings: the cheapest among those about as fast as the fastest."""
+"""Choice of loader settings: the cheapest of those that are about as fast as the fastest."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.probe_results import Advice
 from outpace.records.units import show_count, show_seconds
 
-# A worker is worthwhile if exposed loading takes a larger share of a step than this.
+# A worker is worthwhile if exposed loading takes a larger fraction of a step than this.
 _SHOWN = 0.01
 _WORTH = 0.05
 # Settings within this fraction of the fastest count as equally fast, even if the difference is
@@ -16,7 +16,7 @@ _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice as sentences with the figures."""
+    """Return advice on the figures of a probe."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -30,9 +30,9 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the setting with the fewest workers, then the least prefetching, among the fastest.
+    """Return the fastest setting, or a cheaper one that is about as fast.
 
-    Returns None if there are no figures.
+    Fewer workers are cheaper, then less prefetching. Returns None without figures.
     """
     known = [f for f in figures if f.value is not None]
     if not known:
@@ -96,7 +96,7 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
-    """Advise on pinned memory, with the recommended number of workers and with none."""
+    """Advise on pinned memory, for the recommended number of workers and for none."""
     counts = (0, 0 if recommended is None else recommended.key.of["workers"])
     for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
         workers = pinned.key.of["workers"]

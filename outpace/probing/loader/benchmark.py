@@ -56,7 +56,7 @@ def probe_loader(
     progress: Progress = lambda share: None,
     device: torch.device = CPU,
 ) -> Turns[ProbeSection]:
-    """Measure loading and tokenising, and return the recommended setting.
+    """Measure data loading and tokenization, and recommend settings.
 
     Raises BadInputError for data that cannot be read.
     """
@@ -89,7 +89,7 @@ def _tokenising(ready: LoaderInput, quick: bool, budget_s: float) -> Turns[list[
 
 
 def _counts(quick: bool) -> list[int]:
-    """Return numbers of workers: 0, powers of 2 up to the number of cores, and that number."""
+    """Return worker counts: 0, powers of 2 up to the number of cores, and that number."""
     cores = usable_cores()
     most = min(cores, _QUICK_WORKERS) if quick else cores
     return sorted({0, most, *(1 << n for n in range(most.bit_length()) if 1 << n <= most)})
@@ -97,7 +97,7 @@ def _counts(quick: bool) -> list[int]:
 
 @contextmanager
 def _one_thread_for_each_tokenizer() -> Iterator[None]:
-    """Limit tokenizers to one thread, because workers run in parallel and forks would warn."""
+    """Limit tokenizers to one thread, since workers run in parallel and forks would warn."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -112,7 +112,7 @@ def _one_thread_for_each_tokenizer() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A loader's setting: outpace, torch (over the same tokens) or text (workers tokenize)."""
+    """Settings of a loader: outpace's, torch's on the same tokens, or one that tokenizes text."""
 
     loader: str
     workers: int
@@ -129,7 +129,7 @@ class _Setting:
 
 @dataclass
 class _OpenLoader:
-    """A running loader. A call reads `batches` from it and returns the first one."""
+    """A running loader. A call reads `batches` batches and returns the first one."""
 
     batches_of: Iterator[Any]
     close: Callable[[], None]
@@ -147,7 +147,7 @@ class _OpenLoader:
 
 @dataclass
 class _Bench:
-    """Benchmark of the settings of one data set."""
+    """Benchmark of loader settings on one data set."""
 
     ready: LoaderInput
     micro_batch: int
@@ -158,10 +158,11 @@ class _Bench:
     _found: list[str] = field(default_factory=list)
 
     def settings(self) -> list[_Setting]:
-        """Return all numbers of workers, combined with other settings.
+        """Return the settings to time: all numbers of workers, some with other settings varied.
 
-        A full probe varies prefetching for some numbers of workers and, on a GPU, pinning for all;
-        a quick one varies both for the most workers only.
+        A full probe varies prefetching for some numbers of workers and, on a GPU, pinning for all.
+        A quick probe varies prefetching only for the largest number, and pinning for none and the
+        largest.
         """
         counts = _counts(self.quick)
         most = counts[-1]
@@ -180,7 +181,7 @@ class _Bench:
         return found
 
     def notes(self) -> Iterator[str]:
-        """Return notes on what was not timed."""
+        """Yield notes on what was not timed."""
         if self.device.type != "cuda":
             yield "loader: pinned memory is not timed, since there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
@@ -210,7 +211,8 @@ class _Bench:
         running = self._open_loader(setting)
         self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
-        # More batches than the queues hold, since these fill up during samples of other settings.
+        # Read more batches than the queues hold, because they fill up while other settings are
+        # timed.
         waiting = setting.workers * (setting.prefetch + 1)
         running.batches = max(1, waiting)
         HostClock().seconds(running, 1)
@@ -227,7 +229,7 @@ class _Bench:
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip
 
     def _wrong(self, setting: _Setting, first: Any) -> str | None:
-        """Check the first batch; a user's data set may return different samples."""
+        """Check the first batch; only a user's data set may return different samples."""
         wrong = _difference(first, self._reference.setdefault(setting.loader, first))
         if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
             return wrong
@@ -239,7 +241,7 @@ class _Bench:
         return None
 
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
-        """Measure the seconds from opening a loader with workers to its first batch."""
+        """Measure the time from opening a loader with workers to its first batch, s."""
         starter = _Starter(self._open_loader, _Setting("outpace", _counts(self.quick)[-1]))
         case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
@@ -301,7 +303,7 @@ class _Starter:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """Take a sample, then end the workers, which would otherwise run during other cases."""
+        """Take a sample, then end the workers, so that they do not run during other cases."""
         try:
             with _one_thread_for_each_tokenizer():
                 yield
@@ -311,7 +313,7 @@ class _Starter:
 
 
 class _BatchKeys:
-    """Keys of micro-batches of any data set, in training order if it has one."""
+    """Batch sampler for any data set, in training order if it has one."""
 
     def __init__(self, dataset: Any, micro_batch: int) -> None:
         self._dataset, self._micro_batch = dataset, micro_batch
@@ -327,7 +329,7 @@ class _BatchKeys:
 
 
 def _difference(batch: Any, reference: Any) -> str | None:
-    """Compare the batch with another loader's batch."""
+    """Describe how a batch differs from another loader's batch, or return None."""
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):

@@ -1,4 +1,4 @@
-"""Data for timing a loader: the user's data as training reads it, or a part of it."""
+"""Data for timing a loader: all or part of the user's data, as training reads it."""
 
 import math
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from outpace.data.tokenizer import Tokenizer
 from outpace.data.tokenizer_training import train_tokenizer
 from outpace.records.errors import BadInputError
 
-# Maximum characters of text that a probe reads; training would read all text.
+# Maximum number of characters that a probe reads; training reads all text.
 _TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
-# Tokens are repeated up to this number, which like a real corpus exceeds a processor's cache.
+# Tokens are repeated to this number, which exceeds a CPU's caches as a real corpus does.
 _LEAST_TOKENS = 1 << 24
 # Characters on which a tokenizer is trained; more would not change its speed.
 _LEARNED_CHARACTERS, _LEARNED_VOCAB = 1 << 20, 8192
@@ -34,8 +34,8 @@ _AT_ONCE = 256
 class LoaderData:
     """Data to load, as for `outpace train`, and the sizes of batches.
 
-    Without a `tokenizer`, one is trained on the text. `dataset`: a user's map-style data set that
-    replaces sources.
+    Without a `tokenizer`, one is trained on the text. `dataset` is a user's map-style data set,
+    which replaces the sources.
     """
 
     sources: tuple[str, ...] = ("stdlib",)
@@ -50,9 +50,9 @@ class LoaderData:
 
 @dataclass(frozen=True)
 class LoaderInput:
-    """Data to time: `tokens`, which training loads, and `texts`, from which they were made, if any.
+    """Data to time: `tokens` as training loads them, and the `texts` that they come from, if any.
 
-    `sample_tokens`: the tokens of each sample, None if unknown.
+    `sample_tokens` is the number of tokens per sample, or None if unknown.
     """
 
     tokens: Any
@@ -64,9 +64,9 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """Return data ready for loading; files are written in `folder`.
+    """Prepare data for loading, writing files to `folder`.
 
-    Raises BadInputError if no source is given, or one is not found.
+    Raises BadInputError if no source is given or a source does not exist.
     """
     if data.dataset is not None:
         kind, count = type(data.dataset).__name__, len(data.dataset)
@@ -106,7 +106,7 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
 
 
 def _name_sources(sources: tuple[str, ...]) -> str:
-    """Return the names of the sources that were timed, without folders."""
+    """Return a note that names the sources, without their folders."""
     names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
     return f"loader: timed on {', '.join(names)}"
 
@@ -138,7 +138,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
 def _write_tokens(
     path: Path, parts: list[Piece], encoded: list[Array], tokenizer: Tokenizer
 ) -> Stream:
-    """Write tokens to a file in the format of the token cache, repeated until there are enough."""
+    """Write tokens to a file as in the token cache, repeating them until there are enough."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     starts, ids, length = [], [], 0
     for part, found in zip(parts, encoded, strict=True):
@@ -159,9 +159,9 @@ def _write_tokens(
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Texts that are tokenised on access, each padded or truncated to `seq_len` tokens.
+    """Texts that are tokenized on access and padded or truncated to `seq_len` tokens.
 
-    `mean_tokens`: the mean number of tokens per text.
+    `mean_tokens` is the mean number of tokens per text.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 def _as_text(
     tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
 ) -> TextDataset:
-    """Return the same texts, cut to the length of about one sample each."""
+    """Return the same texts, cut to about the length of one sample each."""
     characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
     length = max(1, round(characters * seq_len))
     cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]

@@ -1,8 +1,8 @@
 """Rates of tokenization, by the number of processes that encode text.
 
-Text is encoded as `outpace train` prepares data, with a cache of words that fills up over time. So
-each sample starts with an empty cache, fills it with the first part of the text, and is timed on an
-unseen second part.
+Text is encoded as `outpace train` does it, with a cache of words that fills up over time. Each
+sample therefore starts with an empty cache, fills it with one part of the text, and is timed on
+another part.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ def tokenise_figures(
     quick: bool,
     budget_s: float,
 ) -> Turns[list[Figure]]:
-    """Return tokens/s and bytes/s for each number of processes.
+    """Measure tokens/s and bytes/s for each number of processes.
 
-    One process means this process, which encodes with threads.
+    One process means encoding in this process, with threads.
     """
     whole = "\n".join(texts)
     effort = Effort(budget_s, rounds_of(quick), sample_s=0)
@@ -50,7 +50,7 @@ def tokenise_figures(
 
 
 def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure:
-    """Return the same measurement in another unit."""
+    """Return a figure converted to another unit."""
 
     def times(value: float | None) -> float | None:
         return None if value is None else value * factor
@@ -68,7 +68,7 @@ def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure
 
 
 class _Run:
-    """Encoding with one number of processes. `tokens` and `bytes` describe the timed part."""
+    """Encoding with one number of processes. `tokens` and `bytes` count the timed part."""
 
     def __init__(self, tokenizer: Tokenizer, whole: str, processes: int, quick: bool) -> None:
         size = min((_PART if quick else _FULL_PART) * processes, len(whole) // 2)
@@ -81,12 +81,12 @@ class _Run:
         self._encoders: Encoders | None = None
 
     def case(self) -> Case:
-        """Return a case in which each call encodes one part."""
+        """Return a case whose calls encode one part each."""
         key = Key(kind="tokenise", what="tokens", of={"processes": self._processes})
         return Case(key, "tokens/s", self._make, self.tokens, self._wrong)
 
     def _make(self) -> Callable[[], list[Ids]]:
-        """Create new encoders, with an empty cache, and return the call to time."""
+        """Create encoders with an empty cache, and return the call to time."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0
@@ -103,7 +103,7 @@ class _Run:
         return [ids for future in waiting for ids in future.result()]
 
     def _wrong(self, encoded: list[Ids]) -> str | None:
-        """Compare the first text with the tokenizer's own result."""
+        """Compare the ids of the first text with those of the tokenizer itself."""
         if encoded[0].tolist() == self._tokenizer.encode(self._parts[0][0]):
             return None
         return "its ids are not the tokenizer's"

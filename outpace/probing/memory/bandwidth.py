@@ -1,8 +1,8 @@
 """Memory rates: reading, writing, copying, elementwise operations and allocation.
 
-Sizes range from those that fit in a cache to those that exceed all caches, which show the rate of
+Sizes range from arrays that fit in a cache to arrays larger than all caches, which show the rate of
 memory itself. As in McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers",
-bytes read and written are counted, but not those that a cache reads before a write.
+bytes read and written count, but not bytes that a cache reads before a write.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,10 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure, Key
 from outpace.records.probe_results import Advice
 
-# Numbers of fp32 elements, below that of `large_elements`.
+# Numbers of fp32 elements; `large_elements` gives the largest.
 _QUICK = (1 << 14, 1 << 18)
 _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-# Size of an array in caches: much of a smaller one would stay in the cache.
+# Size of an array in multiples of the caches, which would hold much of a smaller one.
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
@@ -35,7 +35,7 @@ _USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
 def large_elements(device: torch.device) -> int:
-    """Return the number of fp32 elements of an array larger than all caches, if memory allows."""
+    """Return the fp32 elements of an array that exceeds all caches, if memory allows."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -48,7 +48,7 @@ def large_elements(device: torch.device) -> int:
 
 
 def memory_cases(device: torch.device, quick: bool) -> list[Case]:
-    """Return cases for a device's memory, and for transfers between it and the host's memory."""
+    """Return cases for a device's memory, and for transfers between device and host."""
     large = large_elements(device)
     elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
     pool = torch.empty(large, device=device).normal_()
@@ -89,14 +89,14 @@ def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
 
 
 def _sums(found: Tensor, x: Tensor) -> str | None:
-    """Check a sum; its allowed rounding error is relative to the sum of absolute values."""
+    """Check a sum; its allowed error is relative to the sum of absolute values."""
     true = x.sum(dtype=torch.float64).item()
     allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
     return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
 
 
 def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
-    """Yield operations that transformers run between matmuls, on arrays larger than any cache."""
+    """Yield elementwise operations of transformers, on arrays larger than any cache."""
     size = x.nbytes
 
     def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
@@ -121,7 +121,7 @@ def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
 
 
 def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield cases that allocate, write to each page and free, as for a temporary tensor."""
+    """Yield cases that allocate, fill and free memory, as for temporary tensors."""
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
@@ -179,7 +179,7 @@ def _sending_fault(source: Tensor, found: Tensor) -> str | None:
 
 
 def _overlap_cases(device: torch.device) -> Iterator[Case]:
-    """Yield a matmul, transfers in one and both directions, and a matmul during each of them."""
+    """Yield a matmul, transfers in each and both directions, and a matmul during each transfer."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
     matmul = partial(torch.mm, a, a)
     ways: dict[str, _Ways] = {}
@@ -208,7 +208,7 @@ _Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
 
 
 def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
-    """Compute while each transfer runs in a separate stream; wait for all on the device."""
+    """Compute during transfers, each in a separate stream; make the device wait for all of them."""
     here = torch.cuda.current_stream(device)
     for stream, source, to in sends:
         stream.wait_stream(here)
@@ -221,7 +221,7 @@ def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], An
 
 
 def _arrival_fault(sends: _Ways, _: Any) -> str | None:
-    """Check the transferred data, then clear them so that the next transfer can be checked."""
+    """Check the transferred data, then clear them for the next check."""
     for _stream, source, to in sends:
         wrong = _sending_fault(source, to)
         if wrong is not None:
@@ -240,7 +240,7 @@ def _both_right(
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[ProbeSection]:
-    """Measure a device's memory and, on a GPU, transfers to and from the host's."""
+    """Measure a device's memory and, on a GPU, transfers between it and the host."""
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
     alike = "host and device are the same, so there are no transfers to measure"
@@ -251,7 +251,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the overlap of a matmul and transfers by direction, as a share of the shorter time."""
+    """Return the fraction of a matmul or transfer that overlap hides, by direction."""
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(
@@ -263,7 +263,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Describe the hidden share, with its interval."""
+    """Describe each hidden fraction, with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
@@ -274,7 +274,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Yield a note for each hidden share that was not stable enough."""
+    """Yield a note for each hidden fraction that was not stable enough."""
     for figure in hidden:
         if figure.value is None:
             yield (

@@ -1,4 +1,4 @@
-"""Advice on checkpoints and offloading, from a disk's figures."""
+"""Advice on checkpoints and offloading, from measurements of a disk."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,14 +7,14 @@ from outpace.records.figure import Figure
 from outpace.records.probe_results import Advice
 from outpace.records.units import show_seconds
 
-# Bytes for a billion parameters: of fp32 weights and AdamW's two moments, and of the moments only.
+# Bytes per billion parameters: fp32 weights with AdamW's two moments, and the moments only.
 _CHECKPOINT_BYTES, _MOMENTS_BYTES = 12e9, 8e9
 _WORTH = 0.10  # minimum gain to report
 _SLOW_FSYNC_S = 0.02
 
 
 def advice_of(role: str, figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice as sentences with the figures. `role`: checkpoints, offload, or both."""
+    """Return advice on a disk's figures. `role`: checkpoints, offload, or both."""
     known = [figure for figure in figures if figure.value is not None]
     found = [*_checkpoint(role, known)] if role != "offload" else []
     if "offload" in role:
@@ -54,7 +54,7 @@ def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _needs_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
-    """Report a disk that a single stream does not saturate."""
+    """Report that a single stream does not saturate the disk."""
     for verb in ("read", "write"):
         blocks = [f for f in known if f.key.what == f"sequential {verb}"]
         largest = max((f.key.of["block_bytes"] for f in blocks), default=0)

@@ -1,8 +1,8 @@
 """Rates of disks for checkpoints and offloading.
 
-Blocks bypass the kernel's cache, and are moved one after the other (queue 1) or by several threads
-in parallel. Writing checkpoints is also timed as training does it, through the cache followed by
-fsync, and so is making a small file and its name durable.
+Blocks bypass the kernel's cache. They are transferred one after the other (queue 1), or by several
+threads in parallel. Also timed are writing a checkpoint as training does, through the cache
+followed by fsync, and making a small file and its name durable.
 """
 
 import os
@@ -51,7 +51,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Disk:
-    """Cases that time a directory while its files are open."""
+    """Cases that time a directory, valid while its files are open."""
 
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
@@ -63,9 +63,9 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload), once per file system.
+    """Time the directory of each role (checkpoints, offload), once per file system.
 
-    `budget_s` is the total time. Raises BadInputError if a directory cannot be written to or lacks
+    `budget_s` is the total time. Raises BadInputError if a directory is not writable or lacks
     space.
     """
     if not sys.platform.startswith("linux"):
@@ -113,10 +113,10 @@ def _probe_directory(
 
 @contextmanager
 def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
-    """Yield the cases for an existing directory. `role` is its name in figures.
+    """Yield cases for an existing directory, which `role` names in figures.
 
-    Nothing is left in the directory. Raises BadInputError if there is too little space, OSError if
-    the directory cannot be written to.
+    Nothing is left in the directory. Raises BadInputError if there is too little space, and OSError
+    if the directory is not writable.
     """
     nbytes = _FILE_BYTES if quick else _FULL_FILE_BYTES
     require_room(directory, nbytes + BUFFERED_BYTES)
@@ -161,7 +161,10 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _Mover:
-    """Reader or writer of blocks in a given order, `queue` at a time, from its last position on."""
+    """Reader or writer of blocks in a given order, `queue` at a time.
+
+    Each call continues where the previous one ended.
+    """
 
     file: PageFile
     pool: ThreadPoolExecutor
@@ -197,7 +200,7 @@ class _Mover:
         return lane, page, number
 
     def calibrate(self) -> None:
-        """Find the number of operations per call."""
+        """Choose the number of operations per call."""
         took_s = HostClock().seconds(self, 1)
         took_s = min(took_s, HostClock().seconds(self, 1))
         # No block occurs twice in a call, or threads could use the same block.
@@ -235,7 +238,7 @@ def _key(what: str, **of: str | int) -> Key:
 
 
 def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case]:
-    """Yield writes of checkpoints: through the page cache, then synced."""
+    """Yield cases of writing files durably, as for checkpoints."""
     noise = random.Random().randbytes(BUFFERED_BYTES)
     new = _NewFile(named, noise)
     stack.callback(new.close)
@@ -268,7 +271,7 @@ def _difference(held: object, written: object) -> str | None:
 
 
 class _NewFile:
-    """Case that replaces a file and waits until it is on disk."""
+    """Case that writes a new file and waits until it is on disk."""
 
     def __init__(self, directory: Path, data: bytes) -> None:
         self._directory, self._data = directory, memoryview(data)

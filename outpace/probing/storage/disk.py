@@ -1,7 +1,7 @@
-"""An unlinked file of self-identifying random pages, read and written without the page cache.
+"""An unlinked file of random pages that identify themselves, bypassing the page cache.
 
-With O_DIRECT, the disk itself is timed: the kernel neither keeps pages nor delays writes. Caches of
-the disk, a controller or a hypervisor may still interfere.
+O_DIRECT times the disk itself: the kernel neither keeps pages nor delays writes. Caches of the
+disk, a controller or a hypervisor may still have an effect.
 """
 
 import errno
@@ -41,7 +41,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def in_memory(directory: Path) -> str | None:
-    """Return the type of a file system without a disk; None if it is on a disk, or unknown.
+    """Return the type of a file system that is in memory; None for other file systems.
 
     Recent kernels accept O_DIRECT on such file systems, and copy memory.
     """
@@ -59,7 +59,7 @@ def in_memory(directory: Path) -> str | None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """Convert the system's errors for a directory to BadInputError."""
+    """Convert OSErrors for a directory to BadInputError."""
     try:
         yield
     except OSError as error:
@@ -120,7 +120,7 @@ class PageFile:
             raise
 
     def _try_direct(self) -> None:
-        """Use O_DIRECT if it works: some file systems accept the flag but refuse reads."""
+        """Turn O_DIRECT off if a write fails: some file systems accept the flag but refuse I/O."""
         try:
             self.write(0, 0, 1)
         except OSError as error:
@@ -139,7 +139,7 @@ class PageFile:
         os.fsync(self.descriptor)
 
     def write(self, lane: int, page: int, pages: int) -> int:
-        """Write from page `page` on; return the number of this write. Raises OSError."""
+        """Write pages from `page` on; return the number of this write. Raises OSError."""
         own, first = self._lanes[lane], page % BLOCK_PAGES
         with self._counting:
             self._writes += 1
@@ -152,7 +152,7 @@ class PageFile:
         return number
 
     def read(self, lane: int, page: int, pages: int) -> None:
-        """Read from page `page` on. Raises OSError, and WrongResultError for wrong pages."""
+        """Read pages from `page` on. Raises OSError, and WrongResultError for wrong pages."""
         own = self._lanes[lane]
         part = own.incoming[: pages * PAGE_BYTES]
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
@@ -162,7 +162,7 @@ class PageFile:
             )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read and check everything; describe what is wrong or differs from what `write` wrote."""
+        """Read pages and check them entirely; describe a difference from write number `write`."""
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -187,20 +187,20 @@ class PageFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file, which deletes it (as does the end of the process)."""
+        """Close the file, which deletes it; so does the end of the process."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def open_nameless(directory: Path) -> int:
-    """Return a descriptor of an unlinked file for reading and writing. Raises OSError."""
+    """Return the descriptor of a new unlinked file. Raises OSError."""
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
 
 
 def _open(directory: Path) -> tuple[int, bool]:
-    """Open a file; return its descriptor, and whether it uses O_DIRECT."""
+    """Open a new unlinked file; return its descriptor, and whether it uses O_DIRECT."""
     nameless = open_nameless(directory)
     if in_memory(directory) is not None:
         return nameless, False

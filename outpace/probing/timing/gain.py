@@ -1,4 +1,4 @@
-"""Gains of one option over another, from two figures of one probe."""
+"""Gains of one option over another, from two figures of the same probe."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -9,7 +9,7 @@ from outpace.records.figure import Figure
 
 @dataclass(frozen=True)
 class Gain:
-    """A relative gain (0.03 is 3 % faster), from `low` to `high` at `intervals.LEVEL`."""
+    """A relative gain (0.03 means 3 % faster), with an interval at `intervals.LEVEL`."""
 
     value: float
     low: float
@@ -25,11 +25,11 @@ class Gain:
 
 
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
-    """Return the gain from `before` to `after`, by the ratio of samples taken side by side.
+    """Return the gain from `before` to `after`, from the ratios of simultaneous samples.
 
-    A slow period affects both and cancels out. `among`: the number of gains from which the largest
-    will be chosen, for which each interval needs a higher probability (Bonferroni). Returns None if
-    there are fewer than four samples of either.
+    A slow period affects both figures and cancels out. If the largest of several gains will be
+    chosen, `among` is their number, for which the interval is widened (Bonferroni). Returns None
+    for fewer than four pairs of samples.
     """
     both = zip(before.rounds, after.rounds, strict=False)
     ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]
@@ -38,6 +38,6 @@ def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
     if len(ratios) < 4:
         return None
     value = median(ratios)
-    # This width is for the median of a repeat; the ratio itself is more precise by a factor of √2.
+    # This width is for the median of a repeat. The median ratio itself is more precise by √2.
     half = half_width(ratios, 1 - (1 - LEVEL) / among) / 2**0.5
     return Gain(value - 1, value - half - 1, value + half - 1)

@@ -1,4 +1,4 @@
-"""Detection of other use of the machine during a measurement."""
+"""Detection of other programs' use of the machine during a measurement."""
 
 import os
 import time
@@ -23,9 +23,9 @@ _DISTURBED = 0.10
 
 
 class CoreSeconds(NamedTuple):
-    """Processor time of a host, s; None if the kernel does not report it (outside of Linux).
+    """CPU time of a host, s; None if the kernel does not report it (outside of Linux).
 
-    `busy_s` and `stolen_s` are for all cores, `probe_s` is for this process and its children.
+    `busy_s` and `stolen_s` cover all cores, and `probe_s` this process and its children.
     """
 
     wall_s: float
@@ -36,14 +36,14 @@ class CoreSeconds(NamedTuple):
 
 
 class InterferenceWatch:
-    """Monitor of the kernel's counters, which it reads when it is created and in `read_use`."""
+    """Reader of the kernel's CPU counters, from its creation to each call of `read_use`."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._begin = self._read_counters()
 
     def read_use(self) -> CoreSeconds:
-        """Return the usage since the monitor was created."""
+        """Return the CPU time used since this object was created."""
         before, after = self._begin, self._read_counters()
         busy_s, stolen_s = (
             None if a is None or b is None else b - a
@@ -69,7 +69,7 @@ class InterferenceWatch:
 
 
 def _probe_s() -> float:
-    """Return the processor seconds of this process and its children, finished or running."""
+    """Return the CPU time of this process and its children, running or finished, s."""
     here = psutil.Process()
     total_s = 0.0
     for process in (here, *here.children(recursive=True)):
@@ -82,14 +82,14 @@ def _probe_s() -> float:
 
 @contextmanager
 def record_use(into: list[CoreSeconds]) -> Iterator[None]:
-    """Append the usage of the cores during the context to a list."""
+    """Append the CPU time used during the context to a list."""
     steady = InterferenceWatch()
     yield
     into.append(steady.read_use())
 
 
 def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
-    """Add up several periods on one host."""
+    """Return the sum over several periods on one host."""
 
     def sum_known(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -102,9 +102,9 @@ def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
 
 
 def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Assess how much others used the busiest host.
+    """Assess how much other programs used the busiest host.
 
-    `hosts`: the usage that the ranks of each host recorded.
+    `hosts` holds, for each host, what its ranks recorded.
     """
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)
@@ -124,7 +124,7 @@ def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] =
 
 
 def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
-    """Explain why measurements on these hosts' processors are invalid; None if they are valid."""
+    """Explain why measurements on these hosts' CPUs are invalid; None if they are valid."""
     for host in hosts:
         if host[0].busy_s is None or host[0].wall_s <= 0:
             continue
@@ -135,7 +135,7 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return the section without values and without advice and text based on them; keep samples."""
+    """Return a section with samples but without values, and without advice based on them."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

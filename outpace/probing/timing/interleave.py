@@ -1,7 +1,7 @@
-"""Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
+"""Interleaving of a probe's parts, so that each part is spread over the whole probe.
 
-A machine may be slower for minutes at a time. A measurement without pauses would miss this, and its
-interval would not contain the value of a repeat.
+A machine may be slower for minutes at a time. A measurement without pauses would not notice, and
+its interval would not contain the result of a repeat.
 """
 
 from collections.abc import Callable, Generator
@@ -14,7 +14,7 @@ Turns = Generator[None, None, T]
 
 
 def run_turns(turns: Turns[T]) -> T:
-    """Run all turns without interleaving, and return their result."""
+    """Run all turns without interleaving, and return the result."""
     while True:
         try:
             next(turns)
@@ -24,10 +24,10 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Interleave several parts: every turn of the whole is a turn of each part.
+    """Interleave several parts, with one turn of every part in each turn.
 
-    Returns their results. If one part raises an error, the others are closed and release their
-    resources.
+    Returns the results of all parts. If one part raises an error, the others are closed and release
+    their resources.
     """
     found: list[Any] = [None] * len(parts)
     going = dict(enumerate(parts))
@@ -48,7 +48,7 @@ def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
 
 
 def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
-    """Yield the same turns, each within a context."""
+    """Run each turn within a context."""
     try:
         while True:
             with within():

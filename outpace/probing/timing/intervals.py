@@ -1,4 +1,4 @@
-"""Prediction of the median of a repeated measurement, and detection of drifting samples."""
+"""Prediction intervals for the median of a repeated measurement, and detection of drift."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,13 +6,13 @@ from math import inf
 from statistics import median
 
 LEVEL = 0.95
-# The median of k normal values varies as the mean of k * 2 / pi.
+# The median of k normal values varies like the mean of k * 2 / pi.
 _MEDIAN_COSTS = 1.2533
 # A median absolute deviation varies like a standard deviation of 37 % as many values.
 _EFFICIENCY = 0.37
 # Factor on widths: values of one measurement are closer to each other than to those of a repeat.
 SLACK = 1.15
-# A trend of this share is drift unless it is due to chance.
+# A larger trend than this fraction is drift, unless it may be due to chance.
 _DRIFT = 0.10
 _DRIFT_T = 4.0
 
@@ -37,13 +37,13 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
 
 
 def normal_deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of normal values with this median absolute deviation."""
+    """Return the standard deviation of a normal distribution with these values' MAD."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Return the correlation of neighbouring values, capped at 0.9, above which it is drift."""
+    """Return the correlation of neighbouring values, at most 0.9, above which it is drift."""
     middle = median(values)
     away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
     total = sum(one * one for one in away)

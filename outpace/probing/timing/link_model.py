@@ -35,7 +35,7 @@ _STEADY = 0.02
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Return busbw / algbw of a collective among `ranks` ranks."""
+    """Return busbw / algbw of a collective over `ranks` ranks."""
     return _BUS[collective](ranks)
 
 
@@ -50,19 +50,19 @@ class LinkLine:
         return self.latency_s + traffic_bytes * self.s_per_byte
 
     def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
-        """Return the distance from each point, as a fraction of its time."""
+        """Return the distance from each point, relative to the point's time."""
         return [abs(self.time_s(traffic) / time_s - 1) for traffic, time_s in points]
 
 
 def fit_line(
     points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None
 ) -> LinkLine:
-    """Return the line of least relative distances from points (traffic_bytes, time_s).
+    """Return the line with the least relative distances from points (traffic_bytes, time_s).
 
-    Neither latency nor time per byte is negative. The best line goes through two of the points, or
-    through one if its latency or time per byte is 0 (Bloomfield & Steiger, "Least Absolute
-    Deviations"), so all such lines are tried. Raises ValueError for fewer than two points, or for
-    times or traffic of 0 or less.
+    Neither latency nor time per byte is negative. The best line goes through two points, or through
+    one if its latency or time per byte is 0 (Bloomfield & Steiger, "Least Absolute Deviations"), so
+    all such lines are tried. Raises ValueError for fewer than two points, and for traffic or times
+    that are not positive.
     """
     if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):
         raise ValueError(f"a line needs two points or more, all above 0: {list(points)}")

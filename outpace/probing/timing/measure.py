@@ -33,17 +33,17 @@ class WrongResultError(OutpaceError):
 
 
 class Clock(Protocol):
-    """Clock for calls. If several processes time calls together, all get the same time."""
+    """Clock for calls. Processes that time calls together all get the same time."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Time `count` calls, one after the other, until all work that they started is done."""
+        """Return the time of `count` successive calls, including all work that they started."""
 
     def now_s(self) -> float:
-        """Return the seconds since an arbitrary moment."""
+        """Return seconds since an arbitrary moment."""
 
 
 class HostClock:
-    """Clock for calls that have finished when they return."""
+    """Clock for calls that finish all their work before they return."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
         """Time the calls by the host's clock."""
@@ -58,7 +58,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Clock based on events on the current stream; launches by the host are not included."""
+    """Clock based on CUDA events on the current stream, which exclude launches by the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -242,7 +242,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
 
 
 def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
-    """Return why no value is given; None if the figure is stable."""
+    """Return why a figure has no value, or None if it is stable."""
     if value <= 0:
         return "it cannot be distinguished from 0"
     if drift := trend(rounds):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from outpace.probing.timing.measure import Clock, clock_of
 
 _POLL_S = 5e-5
-# Share of the groups' time limit, after which NCCL's watchdog would kill the process without a
+# Fraction of the groups' time limit, at which NCCL's watchdog would kill the process without a
 # message.
 _PATIENCE = 0.8
 
@@ -27,7 +27,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call with a `prepare(count)` that runs untimed before `count` calls."""
+    """A call, with a `prepare(count)` that runs untimed before `count` calls."""
 
     call: Callable[[], Any]
     prepare: Callable[[int], None]
@@ -54,7 +54,7 @@ def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = 
 
 
 def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how long a group waits for its ranks, s."""
+    """Return how long a process group waits for its ranks, s."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit.total_seconds()
 
@@ -84,7 +84,7 @@ class PatientCudaClock:
         self._device, self._group, self._limit_s = device, group, limit_s
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Return the seconds that `count` calls take in total, between two events on the device."""
+        """Return the total time of `count` calls, between two events on the device, s."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
         begin.record(stream)
@@ -107,12 +107,12 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 
 
 class RanksClock:
-    """Clock that reports the slowest rank's time of a call.
+    """Clock that returns the time of the slowest rank.
 
-    All ranks start together; neither waiting for this nor preparing a `PreparedCall` is timed.
-    `by_rank` has each rank's seconds for the last calls; if they differ, a rank is slow. `control`
-    carries small host messages, and none of its collectives are timed. Every rank must make the
-    same calls in the same order.
+    All ranks start together; waiting for this and preparing a `PreparedCall` are not timed.
+    `by_rank` holds every rank's seconds for the last calls, which differ if a rank is slow.
+    `control` carries small messages on the host. All ranks must make the same calls in the same
+    order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Results of one part of a probe: figures, advice based on them, and notes on omissions."""
+"""Results of one part of a probe: figures, advice based on them, and notes."""
 
 from dataclasses import dataclass
 

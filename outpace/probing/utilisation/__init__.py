@@ -1,1 +1,1 @@
-"""Sampling of the load of devices and hosts."""
+"""Sampling of device and host load."""

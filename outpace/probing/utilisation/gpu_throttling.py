@@ -1,4 +1,4 @@
-"""Detection of throttling and other use of a GPU during a measurement."""
+"""Detection of throttled clocks and of other processes on a GPU during a measurement."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from outpace.probing.utilisation.sampler import open_nvml, same_pids
 _PERIOD_S = 0.5
 # A driver that hangs must not keep a probe from finishing.
 _PATIENCE_S = 10.0
-# Transient causes, which a repeat would not find again. Others, such as a power cap or clocks set
+# Transient causes, which may be absent in a repeat. Other causes, such as a power cap or clocks set
 # by a user, also apply during training: they are reported, and the figures remain valid.
 _PASSING = frozenset(
     {"hardware slowdown", "temperature (driver)", "temperature (hardware)", "power brake"}
@@ -26,7 +26,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class GpuObservation:
-    """Observations of one GPU. `others`: the maximum number of other programs' processes."""
+    """Observations of one GPU. `others` is the largest number of other programs' processes."""
 
     gpu: str
     slowed_by: frozenset[str] = frozenset()
@@ -54,7 +54,7 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def observe(self) -> GpuObservation:
-        """Return the current state; fields that the driver does not report are empty."""
+        """Return the current state. Fields that the driver does not report are empty."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -64,7 +64,7 @@ class GpuWatch:
 
     @contextmanager
     def record(self, into: list[GpuObservation]) -> Iterator[None]:
-        """Append observations during the context to a list."""
+        """Observe the GPU during the context, and append the combined observation to a list."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -86,7 +86,7 @@ class GpuWatch:
 def watch_gpu(
     device: torch.device, probe_pids: Collection[int], timeout_s: float
 ) -> GpuWatch | None:
-    """Return a monitor of a CUDA device; None if there is none, or its driver does not answer."""
+    """Return a monitor of a CUDA device; None without one, or if the driver does not answer."""
     library = open_nvml(timeout_s) if device.type == "cuda" else None
     if library is None:
         return None
@@ -102,7 +102,7 @@ def watch_gpu(
 
 
 def _ancestors() -> list[int]:
-    """Return this process and its ancestors; a probe keeps its GPU open while ranks run."""
+    """Return the PIDs of this process and its ancestors, which may keep the GPU open."""
     try:
         return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
     except psutil.Error:
@@ -128,7 +128,7 @@ def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
 
 
 def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
-    """Describe what slowed down each affected GPU."""
+    """Describe what slowed down each GPU that was slowed down."""
     return [
         f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
         for one in _by_gpu(seen) if one.slowed_by

@@ -1,4 +1,4 @@
-"""Load of this host and a run's share of it: cores, memory, processes, power."""
+"""Load of this host, and the part that a run causes: cores, memory, processes, power."""
 
 import time
 from collections.abc import Callable, Collection
@@ -12,19 +12,19 @@ from outpace.probing.hardware.procfs import read_text
 from outpace.records.utilisation import HostLoad
 
 RAPL = Path("/sys/class/powercap")
-# Maximum fraction of a core's time for finding a run's new processes, which reads every process.
+# Maximum fraction of a core's time for finding new processes of a run, which lists all processes.
 _SEARCH_SHARE = 1 / 1000
 
 
 class Rate:
-    """Rate per second of a counter, which may wrap around at `wraps_at`."""
+    """Rate per second of a counter, which may wrap around after `wraps_at`."""
 
     def __init__(self, wraps_at: float | None = None) -> None:
         self._wraps_at = wraps_at
         self._last: tuple[float, float] | None = None
 
     def per_s(self, count: float | None, now_s: float) -> float | None:
-        """Return the rate since the last call; None if this is the first or if it is unknown."""
+        """Return the rate since the previous call; None on the first call, or if unknown."""
         last, self._last = self._last, None if count is None else (count, now_s)
         if last is None or count is None or now_s <= last[1]:
             return None
@@ -51,14 +51,14 @@ class Processes:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the process IDs found by the last call of `read_usage`."""
+        """PIDs that were running at the last call of `read_usage`."""
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:
-        """Return processor time in seconds and resident bytes; None if all processes have exited.
+        """Return CPU seconds and resident bytes; None if all processes have exited.
 
-        The time of an exited process counts as soon as its parent has waited for it. The bytes
-        exclude shared and file-backed memory.
+        The time of an exited process counts once its parent has waited for it. The bytes exclude
+        shared and file-backed memory.
         """
         if time.monotonic() >= self._search_after_s:
             self._find()
@@ -95,7 +95,7 @@ def _process(pid: int) -> psutil.Process | None:
 class HostReader:
     """Reader of a host's load. Each reading covers the time since the previous one.
 
-    `rapl` is the kernel's folder of energy counters; often only root may read them.
+    `rapl` is the kernel's folder of energy counters, which only root can read on many systems.
     """
 
     def __init__(self, processes: Processes | None = None, rapl: Path = RAPL) -> None:
@@ -139,7 +139,7 @@ class HostReader:
 
 
 def _core_times() -> list[tuple[float, float]]:
-    """Return idle seconds (including waits for disks) and total seconds, by core."""
+    """Return the idle seconds (including I/O waits) and the total seconds of each core."""
     found = []
     for times in psutil.cpu_times(percpu=True):
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
@@ -148,7 +148,7 @@ def _core_times() -> list[tuple[float, float]]:
 
 
 def _clock_hz() -> float | None:
-    """Return the current mean of the cores' clocks in Hz; None if unavailable."""
+    """Return the current mean clock of the cores in Hz, or None."""
     with suppress(Exception):  # psutil's errors depend on the system
         found = psutil.cpu_freq()
         return found.current * 1e6 if found is not None and found.current > 0 else None
@@ -156,7 +156,7 @@ def _clock_hz() -> float | None:
 
 
 def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:
-    """Return the busy share between two readings; None if they are within a kernel tick (10 ms)."""
+    """Return the busy fraction between two readings; None within one kernel tick (10 ms)."""
     passed_s = now[1] - before[1]
     if passed_s <= 0:
         return None
@@ -164,7 +164,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """Return a reader of each package's energy in microjoules, and its wrap-around value."""
+    """Return, for each CPU package, a reader of its energy (µJ) and the wrap-around value."""
 
     def reader(path: Path) -> Callable[[], float | None]:
         return lambda: _number(path)

@@ -1,4 +1,4 @@
-"""Recorder of the load of the host and its devices, in a background thread."""
+"""Recorder of host and device load in a background thread."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from outpace.records.utilisation import Load, ThinnedLoads, Utilisation, series
 
 PERIOD_S = 1.0
 _SAVE_EVERY_S = 60.0
-# The file is written less often if it is large: writing may take 1/1000 of a core's time.
+# Large files are written less often: writing may take 1/1000 of a core's time.
 _SAVE_SHARE = 1 / 1000
 # Shorter periods mean little, since the kernel counts processor time in hundredths of a second.
 _LEAST_S = 0.1
@@ -20,7 +20,7 @@ _PATIENCE_S = 10.0
 
 
 class Samples:
-    """Series of loads, taken from a sampler on request."""
+    """Series of loads, read from a sampler on request."""
 
     def __init__(self, sampler: Sampler, period_s: float) -> None:
         self.sampler = sampler
@@ -30,7 +30,7 @@ class Samples:
         self._last_s = time.monotonic()
 
     def read_new(self) -> Load | None:
-        """Return the load since the previous call, and keep it; None if that call was just now."""
+        """Read and keep the load since the previous call; return None right after that call."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None
@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def series(self) -> Utilisation | None:
-        """Return all samples so far; None before the first load."""
+        """All samples so far, or None before the first."""
         loads = self._kept.loads
         if not loads:
             return None
@@ -52,9 +52,9 @@ class Samples:
 
 
 class LoadRecorder:
-    """Recorder that runs from `start` to `close`, and writes its file at most once a minute.
+    """Recorder that runs from `start` to `close` and saves its file at most once a minute.
 
-    A problem with the file or a sensor stops only the recording.
+    A failing file or sensor stops only the recording.
     """
 
     def __init__(self, sampler: Sampler, path: Path, period_s: float = PERIOD_S) -> None:
@@ -67,12 +67,12 @@ class LoadRecorder:
 
     @property
     def latest(self) -> Load | None:
-        """Return the latest sample; None before the first."""
+        """The latest sample, or None before the first."""
         return self._latest
 
     @property
     def series(self) -> Utilisation | None:
-        """Return everything recorded; None before the first load. Call it after `close`."""
+        """All recorded samples, or None; read this only after `close`."""
         return self._samples.series
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class LoadRecorder:
             save_after_s = began_s + _SAVE_EVERY_S
             period_s, done = self._period_s, False
             while not done:
-                # By the clock, so that the time that samples take does not add up.
+                # Follow the clock, so that the duration of samples does not accumulate.
                 wait_s = period_s - (time.monotonic() - began_s) % period_s
                 done = self._closed.wait(wait_s)
                 if done and self.series is None:

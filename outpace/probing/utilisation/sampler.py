@@ -1,4 +1,4 @@
-"""Sampler of the load of a host and its NVIDIA devices. Unreadable values are None.
+"""Sampler of host and NVIDIA device load. Values that cannot be read are None.
 
 Device figures come from NVML through nvidia-ml-py: https://docs.nvidia.com/deploy/nvml-api/
 """
@@ -34,12 +34,12 @@ from outpace.records.utilisation import DeviceLoad, Load
 
 Result = TypeVar("Result")
 
-# The inode of the initial pid namespace, whose numbers the driver uses (linux/proc_ns.h).
+# Inode of the initial PID namespace, whose PIDs the driver reports (linux/proc_ns.h).
 _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """The functions of `pynvml` that are used. Unsupported ones raise an error."""
+    """The functions of `pynvml` that outpace uses. Unsupported functions raise an error."""
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
@@ -56,10 +56,10 @@ class Nvml(Protocol):
 
 
 def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
-    """Return the driver's interface; None without it or nvidia-ml-py, or if the driver hangs.
+    """Return NVML's interface; None if it is unavailable or the driver hangs.
 
-    A query to a broken driver may never return, and a call in this process cannot be aborted. So
-    another process queries the driver first, within `timeout_s`.
+    A query to a broken driver may never return and cannot be aborted in this process, so another
+    process first queries the driver within `timeout_s`.
     """
     try:
         import pynvml
@@ -73,10 +73,10 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
 
 
 class DeviceReader:
-    """Reader of one device; NVML's counters cover the time since the previous reading.
+    """Reader of one device's load. Counters cover the time since the previous reading.
 
-    `pids_known`: whether NVML's process IDs are the ones visible here; in a container, they may be
-    the host's. Raises NVML's error if there is no such device.
+    `pids_known` says whether NVML reports the PIDs visible here; in a container, it may report
+    those of the host. Raises NVML's error if there is no such device.
     """
 
     def __init__(self, nvml: Nvml, index: int, pids_known: bool) -> None:
@@ -119,7 +119,7 @@ class DeviceReader:
         )
 
     def _power(self, now_s: float) -> float | None:
-        """Return the mean power from the energy counter, or else the driver's short average."""
+        """Return the mean power from the energy counter, or else NVML's power reading."""
         energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
         if watts is not None:
@@ -134,7 +134,7 @@ class DeviceReader:
     def _pcie(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
-        """Return PCIe bytes/s from a counter, or else from NVML's sample over 20 ms, in KB/s."""
+        """Return PCIe bytes/s from a counter, or else from NVML's 20 ms sample (in KB/s)."""
         count = self._field(field)
         if count is not None:
             return rate.per_s(count, now_s)
@@ -166,7 +166,7 @@ class DeviceReader:
         return memory_bytes, self._run_utilisation(run_pids) if known else None
 
     def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
-        """Return the sum of the latest utilisation of the run's processes; 0.0 if none computed."""
+        """Return the latest utilisation of the run's processes, added up; 0.0 if none computed."""
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception as error:
@@ -221,7 +221,7 @@ class Sampler:
 
 
 def same_pids() -> bool:
-    """Return whether the driver's process IDs are those seen here."""
+    """Return whether the driver's PIDs are those visible here."""
     return _query(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
 
 
@@ -249,7 +249,7 @@ def training_in(metrics: Path) -> list[int]:
 
 
 def open_files() -> set[Path]:
-    """Return the files that processes of this host have open, as far as permissions allow."""
+    """Return the files that are open in processes of this host, as far as permissions allow."""
     found: set[Path] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
