@@ -467,10 +467,10 @@ def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
 
     wanted = "callbacks must be a list of outpace.Callback objects, such as callbacks=[Mine()]"
     if isinstance(callbacks, Callback):
-        raise BadInputError(f"{wanted}, not a single one")
+        raise BadInputError(f"{wanted}, not a single callback")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise BadInputError(f"{wanted}; {callback!r} is not one")
+            raise BadInputError(f"{wanted}; {callback!r} is not a Callback")
 
 
 def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:

@@ -75,9 +75,11 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
     For a Hub repository, the message says how to download it, and names a preset with the same
     dimensions if there is one.
     """
-    said = f"no preset, directory or file named {reference!r}."
+    said = f"there is no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
-        said += f"{nearest_model(reference, known)} outpace models lists every model known by name."
+        said += (
+            f"{nearest_model(reference, known)} `outpace models` lists every model known by name."
+        )
         return BadInputError(said)
     folder = reference.rpartition("/")[2]
     alike = name_of_hub(reference)
@@ -86,9 +88,10 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
         f"{reference} --local-dir {folder}, then --model {folder}."
     )
     if alike is None:
-        return BadInputError(f"{said} outpace models lists every model known by name.")
+        return BadInputError(f"{said} `outpace models` lists every model known by name.")
     return BadInputError(
-        f"{said} If you do not need its weights: --model {alike} has the same dimensions."
+        f"{said} If you do not need its weights, use --model {alike}, which has the same "
+        "dimensions."
     )
 
 
@@ -101,9 +104,9 @@ def untrained_model(reference: str) -> BadInputError | None:
     if name not in OUTLINES:
         return None
     return BadInputError(
-        f"{OUTLINES[name].untrained}, so it cannot train {name}, nor build or trace it. outpace "
-        "plan and outpace estimate predict its time, memory and layouts: "
-        f"outpace plan --model {name} --machine NAME"
+        f"{OUTLINES[name].untrained}, so it cannot train {name}, nor build or trace it. `outpace "
+        "plan` and `outpace estimate` predict its time, memory and layouts: outpace plan --model "
+        f"{name} --machine NAME"
     )
 
 
@@ -116,6 +119,6 @@ def preset(name: str) -> ModelSpec:
         return PRESETS[name].spec
     except KeyError:
         raise BadInputError(
-            f"there is no model preset {name!r}.{suggest(name, PRESETS)} "
-            "outpace models lists every model known by name."
+            f"there is no model preset {name!r}.{suggest(name, PRESETS)} `outpace models` lists "
+            "every model known by name."
         ) from None

@@ -104,7 +104,7 @@ def _next(machine: "CorrectedMachine", out: Path | None) -> str:
     if out is None:
         return "Nothing was written. Use --out machine.json to keep the corrected machine."
     return (
-        f"{out} has the machine, corrected by {count} run{'' if count == 1 else 's'}. "
+        f"{out} holds the machine, with rates corrected by {count} run{'' if count == 1 else 's'}. "
         f"Plan with it: outpace plan --machine {out}."
     )
 

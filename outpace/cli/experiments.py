@@ -215,7 +215,7 @@ def from_toml(path: Path) -> dict[str, Any]:
             f"{path}: grid: write it as a table of settings with a list of values for each"
         )
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-        raise BadInputError(f"{path}: arms: write each as a table under [[arm]]")
+        raise BadInputError(f"{path}: arms: write each arm as a table under [[arm]]")
     arms = [_arm(one, place, path) for place, one in enumerate(given)]
     return {**table, "common": common, "arms": [*_cross_with_grid(arms, grid, path)]}
 

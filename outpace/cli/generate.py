@@ -52,7 +52,7 @@ def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "
     """Put the --system message first. Raises BadInputError if there already is a system message."""
     if begin and messages[0]["role"] == "system":
         raise BadInputError(
-            f"--system: a conversation of the file has its own system message, "
+            "--system: a conversation in the file already has a system message, "
             f"{shorten(str(messages[0]['content']), 60)!r}. Leave one of the two out."
         )
     return [*begin, *messages]
@@ -73,7 +73,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 "answer. Give a TEXT, or leave --json out."
             )
     if arguments.prompt is not None and arguments.conversations is not None:
-        raise BadInputError("both a TEXT and --conversations were given. Use one of them.")
+        raise BadInputError("both a TEXT and --conversations were given. Use only one of them.")
 
 
 def require_run(run: Path) -> None:

@@ -71,7 +71,7 @@ _OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
 # Commands of other tools, and their counterparts in outpace.
 _ELSEWHERE = {
     "export": "the folder model/ of a run is a Hugging Face folder that transformers, vLLM "
-    "and others load; outpace merge writes one from a LoRA adapter and its base.",
+    "and others load; `outpace merge` writes one from a LoRA adapter and its base.",
     "convert": "outpace reads Hugging Face folders directly, and the folder model/ of a run "
     "is one.",
     "chat": "outpace generate --run RUN --chat starts a conversation.",
@@ -80,9 +80,9 @@ _ELSEWHERE = {
     "finetune": "outpace train --model FOLDER --data FILE continues to train a stored model; "
     "add --lora-rank 16 to train an adapter.",
     "resume": "outpace train --resume DIR continues a run.",
-    "benchmark": "outpace compare measures which of several ways to train is faster.",
-    "presets": "outpace models lists them.",
-    "init": "outpace train needs no project: name --model and --data.",
+    "benchmark": "`outpace compare` measures which of several ways to train is faster.",
+    "presets": "`outpace models` lists them.",
+    "init": "`outpace train` needs no project: name --model and --data.",
 }
 
 _SIGNALLED = 128  # as in a shell, higher exit codes stand for signals

@@ -117,8 +117,8 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
     if settings.nproc is not None:
         raise BadInputError(
             f"--nproc {settings.nproc} cannot be combined with --machine {arguments.machine}: all "
-            "of its devices are used. Set the number of machines with --nodes instead, or leave "
-            "out --machine."
+            "devices of the machine are used. Set the number of machines with --nodes instead, or "
+            "leave out --machine."
         )
 
 

@@ -129,9 +129,8 @@ def _read_subject(path: Path) -> _Subject:
     if not path.exists():
         raise BadInputError(
             f"there is no file or folder {format_path(path)}. Give the folder of a run, which "
-            "outpace train prints at the end (outpace runs lists all runs), or a result: "
-            f"{', '.join(_IN_FOLDERS)}."
-            f"{suggest_runs(path)}{explain_removed_checkpoint(path)}"
+            "`outpace train` prints at the end (`outpace runs` lists all runs), or a result: "
+            f"{', '.join(_IN_FOLDERS)}.{suggest_runs(path)}{explain_removed_checkpoint(path)}"
         )
     if path.is_dir():
         if (path / _RUN).is_file():
@@ -161,9 +160,9 @@ def _record(path: Path) -> Any:
             return kind.parse(values, str(path))
     if isinstance(values, dict) and "runs" in values and values.keys() & {"node", "machine"}:
         raise BadInputError(
-            f"{path} is a machine that outpace calibrate corrected, which has no probe. Plan "
-            f"with it: outpace plan --machine {path}. Reports are made from the machine.json "
-            "that outpace probe --out writes."
+            f"{path} describes a machine that `outpace calibrate` corrected, and holds no probe "
+            f"results. Plan with it: outpace plan --machine {path}. Reports are made from the "
+            "machine.json that `outpace probe --out` writes."
         )
     if isinstance(values, dict) and "strategy" in values:
         raise BadInputError(

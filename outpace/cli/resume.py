@@ -57,9 +57,9 @@ def settings_of(run: Path) -> dict[str, Any]:
     path = run / RUN_FILE
     if not run.is_dir():
         raise BadInputError(
-            f"--resume: there is no directory {run}. Give the folder of a run, which outpace "
-            "train prints at the end (outpace runs lists all "
-            f"runs).{suggest_runs(run)}{explain_removed_checkpoint(run)}"
+            f"--resume: there is no directory {run}. Give the folder of a run, which "
+            "`outpace train` prints at the end (`outpace runs` lists all runs)."
+            f"{suggest_runs(run)}{explain_removed_checkpoint(run)}"
         )
     if not path.exists():
         raise BadInputError(

@@ -101,7 +101,7 @@ def _number(name: str, text: str, where: str) -> float:
     except (ValueError, OverflowError):
         example = ", such as 900MiB" if is_size else ""
         raise BadInputError(
-            f"{where}: {name} must be a number{example}; {text!r} is not one"
+            f"{where}: {name} must be a number{example}; {text!r} is not a number"
         ) from None
 
 

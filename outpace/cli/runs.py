@@ -41,15 +41,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if paths[:1] == [Path("show")]:
         if len(paths) != 2:
             raise BadInputError(
-                f"outpace runs show accepts one run, but got {len(paths) - 1}. outpace runs "
-                "lists them all."
+                f"`outpace runs show` shows one run, but {len(paths) - 1} are given. `outpace "
+                "runs` lists all runs."
             )
         return _show(paths[1], arguments.json)
     if paths[:1] == [Path("diff")]:
         named = shlex.join(map(str, paths[1:])) or "RUN RUN"
         raise BadInputError(
-            f"outpace runs has no diff. outpace compare {named} shows how runs differ, and "
-            "where in a step."
+            f"`outpace runs` has no diff. `outpace compare {named}` shows how runs differ, and in "
+            "which part of a step."
         )
     filters = arguments.where or arguments.sort is not None
     if len(paths) == 1 and is_run(paths[0]) and not filters:

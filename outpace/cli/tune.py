@@ -154,8 +154,9 @@ def _require_host(folder: Path, machine: Machine) -> None:
     then = Machine.load(path)
     for name in machine.differences(then):
         raise BadInputError(
-            f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, and "
-            f"here it is {getattr(machine, name)}. Resume it there, or use another --out."
+            f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, and here "
+            f"it is {getattr(machine, name)}. Resume the tuning on that machine, or use another "
+            "--out."
         )
 
 
@@ -186,7 +187,10 @@ def _trials(
             if fit_together(plans, seen, host_bytes, proposer.machine):
                 _say(f"measured in turn, to distinguish them: {titles}")
                 return trials.run_in_turn(number, several)
-            _say(f"measured again, one after the other (they do not fit together): {titles}")
+            _say(
+                "measured again, one after the other (they do not fit into memory together): "
+                f"{titles}"
+            )
             return [
                 trials.run(at, one).model_copy(update={"raced": True})
                 for at, one in enumerate(several, number)
@@ -227,17 +231,17 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     settings, origins = options.build(layers)
     if settings.plan is not None:
         raise BadInputError(
-            "--plan already determines how to train, which is the result of outpace tune. "
-            "Leave out --plan."
+            "--plan already determines how to train, which `outpace tune` is meant to find. Leave "
+            "out --plan."
         )
     if settings.micro_batch == "auto":
         raise BadInputError(
-            "--micro-batch auto: outpace tune searches micro-batch sizes itself. Leave out "
+            "--micro-batch auto: `outpace tune` searches micro-batch sizes itself. Leave out "
             "--micro-batch."
         )
     if settings.memory_budget is not None:
         raise BadInputError(
-            "--memory-budget chooses what to recompute, which outpace tune does, too. Use "
+            "--memory-budget chooses what to recompute, and so does `outpace tune`. Use "
             "--memory-limit instead: plans that do not fit are not tried."
         )
     return settings, origins

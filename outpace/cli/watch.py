@@ -78,7 +78,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
     if dashes and not command:
-        raise BadInputError("outpace watch -- : no command. Write it after the two dashes.")
+        raise BadInputError(
+            "outpace watch --: the command is missing. Write it after the two dashes."
+        )
     if command and arguments.run is not None:
         raise BadInputError(
             f"both {arguments.run} and a command were given. Watch a run in progress, or start "

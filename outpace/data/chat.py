@@ -108,9 +108,9 @@ def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
     for name, token in found.items():
         if token not in vocabulary and re.search(rf"\b{re.escape(name)}\b", template):
             raise BadInputError(
-                f"the chat template writes {name}, and the tokenizer's is {token!r}, which is not "
-                "in its vocabulary. Name another one in tokenizer_config.json, or add the token "
-                "to tokenizer.json."
+                f"the chat template writes {name}, but its value in the tokenizer is {token!r}, "
+                "which is not in its vocabulary. Name another token in tokenizer_config.json, or "
+                "add the token to tokenizer.json."
             )
     return {**found}
 
@@ -255,8 +255,8 @@ class ChatFormat:
             raise BadInputError(
                 f"{where}: the tokenizer's chat template{self._file()} writes {len(text):,} "
                 f"characters for a conversation of {given:,}. It may write at most "
-                f"{_LONGEST_CHARACTERS:,}, plus {_LONGEST_TIMES} for each of the conversation's. "
-                "Look for a loop in the template, and shorten what it writes."
+                f"{_LONGEST_CHARACTERS:,}, plus {_LONGEST_TIMES} for each of the conversation's "
+                "characters. Look for a loop in the template, and shorten what it writes."
             )
         return text
 

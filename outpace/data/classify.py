@@ -321,8 +321,8 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):
         raise BadInputError(
-            "an encoder classifies by its [CLS] token, and the tokenizer has no [CLS] and [SEP]. "
-            "Name another with --tokenizer."
+            "an encoder classifies by its [CLS] token, but the tokenizer has no [CLS] and [SEP]. "
+            "Name another tokenizer with --tokenizer."
         )
     if inner.num_special_tokens_to_add(True) == 0:
         inner.post_processor = _bert_pairs(tokenizer) if encoder else _gpt_pairs(tokenizer)

@@ -186,8 +186,8 @@ def _learned_spans(
     if rendered.answers is None:
         raise BadInputError(
             f"{where}: some of its answers are marked as not to be trained on, but the chat "
-            "template does not have one {% generation %} block per answer, so they cannot be "
-            "told apart."
+            "template does not have one {% generation %} block per answer, so these answers "
+            "cannot be told apart from the others."
         )
     pairs = zip(rendered.answers, rendered.spans, strict=True)
     return tuple(span for number, span in pairs if talk.learned[number])

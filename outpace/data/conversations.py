@@ -240,7 +240,7 @@ def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
     if first["content"] != text:
         raise BadInputError(
             f"{row.where} has two system prompts: {name!r} is {_show(text)}, and the first message "
-            f"{_show(first['content'])}. Leave one of them out."
+            f"is {_show(first['content'])}. Leave one of them out."
         )
     return list(turns)
 

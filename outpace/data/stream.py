@@ -304,8 +304,8 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
     found, count = (int(n) for n in header[1:3])
     if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
         raise BadInputError(
-            f"{path} begins like a file of llm.c (magic number {header[0]}, version {found}), "
-            "but not one with tokens to train on."
+            f"{path} begins like a file of llm.c (magic number {header[0]}, version {found}), but "
+            "is not one with tokens to train on."
         )
     if size != _HEADER_BYTES + count * np.dtype(dtype).itemsize:
         raise BadInputError(

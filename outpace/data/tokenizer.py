@@ -239,7 +239,7 @@ class Tokenizer:
 
 def _not_in_vocabulary(role: str, token: str) -> str:
     return (
-        f"its {role} {token!r} is not in its vocabulary. Name another one in "
+        f"its {role} {token!r} is not in its vocabulary. Name another token in "
         "tokenizer_config.json, or add the token to tokenizer.json."
     )
 

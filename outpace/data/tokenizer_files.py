@@ -188,7 +188,7 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
     if config.get("split_special_tokens") is True:
         raise BadInputError(
             "its tokenizer_config.json has split_special_tokens: true, so special tokens would be "
-            "split, including those of a chat template. Remove it there"
+            "split, including those of a chat template. Remove that entry"
         )
     if kind in _BERT_CLASSES and isinstance(inner.normalizer, normalizers.BertNormalizer):
         inner.normalizer = normalizers.BertNormalizer(

@@ -196,7 +196,8 @@ def _known_cause(
         return explain_state_after_resume(state) if state.found else None
     if facts.written:
         why = (
-            "micro-batches and ranks do so in another order, or for other samples, than one process"
+            "micro-batches and ranks do so in a different order, or for different samples, than "
+            "one process"
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
@@ -267,7 +268,10 @@ def _likely_cause(
             return f"The gradient of {explained}"
         return "The gradients of all ranks do not add up to those of one process"
     if kind == "loss":
-        return "Ranks compute another loss than one process with the same samples and weights"
+        return (
+            "The loss on the ranks differs from that of one process with the same samples and "
+            "weights"
+        )
     if kind == "buffer":
         return (
             "Gradients are right, but buffers are not: they depend on each rank's samples, or have "

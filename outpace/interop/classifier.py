@@ -47,8 +47,8 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
             if str(names.get(str(number), name)) != str(name):
                 raise BadInputError(
                     f"{directory / CONFIG_FILE} contradicts itself: label2id has {shorten(name)} "
-                    f"as class {number}, id2label {shorten(str(names[str(number)]))}. Correct the "
-                    "one that is wrong."
+                    f"as class {number}, but id2label has {shorten(str(names[str(number)]))}. "
+                    "Correct the one that is wrong."
                 )
     return tuple(names.values())
 

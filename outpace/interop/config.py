@@ -242,7 +242,7 @@ def _require_padding_row(config: Any, where: str) -> None:
     pad, rows = config.pad_token_id, config.vocab_size
     if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
         raise BadInputError(
-            f"{where}: pad_token_id = {pad}, and the embedding has {rows} rows (vocab_size), so "
+            f"{where}: pad_token_id = {pad}, but the embedding has {rows} rows (vocab_size), so "
             "transformers cannot build the model. Write the number of a token, or null."
         )
 

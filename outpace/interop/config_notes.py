@@ -69,7 +69,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
         return []
     return [
         f"{where} leaves out dimensions, for which transformers' defaults are used: "
-        f"{', '.join(taken)}. If the model's differ, write them there."
+        f"{', '.join(taken)}. If the model has other dimensions, write them into that file."
     ]
 
 

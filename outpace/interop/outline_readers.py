@@ -288,7 +288,11 @@ def _gpt_like(
 
 def _gpt2(values: ConfigValues) -> dict[str, Any]:
     if values.get("add_cross_attention", False):
-        values.refuse("add_cross_attention", True, "a decoder without an encoder has none")
+        values.refuse(
+            "add_cross_attention",
+            True,
+            "it must be false, since without an encoder there is nothing to attend to",
+        )
     width = values.positive_int("n_inner", 4 * values.positive_int("n_embd"))
     positions = values.positive_int("n_positions")
     read = _gpt_like(values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop"))

@@ -288,7 +288,7 @@ def _names_of_defaults(
         place = f"{where}: text_config" if given is not values else where
         yield (
             f"{place} leaves out dimensions, for which transformers' defaults are used: "
-            f"{', '.join(taken)}. If the model's differ, write them there."
+            f"{', '.join(taken)}. If the model has other dimensions, write them into that file."
         )
 
 

@@ -65,8 +65,8 @@ def _cuda(ranks: Ranks) -> torch.device:
         raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
     if ranks.local_rank >= count:
         raise BadInputError(
-            f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
-            f"process needs one. Use --nproc {count} or --device cpu. If a launcher shows each "
+            f"this host has {ranks.local_world_size} processes, but {count} CUDA devices, and each "
+            f"process needs its own. Use --nproc {count} or --device cpu. If a launcher shows each "
             "process only its own device (srun --gpus-per-task), make it show all of the host's "
             "(--gpus-per-node)."
         )
@@ -100,7 +100,7 @@ def with_axes_that_fit(
         now = changed.strategy or _strategy_for(changed, ranks.world_size)
         say(
             f"the run's layout was {was}, which is not possible on {ranks.world_size} "
-            f"process{'es' if ranks.world_size > 1 else ''}: it is resumed with {now}"
+            f"process{'es' if ranks.world_size > 1 else ''}; the run resumes with {now}"
         )
         return changed
     return settings

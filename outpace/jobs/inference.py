@@ -484,7 +484,7 @@ def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None
     if ignored:
         told = ", ".join(f"{key} {excerpt(value)}" for key, value in ignored.items())
         on_hint(
-            f"outpace generate does not apply {told} of {folder / GENERATION_FILE}; transformers "
+            f"`outpace generate` does not apply {told} of {folder / GENERATION_FILE}; transformers "
             "does, so it generates different texts by default"
         )
 

@@ -93,8 +93,8 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
         if Path(named).expanduser().resolve() == opened.weights.resolve():
             return ()
     return (
-        f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}, "
-        "and nothing shows whether it was trained on these weights",
+        f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}; "
+        "it is unknown whether the adapter was trained on these weights",
     )
 
 

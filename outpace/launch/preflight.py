@@ -143,7 +143,7 @@ def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple
     if done.returncode == 0 and found is not None:
         with suppress(BadInputError):
             return HostFacts.parse(found, host.name), (began_s, time.time())
-        return "it has a different version of outpace. Install the same one", (began_s, began_s)
+        return "it has a different version of outpace. Install the same version", (began_s, began_s)
     said = next(iter(reversed(done.stderr.strip().splitlines())), "it sent no answer")
     why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
     return f"{why}: {said}", (began_s, began_s)

@@ -253,8 +253,8 @@ def apply(request: LayoutRequest) -> Layout:
         )
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
-            "--strategy dp computes the loss on rank 0 from outputs of other ranks, but a "
-            "custom model computes its loss from a whole batch. Use --strategy ddp."
+            "--strategy dp gathers the outputs of all ranks and computes the loss on rank 0, but a "
+            "custom model computes its outputs and its loss together. Use --strategy ddp."
         )
     if ranks.world_size == 1:
         if request.plan.compile:

@@ -248,8 +248,8 @@ def explain_optimizer(build: Build, groups: Groups, plan: Plan, device: torch.de
         found = trial.explain_shards()
         if found is not None:
             return (
-                f"{trial.name} does not compute with shards, which ranks have under strategy "
-                f"{plan.strategy}, what it computes with whole parameters: {found} with a few "
-                "small ones. Use ddp, or another optimizer."
+                f"{trial.name} computes different updates from shards, which ranks hold under "
+                f"strategy {plan.strategy}, than from whole parameters: {found} with a few small "
+                "ones. Use ddp, or another optimizer."
             )
     return None

@@ -258,7 +258,7 @@ class ParallelModule:
                 "forward_backward drops the gradients of its previous call, which no optimizer of "
                 "make_optimizer has used. To accumulate gradients, pass all samples in one call, "
                 "which splits them into micro-batches of the plan's micro_batch. If you used the "
-                "gradients yourself or skipped that step, ignore this"
+                "gradients yourself or skipped that step, ignore this warning"
             )
 
     @contextmanager

@@ -339,5 +339,5 @@ _GIVEN = (
     "own samples (DistributedSampler), shuffles in its own order, or has called share before, some "
     "samples are lost: pass a rank's own samples to forward_backward as they are, and seed the "
     "order alike on all ranks. If the samples are the same and only their random augmentation "
-    "differs, ignore this"
+    "differs, ignore this warning"
 )

@@ -78,7 +78,7 @@ class StageScaling:
             "stages. Use clip_grad_norm of what parallelize returned, or "
             "torch.nn.utils.clip_grad_norm_ over its named_parameters() on all ranks, which use "
             "the norm of all stages. If you scale parts of the model differently on purpose, "
-            "ignore this"
+            "ignore this warning"
         )
 
 

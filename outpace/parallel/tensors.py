@@ -242,7 +242,7 @@ def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
     pairs = zip_longest(first, theirs, fillvalue="nothing more")
     place, (known, other) = next(one for one in enumerate(pairs, 1) if one[1][0] != one[1][1])
     error = BadInputError(
-        f"rank {rank} has built another module than rank 0: parameter or buffer {place} is "
+        f"rank {rank} has built a different module from rank 0: parameter or buffer {place} is "
         f"{other} on rank {rank}, but {known} on rank 0. Build the same module on all ranks, with "
         "submodules in the same order. Loop over sorted(names) rather than over a set of names, "
         "whose order differs by process."

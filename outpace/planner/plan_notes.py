@@ -86,7 +86,7 @@ def adapter_notes(
             f"{adapters.title}: {show_count(trained)} parameters are trained, with "
             f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
             "offloading. outpace also trains adapters with other strategies: trace their memory "
-            "with outpace memory.",
+            "with `outpace memory`.",
             *_packed_note(used, planned[0]),
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}

@@ -64,7 +64,10 @@ class Experiment(Record):
             )
         commands = sum(arm.command is not None for arm in self.arms)
         if commands not in (0, len(names)):
-            raise ValueError("some arms are commands and others settings. Use only one of the two")
+            raise ValueError(
+                "some arms are commands and others are settings. Use either commands or settings "
+                "for all arms"
+            )
         if commands and self.metric is None:
             raise ValueError(
                 "commands need a metric: a regular expression with one group around the number, "

@@ -35,7 +35,7 @@ class CompileTrial(Record):
     def _check(self) -> Self:
         if self.works == (self.error is not None):
             raise ValueError(
-                f"works is {self.works} and error is {self.error!r}. Give an error exactly if "
+                f"works is {self.works} and error is {self.error!r}. Give an error if and only if "
                 "works is False"
             )
         return self

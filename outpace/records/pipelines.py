@@ -60,8 +60,8 @@ def traced_action(name: str) -> tuple[Kind, int] | None:
 
 # Why a split backward does not support an option, and what to use instead.
 _SPLIT_REPLICAS = (
-    "so replicas would average gradients before they are complete (pytorch#144530). Use "
-    "dp_replicate 1, or 1f1b"
+    "so replicas would average gradients before they are complete (pytorch#144530). Set "
+    "dp_replicate to 1, or use 1f1b"
 )
 _SPLIT_CHECKPOINTING = (
     "so checkpointing would recompute a block for each of its weights. Use checkpointing "

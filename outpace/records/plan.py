@@ -132,7 +132,9 @@ class Plan(Record):
         self._check_lora()
         self._check_optimizer()
         if self.strategy == "ps" and self.servers == 0:
-            raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
+            raise ValueError(
+                "strategy ps needs parameter servers, but servers is 0. Set it to 1 or more"
+            )
         asked = self.servers or self.server_updates or self.worker_devices > 1
         if self.strategy != "ps" and asked:
             raise ValueError(
@@ -151,8 +153,8 @@ class Plan(Record):
             if size > 1 and axis not in SPLITS[self.strategy]:
                 own = " and ".join(SPLITS[self.strategy])
                 raise ValueError(
-                    f"strategy {self.strategy} {f'splits {own}' if own else 'is one process'}, "
-                    f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axis"
+                    f"strategy {self.strategy} {f'splits {own}' if own else 'is one process'}, but "
+                    f"{axis} is {size}. Set {axis} to 1, or use strategy 3d, which splits any axis"
                 )
         return self
 
@@ -161,7 +163,7 @@ class Plan(Record):
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
-                f"{self.strategy}. Use 3d with them, or zero{self.zero} to shard only"
+                f"{self.strategy}. Use strategy 3d with these, or zero{self.zero} to shard only"
             )
         if self.dp_shard * self.cp * self.tp % self.ep:
             raise ValueError(
@@ -214,8 +216,8 @@ class Plan(Record):
         if elsewhere and (self.optimizer_in_backward or self.precision in MASTERS):
             what = "optimizer_in_backward" if self.optimizer_in_backward else self.precision
             raise ValueError(
-                f"{what} cannot be combined with offloading: the optimizer updates weights that it "
-                "keeps, unit by unit. Use one of the two"
+                f"{what} cannot be combined with offloading, in which the optimizer keeps the "
+                "weights itself and updates them unit by unit. Leave out one of the two"
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
@@ -310,8 +312,8 @@ class Plan(Record):
             )
         if self.tp > 1 and self.lora_dropout:
             raise ValueError(
-                f"lora_dropout {self.lora_dropout} cannot be combined with tp: ranks would "
-                "drop different inputs of one matrix. Use lora_dropout 0, or zero3"
+                f"lora_dropout {self.lora_dropout} cannot be combined with tp: ranks would drop "
+                "different inputs of one matrix. Set lora_dropout to 0, or use zero3"
             )
 
     @property

@@ -53,7 +53,7 @@ def require_run(folder: Path) -> None:
     else:
         fault = (
             f"{format_path(folder)} holds no run (no {RUN_FILE}). Give the folder of a run, which "
-            "outpace train prints at the end (outpace runs lists the runs in a folder)."
+            "`outpace train` prints at the end (`outpace runs` lists the runs in a folder)."
         )
     raise BadInputError(f"{fault}{suggest_runs(folder)}{explain_removed_checkpoint(folder)}")
 

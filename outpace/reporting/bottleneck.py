@@ -94,8 +94,8 @@ def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bott
 
 
 _COMMUNICATES = (
-    "Ranks communicate without computing {} of the time. A larger --global-batch communicates "
-    "less per token, --compress-gradients sends less, and outpace compare shows which --strategy "
+    "Ranks communicate without computing {} of the time. A larger --global-batch communicates less "
+    "per token, --compress-gradients sends less, and `outpace compare` shows which --strategy "
     "waits least."
 )
 # Words and advice for each loss; {} is the share.

@@ -94,7 +94,7 @@ def _slow_steps(run: RunFolder) -> list[Finding]:
             what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
             seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
             f"at the median of {show_seconds(median)}",
-            remedy="Check which other programs ran during these steps: outpace report shows the "
+            remedy="Check which other programs ran during these steps: `outpace report` shows the "
             "load of cores and devices by step. End other programs, and make sure that the disk is "
             "not full.",
             severity="moderate",

@@ -40,7 +40,7 @@ from outpace.trace.steps import CPU, LayOut
 
 _SMALL = 32  # buffers with at most this many elements keep their values, since forwards read them
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-_MEASURE = "Let a run measure it, with values: outpace train --memory --steps 5."
+_MEASURE = "Measure memory in a run instead: outpace train --memory --steps 5."
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 

@@ -85,8 +85,8 @@ def record(module: nn.Module, inputs: Any) -> Forward:
     except BadInputError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise BadInputError(
-                f"{error}. Its parameters are on the meta device, so it has no values; build it "
-                "on the CPU if its forward reads values"
+                f"{error}. The module's parameters are on the meta device, so they have no values. "
+                "Build the module on the CPU if its forward reads values"
             ) from error
     return _record_forward(module, inputs, None)
 

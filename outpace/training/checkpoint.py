@@ -378,7 +378,8 @@ class Checkpointer:
         if free > self._needed_bytes:
             return None
         return (
-            f"the disk has {show_bytes(free)} left, but it needs {show_bytes(self._needed_bytes)}"
+            f"the disk has {show_bytes(free)} left, but a checkpoint needs "
+            f"{show_bytes(self._needed_bytes)}"
         )
 
     def close(self) -> None:

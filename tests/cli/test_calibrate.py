@@ -125,7 +125,7 @@ def test_what_no_flag_supplies(
 ) -> None:
     assert "which machine are the logs from?" in refusal(capsys, str(log), WORDS[0])
     said = refusal(capsys, str(log), *WORDS, "--nodes=2")
-    assert "its layout has 8 devices, but 2 × 8 = 16 are given" in said
+    assert "its layout has 8 devices, but 2 × 8 = 16 devices are requested" in said
     log.write_text("\n".join(line for line in LOG.splitlines() if "step:" in line))
     said = refusal(capsys, str(log), *WORDS[:2], "--layout=strategy=zero3,dp_shard=8")
     assert "titan.log does not state the number of tokens per sequence. Pass --seq-len" in said

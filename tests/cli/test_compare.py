@@ -292,7 +292,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         ([":ddp", "zero3"], "arm ':ddp': name"),
         (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
         (["--command=a", "--command=b", "--metric=(t="], "is not a regular expression"),
-        (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and others settings"),
+        (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and others are settings"),
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: all 3 steps would be warm-up"),
         (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave out metric"),

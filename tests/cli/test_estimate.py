@@ -127,7 +127,7 @@ def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("values", "words", "sentence"),
     [
-        ({"dp_replicate": 4}, [], "is for 4 devices, but 1 × 2 = 2 are given"),
+        ({"dp_replicate": 4}, [], "is for 4 devices, but 1 × 2 = 2 are requested"),
         ({"micro_batch": 3}, [], "is not a multiple of"),
         ({"strategy": "zero3"}, [], "strategy zero3 splits dp_shard"),
         ({"tp": 0}, [], "tp"),

@@ -278,8 +278,8 @@ def test_a_plan_file_is_what_is_traced(capsys, tmp_path):
     assert (said["seq_len"], said["global_batch"], said["world_size"]) == (16, 8, 2)
     assert said["plan"] == plan.model_dump(mode="json")
     for other, sentence in (
-        (["--machine=RTX 4090"], "is for 2 devices, but 1 × 1 = 1 are given"),
-        (["--plan=auto"], "--plan auto: outpace memory does not choose plans"),
+        (["--machine=RTX 4090"], "is for 2 devices, but 1 × 1 = 1 are requested"),
+        (["--plan=auto"], "--plan auto: `outpace memory` does not choose plans"),
         (["--plan=nosuch.json"], "nosuch.json"),
         (["--micro-batch=4"], "--micro-batch 4, but --plan"),
     ):

@@ -300,7 +300,7 @@ def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
 def test_a_plan_for_another_number_of_devices_is_refused(capsys, tmp_path):
     Plan(strategy="ddp", dp_replicate=4).save(tmp_path / "plan.json")
     assert main([*TINY, f"--plan={tmp_path / 'plan.json'}"]) == 2
-    assert "is for 4 devices, but 1 × 8 = 8 are given" in capsys.readouterr().err
+    assert "is for 4 devices, but 1 × 8 = 8 are requested" in capsys.readouterr().err
 
 
 def test_a_batch_that_cannot_be_shared_out_is_said(capsys):

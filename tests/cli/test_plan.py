@@ -607,7 +607,7 @@ def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
                          ("Mixtral 8x7B", "mixtral-8x7b")):  # fmt: skip
         assert said(capsys, *words, f"--model={name}")["model"] == preset
     error = refused(capsys, *words, "--model=meta-llama/Llama-3.1-8B-Instruct")
-    assert "outpace models lists every model" in error and "hf download meta-llama" in error
+    assert "`outpace models` lists every model" in error and "hf download meta-llama" in error
 
 
 def test_a_chip_without_its_form_is_the_boards_and_said_to_be(capsys):

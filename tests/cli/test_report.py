@@ -324,7 +324,7 @@ def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_
     for base in ('"node": "hgx-h100"', '"machine": {"host_cores": 2}'):
         path.write_text(f'{{{base}, "runs": [{{}}]}}')
         said = refused(capsys, path)
-        assert "calibrate corrected" in said and f"outpace plan --machine {path}." in said
+        assert "calibrate` corrected" in said and f"outpace plan --machine {path}." in said
     path.write_text('{"host_cores": 2, "host_memory_bytes": 1024, "cpu": "a"}')
     assert "describes a machine without measurements" in refused(capsys, path)
     path.write_text('{"host_cores": 0, "host_memory_bytes": 1024, "cpu": "a"}')

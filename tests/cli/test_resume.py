@@ -258,8 +258,13 @@ def test_a_run_whose_data_an_earlier_outpace_read_otherwise_says_so(
     earlier = {"train_data": "0" * 32, "reading": 0, "commit": "0123456789" * 4}
     record.model_copy(update=earlier).save(path)
     code, said = said_by(capsys, resume, "--steps=5")
-    assert code == 2 and "the training data has changed since it started, or this outpace" in said
-    assert "from the one that started it (commit 01234567). Restore the original, finish" in said
+    assert (
+        code == 2
+        and "the training data has changed since it started, or this version of outpace" in said
+    )
+    assert (
+        "from the one that started the run (commit 01234567). Restore the original, finish" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_mistakes_are_said_and_cost_nothing(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
-        (["--"], "no command"),
+        (["--"], "the command is missing"),
         ([str(run), "--", "true"], "Watch a run in progress, or start a command"),
         (["--for=3", "--", "true"], "Leave --for out"),
         (["--", "/no/such/program"], "cannot start /no/such/program"),

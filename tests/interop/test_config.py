@@ -181,7 +181,7 @@ LLAMA = {"model_type": "llama"}
             "layer_types has sliding_attention, but no window is in use",
         ),
         ({**LLAMA, "rope_theta": None}, "rope_theta = None, and transformers cannot build"),
-        ({**LLAMA, "pad_token_id": 32000}, "pad_token_id = 32000, and the embedding has 32000"),
+        ({**LLAMA, "pad_token_id": 32000}, "pad_token_id = 32000, but the embedding has 32000"),
         ({"model_type": "bert", "type_vocab_size": 0}, "type_vocab_size = 0"),
         ({"model_type": "gpt2", "num_key_value_heads": 4}, "num_key_value_heads 4, which"),
         ({"model_type": "gemma"}, "does not train the architecture 'gemma'"),

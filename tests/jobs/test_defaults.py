@@ -26,7 +26,7 @@ def test_a_layout_for_other_ranks_is_left_when_a_run_is_resumed(axis, world_size
     assert getattr(found, axis) is None and found.micro_batch is None
     assert said == [
         f"the run's layout was {axis} 2, which is not possible on {world_size} "
-        f"process{'es' if world_size > 1 else ''}: it is resumed with {now}"
+        f"process{'es' if world_size > 1 else ''}; the run resumes with {now}"
     ]
     # What is asked for now, and what fits, stays.
     for origins, size in (({axis: "command line"}, world_size), (recorded, 2)):

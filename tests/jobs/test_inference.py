@@ -69,7 +69,7 @@ def test_generation_settings_that_are_not_applied_are_told(tmp_path: Path, capsy
     file.write_text(json.dumps({**applied, "repetition_penalty": 1.05, "bad_words_ids": [[8]]}))
     outpace.generate(tmp_path, "a", max_new_tokens=1, device="cpu")
     assert capsys.readouterr().err == (
-        f"hint: outpace generate does not apply repetition_penalty 1.05, bad_words_ids [[8]] of "
+        f"hint: `outpace generate` does not apply repetition_penalty 1.05, bad_words_ids [[8]] of "
         f"{file}; transformers does, so it generates different texts by default\n"
     )
 
@@ -169,4 +169,4 @@ def test_a_second_system_message_is_refused(tmp_path: Path, capsys: Any) -> None
     assert main([*asked, "--max-new-tokens=1"]) == 0
     capsys.readouterr()
     assert main([*asked, "--system=b"]) == 2
-    assert "has its own system message, 'a'. Leave one of the two out" in capsys.readouterr().err
+    assert "already has a system message, 'a'. Leave one of the two out" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
     for number, (cuda, visible, why) in enumerate(
         [
             ("13.0", "-1", "CUDA_VISIBLE_DEVICES=-1 hides them"),
-            ("13.0", "0", "outpace doctor shows whether the driver sees any"),
+            ("13.0", "0", "`outpace doctor` shows whether the driver sees any GPU"),
             (None, "0", f"this torch ({VERSION}) is built without CUDA"),
         ]
     ):

@@ -79,7 +79,9 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_dtype_of_its_weights(run, cha
         assert tensor.dtype == dtype
         assert torch.equal(found[name], tensor)
     if dtype != torch.float32:
-        with pytest.raises(BadInputError, match="one of them keeps weights only in 16 bits"):
+        with pytest.raises(
+            BadInputError, match="one of these precisions keeps weights only in 16 bits"
+        ):
             run("cut", resume=True, **{**changes, "precision": "fp32", "steps": 6})
 
 

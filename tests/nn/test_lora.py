@@ -90,7 +90,7 @@ def test_what_is_refused():
         ({"lora_targets": ("q",)}, "belongs to LoRA. Give a lora_rank"),
         ({"lora_rank": 4, "lora_targets": ()}, "names no matrix"),
         ({"lora_rank": 4, "strategy": "tp", "tp": 2, "base": "nf4"}, "Use zero3"),
-        ({"lora_rank": 4, "strategy": "tp", "tp": 2, "lora_dropout": 0.1}, "Use lora_dropout 0"),
+        ({"lora_rank": 4, "strategy": "tp", "tp": 2, "lora_dropout": 0.1}, "Set lora_dropout to 0"),
         ({"lora_rank": 4, "precision": "fp8"}, "including adapters. Use precision bf16"),
     ]:
         with pytest.raises(BadInputError, match=said):

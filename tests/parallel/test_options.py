@@ -74,7 +74,7 @@ def test_the_table_of_compilation_has_every_strategy_and_is_what_refuses():
 
 
 def test_a_no_has_its_error():
-    with pytest.raises(BadInputError, match="Give an error exactly if"):
+    with pytest.raises(BadInputError, match="Give an error if and only if"):
         CompileTrial.parse({"works": False}, "test")
 
 

@@ -123,4 +123,4 @@ def test_a_model_of_the_hub_is_to_be_downloaded(name, alike, capsys):
     folder = name.partition("/")[2]
     assert f"hf download {name} --local-dir {folder}, then --model {folder}." in error
     assert ("has the same dimensions" in error) is (alike is not None)
-    assert alike is None or f"--model {alike} has" in error
+    assert alike is None or f"use --model {alike}, which has" in error

@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_is_reported_as_far_as_it_is(run, tmp_path):
     RunDir(tmp_path).end_early("the loss became nan at step 4")
     said = run_document(read_run(tmp_path)).verdict[1]
     assert said == "It ended early: the loss became nan at step 4"
-    assert "is not recorded; outpace train --memory" in words(document)
+    assert "is not recorded; `outpace train --memory`" in words(document)
     (tmp_path / "metrics.jsonl").unlink()
     assert run_document(read_run(tmp_path)).verdict[0].startswith("No step was done")
 

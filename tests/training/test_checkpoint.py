@@ -464,7 +464,8 @@ def little_disk(tmp_path):
 # From Python 3.13 on a stream whose file was closed before it warns, which is an error here.
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("leave_kib", "said"), [(100, "No space left"), (24, "has 24.00 KiB left, but it needs 97.")]
+    ("leave_kib", "said"),
+    [(100, "No space left"), (24, "has 24.00 KiB left, but a checkpoint needs 97.")],
 )
 def test_a_disk_that_fills_within_a_checkpoint_keeps_the_one_before(
     little_disk, group, leave_kib, said

@@ -104,8 +104,8 @@ def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
         notes.append(
             Note(
                 f"precision {name}: {'DeepSpeed' if kind == 'DEEPSPEED' else 'Megatron-LM'} keeps "
-                f"weights in {name} and fp32 copies in the optimizer, where outpace's weights are "
-                "in fp32."
+                f"weights in {name} and fp32 copies in the optimizer, whereas outpace's weights "
+                "are in fp32."
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):

@@ -145,7 +145,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
         else:
             notes.append("offload_parameters: DeepSpeed offloads parameters only with ZeRO-3.")
     if "disk" in (state, plan.offload_parameters):
-        notes.append(Note(f"offloading to disk: replace with your own directory: {NVME}."))
+        notes.append(Note(f"offloading to disk: replace {NVME} with your own directory."))
     return values
 
 
@@ -172,7 +172,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
         notes.append(
             Note(
                 f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the "
-                "optimizer, where outpace's weights are in fp32 (DeepSpeed's are, too, with "
+                "optimizer, whereas outpace's weights are in fp32 (DeepSpeed's are, too, with "
                 '"torch_autocast").'
             )
         )

@@ -217,7 +217,7 @@ def _precision(plan: Plan, notes: list[str]) -> list[Argument]:
         notes.append(
             Note(
                 f"precision {name}: Megatron-LM keeps weights in {name} and fp32 copies in the "
-                "optimizer, where outpace's weights are in fp32."
+                "optimizer, whereas outpace's weights are in fp32."
             )
         )
     elif name in PURE:

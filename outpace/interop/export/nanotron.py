@@ -156,7 +156,7 @@ def _dtype(plan: Plan, notes: list[str]) -> str:
         notes.append(
             Note(
                 "precision bf16: nanotron keeps weights in bfloat16 and fp32 copies in the "
-                "optimizer, where outpace's weights are in fp32."
+                "optimizer, whereas outpace's weights are in fp32."
             )
         )
     elif plan.precision == "bf16-pure":

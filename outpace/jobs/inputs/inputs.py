@@ -305,9 +305,9 @@ def _custom_model(
     custom = None if build is None else build_custom_model(build)
     if custom is not None and custom.optimizer is not None:
         raise BadInputError(
-            "the function that builds the model returns an optimizer, but outpace train makes its "
-            "own (--optimizer). Leave it out, or use it in your own loop: outpace.parallelize(…)"
-            ".make_optimizer. outpace verify tries it."
+            "the function that builds the model returns an optimizer, but `outpace train` makes "
+            "its own (--optimizer). Leave it out, or use it in your own loop: "
+            "outpace.parallelize(…).make_optimizer. `outpace verify` tests the model with it."
         )
     return custom
 

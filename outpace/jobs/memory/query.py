@@ -211,7 +211,7 @@ def _require_formula(plan: Plan, outline: Outline) -> None:
 
 def _require_traceable(settings: TrainSettings) -> None:
     """Raise BadInputError for settings that only training resolves, and for classification."""
-    said = "outpace memory traces a plan as given"
+    said = "`outpace memory` traces a plan as given"
     if settings.micro_batch == "auto":
         raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
     if settings.memory_budget is not None:
@@ -221,12 +221,12 @@ def _require_traceable(settings: TrainSettings) -> None:
         )
     if settings.memory_limit is not None:
         raise BadInputError(
-            "--memory-limit: outpace memory compares with the memory of --machine. Leave out the "
-            "option, or use it with outpace train, which reports what would fit."
+            "--memory-limit: `outpace memory` compares a plan with the memory of --machine. Leave "
+            "out the option, or use it with outpace train, which reports what would fit."
         )
     if settings.task == "classify":
         raise BadInputError(
-            "--task classify: outpace memory traces models with a head over the vocabulary, "
+            "--task classify: `outpace memory` traces models with a head over the vocabulary, "
             "which a classifier does not have. Leave out --task for an upper bound."
         )
 

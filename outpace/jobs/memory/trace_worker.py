@@ -40,8 +40,8 @@ def require_traced_kernels(accelerator: Accelerator | None) -> None:
     if accelerator is not None and not has_fused_attention(accelerator):
         raise BadInputError(
             f"{accelerator.name}: a trace runs the kernels for CUDA and CPUs, but kernels for "
-            "Apple's GPUs keep different tensors. To estimate memory, use outpace plan, or outpace "
-            "estimate without --depth."
+            "Apple's GPUs keep different tensors. To estimate memory, use `outpace plan`, or "
+            "`outpace estimate` without --depth."
         )
 
 

@@ -237,7 +237,8 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
     if what is not None:
         raise BadInputError(
             f"the planner does not support {what} yet. Leave out {what}, or choose --strategy, "
-            "--micro-batch and --checkpointing yourself; outpace memory shows what fits."
+            "--micro-batch and --checkpointing yourself; `outpace memory` shows whether your "
+            "choice fits."
         )
 
 
@@ -353,7 +354,7 @@ def _fits(
     try:
         needed = fullest(planned.plan, settings.model, job, settings.dropout).device_bytes
     except BadInputError as error:
-        say(f"not traced ({error}), so its memory is the formula's estimate: {planned.title}")
+        say(f"{planned.title} was not traced ({error}), so its memory is the formula's estimate")
         return True
     if needed <= limit:
         return True

@@ -184,10 +184,10 @@ def _question(
     check_model(logged, question, plan, str(base.model))
     if question.wanted.world != plan.world_size:
         raise BadInputError(
-            f"{logged.log}: its layout has {plan.world_size} devices, but "
-            f"{question.cluster.nodes} × {question.cluster.fabric.per_node} = "
-            f"{question.wanted.world} are given. Give --nodes and --devices-per-node, or the "
-            "layout with --layout, such as strategy=zero3,dp_shard=8."
+            f"{logged.log}: its layout has {plan.world_size} devices, but {question.cluster.nodes} "
+            f"× {question.cluster.fabric.per_node} = {question.wanted.world} devices are "
+            "requested. Correct --nodes and --devices-per-node, or give the layout with --layout, "
+            "such as strategy=zero3,dp_shard=8."
         )
     return question, plan
 

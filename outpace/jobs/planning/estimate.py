@@ -24,8 +24,8 @@ def estimate(
     if plan.world_size != question.wanted.world:
         raise BadInputError(
             f"{name} is for {plan.world_size} devices, but {question.cluster.nodes} × "
-            f"{question.cluster.fabric.per_node} = {question.wanted.world} are given. Set its "
-            "axes or --nodes and --devices-per-node."
+            f"{question.cluster.fabric.per_node} = {question.wanted.world} are requested. Change "
+            "the plan's axes, or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
         # The default, rounded up to a multiple of the samples that all ranks process in one pass.

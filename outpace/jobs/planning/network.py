@@ -64,8 +64,8 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
     if plan.world_size != world:
         raise BadInputError(
             f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
-            f"{site.nodes} × {site.per_node} = {world} are given. Set its axes (dp_shard, "
-            "…), set --nodes, or choose another --machine."
+            f"{site.nodes} × {site.per_node} = {world} are requested. Change the plan's axes "
+            "(dp_shard, …) or --nodes, or choose another --machine."
         )
     batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
     return NetworkEntry(plan.strategy, plan, batch)

@@ -22,15 +22,15 @@ def follow_plan(
         return settings, dict(origins)
     if settings.plan == "auto":
         raise BadInputError(
-            "--plan auto: outpace memory does not choose plans. Pass a file that outpace plan "
-            "--out wrote, or leave out --plan."
+            "--plan auto: `outpace memory` does not choose plans. Pass a file that `outpace plan "
+            "--out` wrote, or leave out --plan."
         )
     there = None if node is None else node.processes * nodes
     world = PlanFile.load(Path(settings.plan).expanduser(), option="--plan ").world_size
     if node is not None and world != there:
         raise BadInputError(
             f"--plan {settings.plan} is for {world} devices, but {nodes} × {node.processes} = "
-            f"{there} are given. Set --nodes, or choose another --machine."
+            f"{there} are requested. Change --nodes, or choose another --machine."
         )
     settled, told = apply_settings_plan(settings, origins, None, lambda _: None)
     if node is not None:

@@ -143,10 +143,10 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
     if seq_len <= most:
         return outline
     note = (
-        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}, "
-        "so outpace train refuses the model as it is. To train on them, give it more positions "
-        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are "
-        "as planned."
+        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}, so "
+        "`outpace train` refuses the model as it is. To train on them, give it more positions "
+        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are as "
+        "planned."
     )
     if trained:
         raise BadInputError(f"--seq-len {seq_len}: {note[0].lower()}{note[1:]}")
@@ -324,7 +324,8 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
         raise BadInputError(
             f"lora_rank {adapters.rank} with {what}: the planner supports adapters only in "
             f"outpace's training, with strategy {', '.join(ADAPTER_STRATEGIES)} and without "
-            "offloading. Leave out one of the two; outpace memory traces any plan."
+            "offloading. Leave out one of the two, or estimate the plan's memory with `outpace "
+            "memory`."
         )
 
 

@@ -22,7 +22,7 @@ def finding_notes(examination: Examination) -> list[str]:
     notes = [f"{one.severity}: {one.what} ({one.seen}). Do: {one.remedy}" for one in grave]
     if not notes:
         return []
-    return [*notes, "outpace doctor shows what these settings cost, and lists minor ones"]
+    return [*notes, "`outpace doctor` shows what these settings cost, and lists minor findings"]
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:

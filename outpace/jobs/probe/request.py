@@ -74,7 +74,7 @@ class ProbeRequest:
         if spec is None:
             raise BadInputError(
                 f"--model {self.settings.model}: the dimensions of a custom model are unknown. "
-                "Pass a preset, a Hugging Face directory or a spec file; outpace probe loader "
+                "Pass a preset, a Hugging Face directory or a spec file; `outpace probe loader` "
                 "measures a custom model's data set."
             )
         return spec

@@ -55,8 +55,8 @@ _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
 # Store key: an error found before training that ends all ranks.
 _MIXED = "alive/mixed"
 _CHECK_JOBS = (
-    "It was refused. If two jobs started at the same time, their ranks may be mixed: then stop "
-    "both, and start each with a MASTER_PORT of its own."
+    "The process was refused. If two jobs started at the same time, their ranks may be mixed: then "
+    "stop both, and start each with a MASTER_PORT of its own."
 )
 # Seconds for an interrupted rank to end by itself before it is killed.
 _INTERRUPTED_S = 4.0

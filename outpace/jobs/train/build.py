@@ -428,8 +428,8 @@ def _require_known_targets(job: Job) -> None:
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
             "--optimizer-in-backward: gradients are divided by a batch's number of targets, but "
-            "with masked tokens or a custom loss, it is known only after the backward pass. Leave "
-            "out --optimizer-in-backward."
+            "with masked tokens or a custom loss, this number is known only after the backward "
+            "pass. Leave out --optimizer-in-backward."
         )
 
 

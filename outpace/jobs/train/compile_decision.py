@@ -82,7 +82,7 @@ def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int)
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (
-        f"it is expected to take {show_seconds(once_s)} once and to save "
+        f"compiling is expected to take {show_seconds(once_s)} once and to save "
         f"{show_seconds(saved_s)} of {show_seconds(eager_s)} per step, so it pays off after "
         f"{steps:,.0f} steps"
     )

@@ -252,8 +252,8 @@ def _without_disabled_compilation(
         return plan
     if settings.compile:
         raise BadInputError(
-            f"--compile, but the environment has {variable}, which turns torch.compile off. "
-            "Unset it, or train with --no-compile."
+            f"--compile: the environment has {variable}, which turns torch.compile off. Unset this "
+            "variable, or train with --no-compile."
         )
     notify(heard, "on_hint", f"compile: no, since the environment has {variable}")
     return plan.model_copy(update={"compile": False})

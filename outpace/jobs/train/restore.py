@@ -77,7 +77,7 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
     model = f"start another run from its model with --model {run}, " if history.has_model else ""
     raise BadInputError(
         f"{job.run_dir.checkpoints} has no checkpoint, but {sign}: resuming would start at step 0 "
-        f"and overwrite that. Restore the checkpoints, {model}or start another run with another "
+        f"and overwrite the run. Restore the checkpoints, {model}or start another run with another "
         "--out."
     )
 

@@ -116,8 +116,11 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
     of_data = changed[0].startswith(("the training data", "the validation data"))
     if of_data and earlier.reading != now.reading:
         of = f" (commit {earlier.commit[:8]})" if earlier.commit else ""
-        why += f", or this outpace reads it differently from the one that started it{of}"
-        remedy += ", finish the run with that outpace"
+        why += (
+            ", or this version of outpace reads it differently from the one that started the "
+            f"run{of}"
+        )
+        remedy += ", finish the run with that version"
     raise BadInputError(
         f"the run in {run_dir.path} cannot be resumed: {why}. {remedy}, or start another run from "
         f"its weights with --model {run_dir.path}."
@@ -185,9 +188,10 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
     was, is_now = earlier.precision, now.precision
     if was != is_now and {was, is_now} & set(PURE):
         raise BadInputError(
-            f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
-            "them keeps weights only in 16 bits, the other in fp32. Leave out --precision to "
-            f"resume, or start another run from its weights with --model {run_dir.path}."
+            f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, but one of "
+            "these precisions keeps weights only in 16 bits, and the other keeps them in fp32. "
+            "Leave out --precision to resume, or start another run from its weights with --model "
+            f"{run_dir.path}."
         )
 
 
@@ -271,13 +275,13 @@ def _unused_gpus(job: Job) -> list[str]:
             "third count only the GPUs that the first leaves)"
         )
     elif of_amd:
-        why = "rocm-smi shows whether the driver sees any"
+        why = "`rocm-smi` shows whether the driver sees any GPU"
     elif torch.version.cuda is None:
         why = f"this torch ({VERSION}) is built without CUDA"
     elif visible is not None and not read_visible(visible.split(","), count):
         why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     else:
-        why = "outpace doctor shows whether the driver sees any"
+        why = "`outpace doctor` shows whether the driver sees any GPU"
     return [
         f"this host has {maker} GPU, but torch sees none, so the run is on the CPU: {why}. Use "
         "--device cpu if that is intended"
@@ -456,7 +460,7 @@ def _repetitions(job: Job) -> list[str]:
         passes = data.passes(job.total_steps * batch)
         hints += [
             f"{source} is repeated {count:,.0f} times because of its weight; beyond "
-            f"{_USEFUL_PASSES} times, more data helps more"
+            f"{_USEFUL_PASSES} times, new data helps more"
             for source, count in zip(job.settings.data, passes, strict=True)
             if count > _USEFUL_PASSES
         ]

@@ -131,10 +131,10 @@ def cause(its: Facts, others: list[Facts]) -> str:
             f"{median(clocks) / 1e9:.2f}. Check its cooling and its power settings"
         )
     if its.threads < min((one.threads for one in others), default=its.threads):
-        return f"It computes with {its.threads} threads, the others with more"
+        return f"It computes with {its.threads} threads, but the other ranks use more"
     if all(one.processor != its.processor for one in others):
         return f"It has a different processor: {its.processor}"
     return (
-        "Nothing observed on its host explains it. Run outpace doctor there, or outpace probe "
-        "--nproc, which measures each part alone"
+        "Nothing observed on its host explains this. Run `outpace doctor` there, or `outpace probe "
+        "--nproc`, which measures each part alone"
     )

@@ -265,7 +265,7 @@ class CustomStage(nn.Module):
             raise BadInputError(
                 f"the forward assigns another module to {first_names(moved)}, but each pipeline "
                 "stage has its own copies of the modules, so the saved model would have a "
-                "different one there. Choose among modules without assigning them: call "
+                "different module in its place. Choose among modules without assigning them: call "
                 "self.heads[number] directly."
             )
 

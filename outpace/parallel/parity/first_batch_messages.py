@@ -77,9 +77,9 @@ def explain_draws(alike: bool) -> str:
     return (
         "the forward or the loss draws random numbers (a mask, noise, a time step, dropout of your "
         f"own), not counting torch's dropout. Each rank and micro-batch draws {numbers}, so one "
-        "process with the whole batch trains with other numbers. To train with the same ones, "
-        "draw them in the data set, or from a generator seeded by each sample; otherwise, this is "
-        "as with dropout."
+        "process with the whole batch trains with other numbers. To train with the same ones, draw "
+        "them in the data set, or from a generator seeded by each sample; otherwise, these numbers "
+        "differ as those of dropout do."
     )
 
 

@@ -225,7 +225,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     probed = machine.probed
     if probed is None:
         raise BadInputError(
-            "this machine.json has no measurements. Make one with outpace probe --out machine.json."
+            "this machine.json has no measurements. Measure with outpace probe --out machine.json."
         )
     known = ProbeFigures(probed)
     chip = None

@@ -74,7 +74,8 @@ def flows(work: StepOnRank) -> list[Flow]:
     if plan.lora_rank is not None or plan.compress_gradients == "powersgd":
         what = "adapters" if plan.lora_rank is not None else "PowerSGD"
         raise BadInputError(
-            f"outpace network has no formula for the traffic of {what}. Use a plan without {what}."
+            f"`outpace network` has no formula for the traffic of {what}. Use a plan without "
+            f"{what}."
         )
     if plan.strategy == "3d":
         return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]
@@ -84,8 +85,8 @@ def flows(work: StepOnRank) -> list[Flow]:
     )  # fmt: skip
     if tally is None:
         raise BadInputError(
-            f"outpace network supports {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
-            f"strategy is {plan.strategy}."
+            f"`outpace network` supports {', '.join(_OF_ONE_AXIS)} and 3d; the plan's strategy is "
+            f"{plan.strategy}."
         )
     # hsdp has two axes, of which the last one shards.
     found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]

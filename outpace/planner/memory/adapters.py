@@ -318,6 +318,6 @@ def _require_known(columns: PlanBatch) -> None:
         if unknown.any():
             raise BadInputError(
                 f"the planner cannot estimate the memory of adapters with {what}. Use strategy "
-                f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or outpace memory, which "
-                "traces any plan."
+                f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or estimate the plan's "
+                "memory with `outpace memory`."
             )

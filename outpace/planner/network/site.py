@@ -75,7 +75,7 @@ class Site:
         if asked.machine is None and asked.probe is None:
             raise BadInputError(
                 "no machine is given. Name one from the catalog (--machine hgx-h100), or pass the "
-                "file that outpace probe --out wrote (--probe machine.json)."
+                "file that `outpace probe --out` wrote (--probe machine.json)."
             )
         if asked.machine is not None:
             self.node = find_node(asked.machine)

@@ -48,8 +48,8 @@ def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
     bits_per_s = 8 * rate
     text = (
         f"{link_sentence(fit)} between nodes, {at_once} at once from each node: "
-        f"{show_count(bits_per_s, 'bit/s')} per node. {_compare_rate(bits_per_s)} outpace network "
-        "shows what a given run needs."
+        f"{show_count(bits_per_s, 'bit/s')} per node. {_compare_rate(bits_per_s)} `outpace "
+        "network` shows what a given run needs."
     )
     return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
 
@@ -161,5 +161,5 @@ def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[
 
 def _remedy(within: bool) -> str:
     if within:
-        return "outpace topology shows how they are connected"
+        return "`outpace topology` shows how they are connected"
     return "Check the cable, the port's speed and its errors, and the switch between them"

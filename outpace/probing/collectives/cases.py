@@ -114,7 +114,7 @@ def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
         buffers.renew(int(one.key.of["bytes"]))  # so that the previous case's results are wrong
         wrong = one.check(one.make()()) if one.check else None
         if wrong:
-            raise WrongResultError(f"{one.key}, after it was timed: {wrong}")
+            raise WrongResultError(f"{one.key}: the result is wrong after the timing: {wrong}")
     buffers.renew()
 
 

@@ -347,7 +347,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
         parts += runs.memory_by_rank({"": run.measurement.peak_memory_by_rank})
     if run.memory is None:
         parts.append(Paragraph(
-            "Memory over a step is not recorded; outpace train --memory records it."
+            "Memory over a step is not recorded; `outpace train --memory` records it."
         ))  # fmt: skip
     return DocumentSection("Memory", tuple(parts))
 
@@ -405,9 +405,9 @@ def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
         account = run.memory.measured if run.memory is not None else None
         if account is None:
             return [Paragraph(
-                "Memory is not compared: on a CPU, a run records the memory of the whole "
-                "process, but the planner predicts the memory of tensors. outpace train --memory "
-                "records both."
+                "Memory is not compared: on a CPU, a run records the memory of the whole process, "
+                "but the planner predicts the memory of tensors. `outpace train --memory` records "
+                "both."
             )]  # fmt: skip
         measured, title = account.allocated_bytes or account.peak_memory_bytes, "Peak of tensors"
     if measured is None:

@@ -25,7 +25,7 @@ def test_the_optimizer_in_backward_has_one_micro_batch():
     [
         ({"micro_batch": "auto"}, "Give a number of samples"),
         ({"memory_budget": "8GiB"}, "Choose what to recompute"),
-        ({"memory_limit": "1GiB"}, "compares with the memory of --machine"),
+        ({"memory_limit": "1GiB"}, "compares a plan with the memory of --machine"),
         ({"task": "classify"}, "which a classifier does not have"),
         ({"precision": "fp8"}, "which this host's CPU does not have. Choose a --machine"),
     ],

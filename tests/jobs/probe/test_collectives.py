@@ -78,7 +78,7 @@ def test_a_wrong_value_on_one_rank_is_said_by_all(on_ranks):
         after = said.pop("after")
         assert set(after) == set(COLLECTIVES)
         for name, wrong in after.items():
-            assert wrong.startswith(name) and "after it was timed: rank 1: element" in wrong
+            assert wrong.startswith(name) and "wrong after the timing: rank 1: element" in wrong
         assert set(said) == set(COLLECTIVES)  # nothing is wrong where nothing is spoilt
         for name, wrong in said.items():
             assert set(wrong) == {name}

@@ -165,7 +165,7 @@ def test_what_turns_the_compiler_off_is_heard(tmp_path, corpus, token_cache, mon
                      data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
                      out=tmp_path / "run")  # fmt: skip
     asked_for = settings.model_copy(update={"compile": True})
-    with pytest.raises(BadInputError, match=f"--compile, but the environment has {variable}=1"):
+    with pytest.raises(BadInputError, match=f"--compile: the environment has {variable}=1"):
         job.train(asked_for, RunContext(command=["test"]))
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(

@@ -115,4 +115,6 @@ def heads(names):
 def test_parts_in_another_order_are_refused(tmp_path, build, said, strategy):
     ends = train(tmp_path, build, strategy)
     assert all(end.refused for end in ends), ends
-    assert "rank 1 has built another module than rank 0" in ends[0].said and said in ends[0].said
+    assert (
+        "rank 1 has built a different module from rank 0" in ends[0].said and said in ends[0].said
+    )
