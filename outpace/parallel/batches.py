@@ -55,10 +55,10 @@ def samples_in(batch: Batch) -> int:
 
     Raises BadInputError if the batch has no such tensor or cannot be split by samples.
     """
-    return _length(_first_tensor(batch, _plain(batch)))
+    return length_of(_first_tensor(batch, _plain(batch)))
 
 
-def _length(value: Tensor | np.ndarray) -> int:
+def length_of(value: Tensor | np.ndarray) -> int:
     """Return the length of the first dimension of an array or a (possibly nested) tensor."""
     return value.size(0) if isinstance(value, Tensor) else len(value)
 
@@ -109,7 +109,7 @@ def _is_one_sample(entry: Any) -> bool:
     """Return whether the tensors of an entry seem to belong to a single sample."""
     tensors = _tensors_in(entry)
     dimensions = {one.ndim for one in tensors}
-    lengths = {_length(one) for one in tensors if one.ndim}
+    lengths = {length_of(one) for one in tensors if one.ndim}
     flat = isinstance(entry, dict) and dimensions == {1}
     return len(lengths) > 1 or 0 in dimensions or flat
 
@@ -123,7 +123,7 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
-            if _is_list_of_samples(_length(first), id(first), part):
+            if _is_list_of_samples(length_of(first), id(first), part):
                 continue
             tensors = [one for one in part if isinstance(one, Tensor) and one.dim()]
             alike = len({(one.shape[1:], one.dtype) for one in tensors}) == 1
@@ -251,7 +251,7 @@ def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
     # tree_flatten leaves a reference cycle around `is_leaf`, which therefore must not hold tensors.
-    samples = _length(first)
+    samples = length_of(first)
     flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
     return _FlatBatch(*flat, samples)
 
@@ -264,7 +264,7 @@ def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
     """
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    samples = _length(first)
+    samples = length_of(first)
     found: dict[Any, tuple[Any, bool]] = {}
     leaves, structure = tree_flatten(plain, partial(_is_list_without, id(first)))
     _record_splits(leaves, str(structure), samples, id(first), found)
@@ -285,7 +285,7 @@ def _record_splits(
     is_split = partial(_is_list_of_samples, samples, first_id)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor | np.ndarray):
-            if leaf.ndim and not _is_nested(leaf) and _length(leaf) != 1:
+            if leaf.ndim and not _is_nested(leaf) and length_of(leaf) != 1:
                 found[form, number] = leaf, _has_rows(leaf, samples)
         elif _holds_samples(leaf) and any(one is not None for one in leaf):
             found[form, number] = leaf, is_split(leaf)
@@ -323,7 +323,7 @@ def _holds_samples(leaf: Any) -> bool:
 
 def _has_rows(value: Any, samples: int) -> bool:
     """Return whether a value is a tensor or array with one row per sample."""
-    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _length(value) == samples
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and length_of(value) == samples
 
 
 def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Sequence[Any]]:

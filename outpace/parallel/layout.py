@@ -212,6 +212,12 @@ class Layout:
     def watch_communication(self, watches: bool) -> None:
         """Choose whether operations that communicate between calls first wait for all ranks."""
 
+    def begin_optimizer_step(self) -> None:
+        """Make only the first operation of the step that communicates wait for all ranks."""
+
+    def end_optimizer_step(self) -> None:
+        """Make operations that communicate wait again, as `watch_communication` has chosen."""
+
     def discard_comparison(self) -> None:
         """Subtract the last call of `gradients`, a mere comparison, from the counts of steps."""
 
@@ -453,12 +459,19 @@ class ShardedLayout(SpreadLayout):
         finally:
             if self._storages is not None:
                 combine_with_whole(True)
-                wait_before_communication(self._place if self._watches_communication else None)
+                self.end_optimizer_step()
         if self._storages is not None:
             self._storages.note()
 
     def watch_communication(self, watches: bool) -> None:
         self._watches_communication = watches
+
+    def begin_optimizer_step(self) -> None:
+        if self._watches_communication:
+            wait_before_communication(self._place, once=True)
+
+    def end_optimizer_step(self) -> None:
+        wait_before_communication(self._place if self._watches_communication else None)
 
     def _enter_forward(self) -> None:
         if _fsdp_modules(self.objective):

@@ -16,12 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
+from outpace.nn.compiler_exclusion import leave_to_python
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
-from outpace.parallel.batches import copy_batch, samples_in
+from outpace.parallel.batches import copy_batch, length_of, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
@@ -95,22 +96,37 @@ class ParallelModule:
         assert number is not None
         with refuse_together(self._ranks.world_size):
             given = _tensors_in(batch)
-            if any(self._is_shared(one) for one in given):
+            part = next((one for one in given if self._is_shared(one)), None)
+            if part is not None:
+                self._require_parts(part, given)
                 return batch
             if self._agreement is not None:
                 self._agreement.note_given(batch)
             among = f"{shares} data-parallel ranks"
-            part = self._cut(batch, shares, "a global batch", among)[number]
-            for one in _tensors_in(part) if shares > 1 else ():
+            mine = self._cut(batch, shares, "a global batch", among)[number]
+            for one in _tensors_in(mine) if shares > 1 else ():
                 if all(one is not other for other in given):  # a table goes to all ranks
                     key = id(one)
                     self._shared[key] = ref(one, partial(self._shared.pop, key))
-            return part
+            return mine
 
     def _is_shared(self, value: Any) -> bool:
         """Return whether `share` has returned this tensor or array as part of a batch."""
         known = self._shared.get(id(value))
         return known is not None and known() is value
+
+    def _require_parts(self, part: Any, given: Sequence[Any]) -> None:
+        """Refuse a batch with a part that `share` has returned and a tensor of all samples."""
+        samples = length_of(part) if part.ndim else 0
+        whole = samples * self.plan.data_parallel
+        if samples and any(
+            one.ndim and length_of(one) == whole and not self._is_shared(one) for one in given
+        ):
+            raise BadInputError(
+                f"share got a batch with a part of {samples} samples that it has returned before, "
+                f"and with a tensor of {whole}, the samples of all ranks. It would split neither. "
+                "Call share once, with all tensors of the global batch."
+            )
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
@@ -121,10 +137,10 @@ class ParallelModule:
         Metal), whatever the module's dtype.
         """
         with self._call(in_step=True):
+            if self._agreement is not None:  # first, so that ranks count alike if one refuses
+                self._agreement.begin_call(batch)
             self._require_frozen()
             self._warn_of_dropped()
-            if self._agreement is not None:
-                self._agreement.begin_call(batch)
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             if self._scaling is not None:
@@ -181,8 +197,8 @@ class ParallelModule:
         optimizer = place_optimizer(self.layout, self.plan, self._scratch, listed, build)
         optimizer.register_step_pre_hook(self._measure_scaling)
         if self._agreement is not None:
-            optimizer.register_step_pre_hook(self._agreement.before_step)
-            optimizer.register_step_post_hook(self._agreement.after_step)
+            optimizer.register_step_pre_hook(leave_to_python(self._agreement.before_step))
+            optimizer.register_step_post_hook(leave_to_python(self._agreement.after_step))
         optimizer.register_step_post_hook(self._note_use)
         self._optimizers += 1
         return optimizer

@@ -129,6 +129,7 @@ class RankAgreement:
         """Record an optimizer's settings, and before the first step the gradients."""
         if not self._is_due or not self._calls:
             return
+        self._layout.begin_optimizer_step()
         self._steps += 1
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
@@ -150,6 +151,7 @@ class RankAgreement:
     def after_step(self, *_: Any) -> None:
         """Record fingerprints of weight shards after an optimizer's step."""
         if self._is_due and self._calls:
+            self._layout.end_optimizer_step()
             self._shards = self._shards[0], self._prints_of_shards(False)
 
     def _compare(self, batch: Batch) -> None:

@@ -6,11 +6,13 @@ rank's part of a pending sum or maximum, DTensors cannot be written to whole ten
 `p.data = …` has no effect.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.dtensor import is_spread, whole
@@ -41,33 +43,61 @@ def combine_with_whole(allowed: bool) -> None:
     _dispatcher()._allow_implicit_replication = allowed
 
 
-def wait_before_communication(place: CommonPlace | None) -> None:
+def wait_before_communication(place: CommonPlace | None, once: bool = False) -> None:
     """Make operations on DTensors wait for all ranks before they communicate; None: stop that.
 
     Without the wait, an operation on a single rank would hang in a collective, or take part in a
-    different collective of other ranks.
+    different collective of other ranks. `once`: only the next operation that communicates waits.
     """
+    plain = _redistribution()
+    plain = getattr(plain, "_outpace_plain", plain)
+    _set_redistribution(plain if place is None else _add_wait(place, plain, once))
+
+
+def _redistribution() -> Any:
+    """Return torch's function that redistributes a tensor, perhaps with a wait before it."""
+    from torch.distributed.tensor import _redistribute
+
+    return _redistribute.redistribute_local_tensor
+
+
+def _set_redistribution(function: Any) -> None:
     from torch.distributed.tensor import _dispatch, _redistribute
 
-    plain: Any = _redistribute.redistribute_local_tensor
-    plain = getattr(plain, "_outpace_plain", plain)
-    used: Any = plain if place is None else _add_wait(place, plain)
     users: list[Any] = [_dispatch, _redistribute]  # operators; DTensor.redistribute, full_tensor
     for user in users:
-        user.redistribute_local_tensor = used
+        user.redistribute_local_tensor = function
 
 
-def _add_wait(place: CommonPlace, plain: Any) -> Any:
+def _add_wait(place: CommonPlace, plain: Any, once: bool) -> Any:
     """Return `plain`, torch's function that redistributes a tensor, with a wait before it."""
 
     def redistribute(tensor: Tensor, now: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(now.placements, wanted.placements, strict=True)
-        if any(one != other and not one.is_replicate() for one, other in pairs):
+        changes = any(one != other and not one.is_replicate() for one, other in pairs)
+        if changes and _is_over_all_ranks(now.mesh):
             place.wait_for_all("computes with whole values, such as a norm of gradients")
+            if once:
+                wait_before_communication(None)
         return plain(tensor, now, wanted, *args, **kwargs)
 
     vars(redistribute)["_outpace_plain"] = plain
     return redistribute
+
+
+def _is_over_all_ranks(mesh: Any) -> bool:
+    """Return whether a mesh has all ranks; other ranks cannot wait for a mesh of a user's own."""
+    return bool(mesh.size() == dist.get_world_size())
+
+
+@contextmanager
+def _without_wait() -> Iterator[None]:
+    used = _redistribution()
+    wait_before_communication(None)
+    try:
+        yield
+    finally:
+        _set_redistribution(used)
 
 
 def _dispatcher() -> Any:
@@ -93,9 +123,12 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
 
 def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
     """Return the whole tensor. If ranks hold parts of it, wait for all ranks first. Collective."""
-    if is_spread(tensor) and not all(one.is_replicate() for one in tensor.placements):
+    if not is_spread(tensor) or all(one.is_replicate() for one in tensor.placements):
+        return whole(tensor)
+    if _is_over_all_ranks(tensor.device_mesh):
         place.wait_for_all(what)
-    return whole(tensor)
+    with _without_wait():
+        return whole(tensor)
 
 
 def _read_number(

@@ -20,6 +20,7 @@ from outpace.optim.build import Build
 from outpace.optim.master import master_weights
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Layout, LayoutRequest
+from outpace.parallel.optimizer_split import parameters_in
 from outpace.parallel.refusals import refuse_between_steps
 from outpace.parallel.tensors import raise_to
 
@@ -77,6 +78,7 @@ class SharedStates(Replicas):
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Return an optimizer of all parameters that updates and broadcasts this rank's share."""
+        groups = [{**group, "params": parameters_in(group)} for group in groups]
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:

@@ -3,13 +3,20 @@
 import os
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
+import outpace
+from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
-from tests.parallel.user_loops import ParallelRun, Stack, batches
+from outpace.parallel.rank_agreement import RankAgreement
+from outpace.records.errors import BadInputError
+from outpace.records.ranks import Ranks
+from tests.parallel.user_loops import SAMPLES, ParallelRun, Stack, batches, squares
 
 pytestmark = pytest.mark.gloo
 
@@ -109,6 +116,8 @@ def test_a_part_that_is_shared_again_stays_the_same(tmp_path):
         assert run.model.share(part) is part and len(part[0]) == len(whole[0]) // 2
         again = run.model.share({"x": part[0], "y": part[1]})
         assert again["x"] is part[0]
+        with pytest.raises(BadInputError, match=r"a part of 4 samples .* with a tensor of 8"):
+            run.model.share((part[0], whole[1]))
         other = [one + rank.ranks.rank for one in whole]
         table = whole[0][:1]  # which parts share
         said = []
@@ -129,6 +138,41 @@ def test_ranks_of_one_share_need_the_same_samples(tmp_path):
 
     for end in run_forked(2, act, 240.0, tmp_path / "job"):
         assert end.refused and "ranks 0 and 1 have been given different samples" in end.said, end
+
+
+def test_a_step_that_one_rank_refuses_counts_on_all():
+    """Else ranks would compare in different calls."""
+    plan = plan_for_module("single", 1, SAMPLES)
+    laid = outpace.parallelize(Stack().double(), plan, loss=squares, check="off")
+    counted = []
+    laid._agreement = SimpleNamespace(begin_call=counted.append)
+    laid._frozen = {"stem.weight"}
+    with pytest.raises(BadInputError, match="did not require gradients"):
+        laid.forward_backward(batches()[0])
+    assert len(counted) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_steps_are_not_compiled_again():
+    plan = plan_for_module("single", 1, SAMPLES)
+    laid = outpace.parallelize(Stack().double(), plan, loss=squares, check="off")
+    laid._agreement = RankAgreement(laid.layout, plan, Ranks())
+    laid._agreement._calls = 1
+    torch.compiler.reset()  # loads the compiler
+    optimizer = laid.make_optimizer(torch.optim.SGD, lr=0.1)
+    compiled, graphs = [], []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=count)
+    for _ in range(4):
+        for _, parameter in laid.named_parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step()
+        graphs.append(len(compiled))
+    assert graphs[1:] == graphs[1:2] * 3
 
 
 def fail(exit_code, run):

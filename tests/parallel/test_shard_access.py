@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from outpace.launch.forked_job import run_forked
@@ -94,4 +94,34 @@ def test_optimizers_do_not_dispatch_writes_twice(tmp_path, monkeypatch):
         assert torch.equal(whole(parts.detach()), plain)
 
     ends = run_forked(2, act, 120.0, tmp_path / "job")
+    assert all(end.fine for end in ends), ends
+
+
+def test_ranks_wait_once_for_a_read_or_a_step_and_not_for_other_meshes(tmp_path):
+    """A step may gather thousands of times; a mesh of some ranks is none that others read."""
+
+    def act(rank):
+        waits = []
+
+        class Place(CommonPlace):
+            def wait_for_all(self, what):
+                waits.append(what)
+
+        place = Place()
+        mesh = init_device_mesh("cpu", (2,))
+        shard_access.read_whole_values(place)
+        shard_access.wait_before_communication(place)
+        tensor = distribute_tensor(drawn(0), mesh, [Shard(0)])
+        assert float(tensor.sum()) == float(drawn(0).sum()) and len(waits) == 1
+        tensor.full_tensor(), tensor.full_tensor()
+        assert len(waits) == 3
+        shard_access.wait_before_communication(place, once=True)
+        tensor.full_tensor(), tensor.full_tensor()
+        assert len(waits) == 4
+        shard_access.wait_before_communication(place)
+        alone = DTensor.from_local(drawn(0), DeviceMesh("cpu", [rank.ranks.rank]), [Shard(0)])
+        alone.full_tensor(), alone.sum().item()
+        assert len(waits) == 4
+
+    ends = run_forked(2, act, 60.0, tmp_path / "job")
     assert all(end.fine for end in ends), ends
