@@ -141,7 +141,8 @@ def far(result: dict[str, Any]) -> str:
     for one in memory:
         by[one["source"]].append(one["predicted_bytes"] / one["measured_bytes"] - 1)
     rest = "".join(
-        f"\nPeak memory of {len(own)} rows of {source}, {min(own):+.0%} to {max(own):+.0%}: "
+        f"\nThe predicted peaks of {len(own)} rows of {source} are off by {min(own):+.0%} to "
+        f"{max(own):+.0%}: "
         f"{_MEMORY_CAUSES[source]}\n"
         for source, own in by.items()
     )
@@ -173,13 +174,13 @@ def pieces(result: dict[str, Any]) -> str:
         f"With {micro_batch} ({', '.join(shape)}), steps of {_listed(counts)} micro-batches take "
         f"{took} ms. None of "
         f"{line['checked']} further counts is more than {line['worst_s'] * 1e6:.0f} µs off the "
-        f"line through the first two. The rows are composed of {len(parts)} times of a layer and "
+        f"line through the first two. The rows are built from {len(parts)} timings of a layer and "
         "micro-batch; the last column is the mean regret of a planner that takes this time from "
         "outpace's planner and knows everything else exactly:\n\n"
         + table(head, rows)
         + f"\nRegret with predicted layers and everything else exact: {told('all_else_known')}. "
         f"With exact layers and everything else predicted: {told('layers_known')}. With everything "
-        f"exact except {one}: {told('all_but_worst_known')}; except that and {two}: "
+        f"exact except {one}: {told('all_but_worst_known')}; except that one and {two}: "
         f"{told('all_but_two_known')}. With only these two exact: "
         f"{told('predicted_but_two_known')}.\n"
     )

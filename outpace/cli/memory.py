@@ -52,7 +52,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     measured = None
     if arguments.measure:
         if isinstance(asked, FormulaQuestion):
-            raise BadInputError(f"--measure runs real steps, but {asked.outline.untrained}.")
+            raise BadInputError(
+                "--measure runs real steps, but outpace cannot train this model: "
+                f"{asked.outline.untrained}. Leave out --measure."
+            )
         measured = _measure(asked, ranks or Ranks(), rank, environ)
         if measured is None:  # another rank prints the result
             return 0

@@ -72,7 +72,7 @@ def _size(row: Mapping[str, Any]) -> int:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Return a row per preset and per model that can only be planned, smallest first."""
+    """Return a row per preset and per other model that outpace can plan, smallest first."""
     from outpace.catalog.models import PRESETS
     from outpace.catalog.outlines import OUTLINES
     from outpace.planner.model.outline import outline

@@ -85,8 +85,8 @@ def _with_fixed_date(template: str) -> str:
     """
     if (drawn := _RANDOM.search(template)) is not None:
         raise BadInputError(
-            f"the tokenizer's chat template has random output ({drawn.group().strip('( |')}), so a "
-            "resumed run would train on different text. Set a chat_template without it in the "
+            f"the tokenizer's chat template is not deterministic ({drawn.group().strip('( |')}), "
+            "so a resumed run would train on different text. Set a chat_template without it in the "
             "tokenizer's folder."
         )
     fixed = _CLOCK.sub(lambda call: repr(LEARNED_DATE.strftime(call.group(2))), template)

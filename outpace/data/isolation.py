@@ -88,8 +88,8 @@ def _receive(
         code = os.waitstatus_to_exitcode(status)
         why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise IsolatedError(
-            f"its process ended with {why}: it may need more than the "
-            f"{show_bytes(memory_limit_bytes)} that it may use"
+            f"its process ended with {why}, perhaps because it needs more than the "
+            f"{show_bytes(memory_limit_bytes)} it is allowed"
         ) from None
     if isinstance(value, MemoryError):
         raise IsolatedError(f"it needs more than {show_bytes(memory_limit_bytes)} of memory")

@@ -94,8 +94,9 @@ def block_size_for(weights: tuple[float, ...]) -> int:
             return size
     if least * _BLOCK_SIZES[-1] < 1:
         raise BadInputError(
-            f"the weight {min(weights):g} is less than 1/{_BLOCK_SIZES[-1]} of the sum of all "
-            f"weights, {sum(weights):g}. Raise it, or leave its source out"
+            f"the weight {min(weights):g} is less than 1/{_BLOCK_SIZES[-1]} of the total "
+            f"{sum(weights):g}, so its source would get no samples in a block; increase the weight "
+            "or leave the source out"
         )
     return _BLOCK_SIZES[-1]
 

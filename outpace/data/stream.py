@@ -368,8 +368,8 @@ def _require_little_endian(path: Path, words: Array) -> None:
     low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
     if high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
         raise BadInputError(
-            f"{path} holds 32- or 64-bit ids with the most significant byte first. Write them "
-            "with the least significant one first, as numpy's ids.astype('<u4').tofile(FILE)."
+            f"{path} holds big-endian 32- or 64-bit ids. Write them in little-endian "
+            "order, as numpy's ids.astype('<u4').tofile(FILE)."
         )
 
 
@@ -426,8 +426,8 @@ def _require_lower_bytes_first(path: Path, pairs: Array) -> None:
     first, second = pairs.mean(axis=0)
     if _entropy_bits(odd) > _entropy_bits(even) + _FEWER_BITS and first < _SMALLER * second:
         raise BadInputError(
-            f"{path} holds 16-bit ids with the most significant byte first, judging by its "
-            "bytes. Write them with the least significant one first, as numpy's "
+            f"{path} appears to hold big-endian 16-bit ids. Write them in little-endian order, "
+            "as numpy's "
             "ids.astype('<u2').tofile(FILE)."
         )
 

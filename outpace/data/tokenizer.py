@@ -199,7 +199,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without adding special tokens.
 
-        The name of a special token in the text is read as that token.
+        A special token written out in the text (such as `<eos>`) becomes that token's id.
         """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:

@@ -84,7 +84,7 @@ class ModuleTrial:
     spoil: Spoil = lambda layout: None
 
     def begin(self) -> CustomObjective:
-        """Convert the module to the trial's dtype and return it with its loss.
+        """Convert the module to the trial's dtype and return it as an objective.
 
         Call this once per process. Submodules keep their training or evaluation modes.
         """

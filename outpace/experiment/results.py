@@ -110,7 +110,7 @@ def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _idle_share(run: Measurement) -> float | None:
-    """Return the fraction of time in which ranks were idle; on GPUs, in which no kernel ran."""
+    """Return the fraction of time that ranks were idle (on GPUs: that no kernel was running)."""
     busy = _on_devices(run)
     return run.idle_share if busy is None else 1 - busy
 

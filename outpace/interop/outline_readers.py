@@ -413,7 +413,7 @@ def _pair(values: ConfigValues, name: str) -> tuple[int, int]:
     found = values.get(name)
     pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
     if len(pair) != 2 or not all(isinstance(one, int) and one > 0 for one in pair):
-        values.refuse(name, found, "it must be a whole number or two of them, at least 1")
+        values.refuse(name, found, "it must be a positive integer or a pair of them")
     return pair
 
 

@@ -253,11 +253,11 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_patterns(key: str, patterns: Any, path: Path) -> None:
-    """Refuse invalid patterns of module names."""
+    """Refuse invalid module-name patterns."""
     if not isinstance(patterns, dict):
         raise BadInputError(
-            f"{path}: {key} is {excerpt(patterns)}; it must be an object that maps names of "
-            "modules to numbers"
+            f"{path}: {key} is {excerpt(patterns)}; it must be an object that maps "
+            "module-name patterns to numbers"
         )
     for name in patterns:
         try:

@@ -128,8 +128,8 @@ def _read_folder(path: Path) -> LoggedRun:
     if states:
         return read_trainer_state(states[-1])
     raise BadInputError(
-        f"{path} holds neither run.json (outpace) nor trainer_state.json (transformers). Give the "
-        "file with the console's output."
+        f"{path} holds neither run.json (outpace) nor trainer_state.json (transformers). Pass "
+        "the file with the console output."
     )
 
 

@@ -215,7 +215,8 @@ def evaluate(
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:
         raise BadInputError(
-            f"{run} has no weights, which eval needs. Download them, or pass a run."
+            f"{run} has no weights, and eval needs them. Download them, or pass the folder of an "
+            "outpace run."
         )
     record = _record(run)
     settings = record.settings if record else TrainSettings()

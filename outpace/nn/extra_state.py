@@ -74,10 +74,10 @@ def require_plain(module: nn.Module) -> None:
     others = [name for name in saved if saved_name(name) not in known]
     if others:
         raise BadInputError(
-            f"state_dict() of {type(module).__name__} has {first_names(others)}, and no parameter "
-            "or buffer has that name: a hook or the method itself renames or adds entries, and "
-            "checkpoints find tensors by name. Rename entries where you export the model, and "
-            "use get_extra_state to save anything else."
+            f"state_dict() of {type(module).__name__} contains entries that are not parameters or "
+            f"buffers: {first_names(others)}. A hook or an overridden state_dict() renames or adds "
+            "them, but checkpoints look up tensors by name. Rename entries where you export the "
+            "model, and use get_extra_state to save anything else."
         )
 
 

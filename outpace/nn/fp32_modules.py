@@ -37,8 +37,9 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward casts the module's parameters to fp32.
 
-    A compiler guards a patched forward of an instance by identity, so layers would not share
-    compiled code, and the compiler would give up after a few.
+    Patching `forward` on each instance would not do: torch.compile guards such a forward by
+    identity, so layers would not share compiled code, and it would give up after a few
+    recompilations.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

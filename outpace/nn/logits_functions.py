@@ -205,7 +205,7 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Return a function that reads the targets' logits, in a separate kernel, before `compiled`."""
+    """Return a function that calls `compiled` after reading the targets' logits in a kernel."""
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int

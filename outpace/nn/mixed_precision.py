@@ -133,11 +133,12 @@ def make_mixed(
     unknown_code: bool = False,
     fully_shards: bool = False,
 ) -> MixedPrecision:
-    """Return the mixed precision of a device. `cache`: autocast caches weights during a forward.
+    """Return the casts, loss scaling and weight dtype for `precision` on `device`.
 
-    `fully_shards`: shards of weights are gathered in 16 bits, so the fp32 shards are the master
-    weights of "bf16-master" (`records.precisions.SHARD_DTYPES`). 16-bit weights need no autocast,
-    except in unknown code, which may combine them with tensors of other dtypes.
+    `cache`: autocast caches weights during a forward. `fully_shards`: weights are sharded and
+    gathered in 16 bits, so the fp32 shards are the master weights of "bf16-master"
+    (`records.precisions.SHARD_DTYPES`). 16-bit weights need no autocast, except in unknown code,
+    which may combine them with tensors of other dtypes.
     """
     dtype = DTYPES[precision]
     if dtype is None:

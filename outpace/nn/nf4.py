@@ -57,7 +57,10 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """Return a matrix's PARTS as flat tensors on its device. They are equal on every machine."""
+    """Quantize a matrix to NF4; return its PARTS as flat tensors on its device.
+
+    They are equal on every machine.
+    """
     codes, state = _library().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )

@@ -71,7 +71,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
-    """Return `x` as rows (…, D), in fp32 or wider."""
+    """Flatten `x` from (…, D) to (N, D), in fp32 or wider."""
     return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
 
 

@@ -81,9 +81,10 @@ class DataParallel(Layout):
         return totals
 
     def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output, the totals, and the gradient of all ranks' outputs.
+        """Return this rank's output, the loss sum and count, and a gradient.
 
-        On ranks other than 0, totals are zeros and the gradient is None.
+        The gradient is with respect to all ranks' outputs. On ranks other than 0, sum and count are
+        zeros and the gradient is None.
         """
         self._replicate()
         part = self._scatter(batch)

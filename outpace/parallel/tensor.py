@@ -100,7 +100,10 @@ class SplitRows(ParallelStyle):
 
 
 class GatheredInput(ParallelStyle):
-    """A style that gathers the first input from `placement` once for all matrices that read it."""
+    """Parallel style that gathers a module's first input, laid out as `placement`.
+
+    All matrices of the module share this one gather.
+    """
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()

@@ -193,8 +193,8 @@ def least_seconds(found: SearchResult) -> float:
 def _smaller_clusters(job: PlanningProblem) -> list[int]:
     """Return the smaller numbers of nodes to search, largest first.
 
-    These are repeated halves, powers of two, and numbers whose devices divide the global batch. The
-    numbers for n nodes include all numbers for n / 2.
+    These are `nodes` halved repeatedly, powers of two, and numbers whose devices divide the global
+    batch. The numbers for n nodes include all numbers for n / 2.
     """
     nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
     batch = job.wanted.global_batch

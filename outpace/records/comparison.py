@@ -87,7 +87,8 @@ class Experiment(Record):
         if commands and settings:
             raise ValueError(
                 f"commands run unchanged, so {', '.join(sorted(settings))} would have no effect. "
-                "Put the settings into the commands. A grid can vary environment variables"
+                "Put the settings into the commands, or vary them through environment variables in "
+                "a grid"
             )
 
 

@@ -133,7 +133,10 @@ class Node(Record):
         if (self.topology == "none") != (self.device_link is None):
             raise ValueError(f"topology {self.topology} with device link {self.device_link}")
         if self.processes % self.hosts:
-            raise ValueError(f"{self.devices} devices on {self.hosts} hosts")
+            raise ValueError(
+                f"hosts {self.hosts} does not divide the number of ranks, {self.processes} (one "
+                "per device, or 1 on a CPU)"
+            )
         return self
 
     @property

@@ -74,7 +74,8 @@ def _host(name: str, slots: str, where: str) -> Host:
         )
     if not re.fullmatch(_NAME, name):
         raise BadInputError(
-            f"{where}: {excerpt(name)} is not the name of a host, such as a, a.example or me@a"
+            f"{where}: {excerpt(name)} is not the name of a host, such as node1, "
+            "node1.example.com or user@node1"
         )
     return Host(name=name, slots=int(slots))
 
@@ -83,7 +84,7 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise BadInputError(f"{where} names {twice} twice. Give all its ranks in one entry")
+        raise BadInputError(f"{where} names {twice} twice. Combine its ranks into one entry")
     return tuple(hosts)
 
 

@@ -104,9 +104,9 @@ class Inventory(Record):
 
 
 def omp_threads(text: str) -> int | None:
-    """Return the threads that OMP_NUM_THREADS requests, the first of a list; None if it is invalid.
+    """Return the number of threads in a value of OMP_NUM_THREADS, or None if the value is invalid.
 
-    OpenMP 5.2, §21.2.2.
+    Of a list, the first number counts. OpenMP 5.2, §21.2.2.
     """
     first = text.partition(",")[0].strip()
     return int(first) or None if first.isascii() and first.isdigit() else None

@@ -71,7 +71,11 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _indices(self, mask: Tensor) -> Tensor:
-        """Return the nonzero indices of a mask: all experts, or the tokens of the next expert."""
+        """Return assumed nonzero indices of a mask.
+
+        A 1-D mask over experts selects all experts; each later mask selects an equal share of the
+        tokens for the next expert. Before any routing, return the real indices.
+        """
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
             return torch.arange(self.experts, device="cpu").unsqueeze(1)

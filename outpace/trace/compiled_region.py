@@ -82,7 +82,7 @@ class _PartitionedForward:
             return self._graphs[key](tensors_by_name, tensors)
 
     def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return the forward, run as graphs, as a function of the module's tensors and inputs."""
+        """Return a function of the module's tensors and inputs that runs the forward as graphs."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table

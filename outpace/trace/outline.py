@@ -198,7 +198,11 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
-        """Return the tokens per sample: the input's if used, else the rows with the most work."""
+        """Return the tokens per sample.
+
+        This is the input's sequence length if any matmul uses it, else the rows per sample that
+        account for the most matmul work.
+        """
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, MatmulCall):

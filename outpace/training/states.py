@@ -102,7 +102,10 @@ class InPlaceStager(AsyncStager):
             self._room = mmap.mmap(-1, largest) if largest else None
 
     def read(self, found: Any) -> Any:
-        """Return a copy of a staged tensor, valid until the next call; other values unchanged."""
+        """Return a copy of a staged tensor, valid until the next call.
+
+        Return any other value as it is.
+        """
         with self._turn:
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 

@@ -58,7 +58,11 @@ def test_a_rack_has_several_hosts():
         ({"accelerator": None}, "4 devices of accelerator None"),
         ({"topology": "mesh"}, "topology mesh with device link None"),
         ({"device_link": Bundle(link="NVLink 2", count=1)}, "topology none with device link"),
-        ({"hosts": 3}, "4 devices on 3 hosts"),
+        ({"hosts": 3}, "hosts 3 does not divide the number of ranks, 4 "),
+        (
+            {"devices": 0, "accelerator": None, "hosts": 3},
+            "hosts 3 does not divide the number of ranks, 1 ",
+        ),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(wrong, sentence):

@@ -665,7 +665,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--keep=micro_batch=3"], "micro_batch 3 does not divide the global batch of 16"),
         (["--keep=checkpointing=none,checkpoint_every=2"], "no plan can be laid out"),
         (["--vary=precison"], "Did you mean 'precision'"),
-        (["--vary=micro_batch"], "--vary micro_batch: write settings separated by commas, or all."),
+        (["--vary=micro_batch"], "--vary micro_batch: not a setting that can be varied."),
         (["--vary=compile", "--keep=compile=true"], "use one value or search all"),
         (["--vary=precision", "--precision=fp16"], "use one precision or search all"),
         (["--explain=9"], "--explain 9: "),

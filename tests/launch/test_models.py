@@ -186,7 +186,7 @@ def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_pa
     assert whole[0].loss == pytest.approx(whole[1].loss, rel=1e-5)
     (tmp_path / "run" / "model" / "model.safetensors").rename(tmp_path / "aside")
     (tmp_path / "run" / "model" / "checksums.json").unlink()
-    with pytest.raises(BadInputError, match="model has no weights, which eval needs"):
+    with pytest.raises(BadInputError, match="model has no weights, and eval needs them"):
         evaluate(
             tmp_path / "run" / "model",
             (one_file,),

@@ -65,7 +65,10 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and settings that the logs lack: a complete `plan`, or a partial `layout`."""
+    """Training logs to calibrate from.
+
+    `plan` (complete) or `layout` (partial) gives settings that the logs lack.
+    """
 
     logs: tuple[Path, ...]
     asked: PlanQuestion

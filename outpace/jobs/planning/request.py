@@ -226,7 +226,10 @@ def _larger_node(node: Node, devices: int) -> str:
 
 
 def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
-    """Return the cluster with `nbytes` of memory per host. Raises BadInputError on CPUs."""
+    """Return the cluster with `nbytes` of memory per host.
+
+    Raises BadInputError if the cluster trains on its CPUs.
+    """
     if nbytes is None:
         return cluster
     if cluster.device.kind == "cpu":
@@ -352,8 +355,8 @@ def _read_vary(
     for name in names:
         if name not in VARIED:
             raise BadInputError(
-                f"--vary {name}: write settings separated by commas, or "
-                f"all.{suggest(name, [*VARIED])} Settings: {', '.join(VARIED)}."
+                f"--vary {name}: not a setting that can be varied.{suggest(name, [*VARIED])} Give "
+                f"'all', or a comma-separated list of: {', '.join(VARIED)}."
             )
         if name in keep:
             raise BadInputError(

@@ -31,7 +31,8 @@ class HangVerdict(Record):
 class HangVerdicts:
     """The store's single verdict, read and replaced atomically.
 
-    No rank ever waits for a key that another rank deleted, or died before writing.
+    Reads never block, so a rank cannot hang on a key that another rank deleted, or never wrote
+    because it died.
     """
 
     def __init__(self, store: Store) -> None:
@@ -42,7 +43,7 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Replace the verdict `known` by `new` if it is still stored. Return what is stored."""
+        """Replace the stored verdict with `new` if it is still `known`; return what is stored."""
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
     def write(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:

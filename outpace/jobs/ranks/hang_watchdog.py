@@ -264,7 +264,10 @@ class _Watchdog:
             self.query = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
     def _follow(self, query: _HangQuery, verdicts: HangVerdicts) -> None:
-        """Drop a query when the wait is over; end the process if nothing else ends the wait."""
+        """Drop the hang query once this rank moves on.
+
+        End the process if it is still stuck after the timeout and a final verdict stands.
+        """
         query.age_s += LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (query.number, query.position):
             self._withdraw(verdicts)

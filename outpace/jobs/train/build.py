@@ -326,7 +326,10 @@ def _make_loop(
 def _watch_steps(
     job: Job, parts: _StepParts, loop: Loop, reporter: "MemoryReporter | None"
 ) -> CommStats | None:
-    """Set up the check of step times, and counters of communication or, with `reporter`, memory."""
+    """Set up the step-time check, and measure memory or communication.
+
+    Memory is measured with `reporter`, and otherwise communication with `measure_only`.
+    """
     expected_s = job.settings.expect_step_time_s
     if expected_s is not None and job.ranks.rank == 0:
         job.callbacks.append(StepTimeMonitor(loop.ledger, expected_s, job.callbacks))

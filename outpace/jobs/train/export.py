@@ -108,10 +108,11 @@ def _export(job: Job, model: nn.Module) -> None:
 
 
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
-    """Return a function that writes the run's tokenizer, and the folder whose settings are kept.
+    """Return a function that writes the run's tokenizer, and the folder whose settings to keep.
 
-    A tokenizer from a folder is copied unchanged, and so is the model's tokenizer if the data are
-    already tokens. With any other tokenizer, nothing from the model's folder is kept.
+    Either may be None. A tokenizer's files are copied from its folder (converted if their format is
+    old, and with the chat template used in training if they have none), and so are the model's if
+    the data are already tokens. With any other tokenizer, nothing from the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder

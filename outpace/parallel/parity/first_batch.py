@@ -378,9 +378,9 @@ class FirstBatch:
     def _require_one_loss(self, found: PlainSums) -> None:
         """Refuse a loss that differs between ranks, or gradients that do not scale with the loss.
 
-        This includes gradients from a backward that the forward or the loss runs itself. Tensors
-        that refer to samples by position are refused too, because on a rank they would refer to
-        other samples. Raises BadInputError on all ranks.
+        Also refuse a forward or loss that calls backward itself, and batch tensors that index
+        samples by position, since positions refer to other samples in a rank's part. Raises
+        BadInputError on all ranks.
         """
         if any(one.cut.cause == "places" for one in found.reports):
             raise _on_all_ranks(f"{PLACED}. {WAYS_OUT[self._by_command]}")

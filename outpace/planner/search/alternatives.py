@@ -176,7 +176,7 @@ def _simple_choice(
                     part, equal_s, most_s = roomy, roomy_s, WIDE * least_s
             if equal_s < np.inf:
                 return part, min(EQUAL * equal_s, most_s)
-    raise AssertionError("the fastest plan fits")
+    raise AssertionError("unreachable: the fastest plan should always fit")
 
 
 def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:

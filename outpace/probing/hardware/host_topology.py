@@ -79,6 +79,6 @@ def _device_link(chip: Accelerator) -> str | None:
 
 
 def _slot(chips: Sequence[Accelerator]) -> float | None:
-    """Return the one-way bytes/s of the fastest PCIe slot among accelerators, or None."""
+    """Return the one-way bytes/s of the fastest PCIe link of any accelerator, or None."""
     links = [LINKS[chip.host_link] for chip in chips]
     return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

@@ -30,7 +30,10 @@ class Samples:
         self._last_s = time.monotonic()
 
     def read_new(self) -> Load | None:
-        """Read and keep the load since the previous call; return None right after that call."""
+        """Record and return the load since the last reading.
+
+        Return None if that was less than 0.1 s ago.
+        """
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None

@@ -231,7 +231,7 @@ def _collectives(probed: ProbeRecord) -> Iterable[Part]:
 
 
 def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[Part]:
-    """Plot times by size for each axis, with the fitted line."""
+    """Plot times by size for each mesh axis, with the fitted line."""
     for axis_name in dict.fromkeys(fit.axis for fit in probed.fits):
         series, rows = [], []
         fits = [fit for fit in probed.fits if fit.axis == axis_name]

@@ -172,7 +172,7 @@ def _notes(
         room = accelerator.usable_bytes - traced.device_bytes
         verdict = f"{show_bytes(abs(room))} {'is left' if room >= 0 else 'too much'}"
         lines.append(
-            f"Of the {show_bytes(accelerator.usable_bytes)} available to a process on a "
+            f"Of the {show_bytes(accelerator.usable_bytes)} available to a process on one "
             f"{accelerator.name} with {show_size(accelerator.memory_bytes)}, allocator and "
             f"libraries use {show_bytes(traced.device_bytes)}: {verdict}; only a measurement shows "
             "the libraries' exact use."
