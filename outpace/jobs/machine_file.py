@@ -16,11 +16,17 @@ def has_probe_file() -> bool:
 
 
 def find_probe(machine: Machine) -> Machine | None:
-    """Return outpace probe's measurements of this machine, if its file is here; else None."""
+    """Return outpace probe's measurements of this machine, or None if its file is not here.
+
+    A file without matmuls (`outpace probe memory`) is ignored, since plans need their rates.
+    """
     if not has_probe_file():
         return None
     found = Machine.load(PROBE_FILE)
-    return None if found.probed is None or machine.differences(found) else found
+    if found.probed is None or machine.differences(found):
+        return None
+    has_matmuls = any(figure.key.kind == "matmul" for figure in found.probed.figures)
+    return found if has_matmuls else None
 
 
 def used_machine(machine: Machine, device: torch.device) -> Machine:

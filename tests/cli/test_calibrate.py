@@ -296,6 +296,16 @@ def test_its_file_is_no_probe_of_this_machine(
     assert find_probe(identify(find_accelerator)) is None
 
 
+def test_a_probe_without_matmuls_is_ignored_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["probe", "memory", "--quick", "--budget", "1", "--out", "machine.json"]) == 0
+    assert find_probe(identify(find_accelerator)) is None
+    notes = job(PlanQuestion("outpace-tiny", None, precision="fp32")).cluster.notes
+    assert any("has no matmuls" in note for note in notes)
+
+
 def test_a_log_of_another_model_or_of_adapters(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.node_names import find_node
 from outpace.catalog.nodes import NODES
-from outpace.jobs.machine_file import PROBE_FILE, find_probe
+from outpace.jobs.machine_file import PROBE_FILE, find_probe, has_probe_file
 from outpace.jobs.planning.export_format import assign_trainer, restrict_search
 from outpace.jobs.planning.given_settings import parse_value, read_keep
 from outpace.jobs.planning.model_outline import find_outline
@@ -51,6 +51,10 @@ PLANNED_SEQ_LEN = 2048
 CALIBRATED_HINT = (
     f"{PROBE_FILE} in this directory was written by outpace calibrate for another machine, so it "
     f"is ignored. To plan for that machine, use --machine {PROBE_FILE}."
+)
+IGNORED_PROBE_HINT = (
+    f"{PROBE_FILE} in this directory is ignored, since it describes another machine or has no "
+    "matmuls. To measure this one, run outpace probe --out machine.json."
 )
 _WHAT_IF = ("link", "inside", "memory", "nodes")
 
@@ -179,6 +183,8 @@ def _this_machine(asked: PlanQuestion) -> Cluster:
         notes = (CALIBRATED_HINT,)
     elif find_probe(machine) is not None:
         return _cluster(replace(asked, machine=str(PROBE_FILE)))
+    elif has_probe_file():
+        notes = (IGNORED_PROBE_HINT,)
     if asked.network is not None:
         raise BadInputError(
             f"--network {asked.network} needs a machine. Choose one with --machine."
