@@ -218,9 +218,11 @@ def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
     if has_shards:  # as in a user's loop
         read_whole_values(CommonPlace())
         combine_with_whole(True)
-    reason = explain_optimizer(build, [{"params": held}], plan, CPU)
-    if has_shards:
-        combine_with_whole(False)
+    try:
+        reason = explain_optimizer(build, [{"params": held}], plan, CPU)
+    finally:
+        if has_shards:
+            combine_with_whole(False)
     reasons = [one for one in gather_objects(reason) if one is not None]
     if reasons:
         raise BadInputError(reasons[0])

@@ -5,7 +5,7 @@ batch normalisation, and changes through `.data`.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _PIECE = 1 << 18  # values hashed at a time: 2 MiB of int64
@@ -21,11 +21,20 @@ def fingerprint(tensor: Tensor) -> int | None:
     """Return a 64-bit hash of a tensor's values, independent of strides.
 
     Returns None if there are no values (meta and fake tensors, compilation), or if they are not
-    dense in memory (sparse and quantized tensors).
+    dense in memory (sparse, nested and quantized tensors, subclasses that cannot be reinterpreted).
     """
     has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
-    if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:
+    if has_no_data or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
+    try:
+        return _hash(tensor)
+    except (NotImplementedError, RuntimeError, TypeError):
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            raise
+        return None
+
+
+def _hash(tensor: Tensor) -> int:
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)

@@ -7,14 +7,15 @@ least every 1,024 calls. Nothing is sent in other calls.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from outpace.nn.dtensor import is_spread, local
 from outpace.nn.fingerprint import fingerprint
@@ -28,6 +29,9 @@ from outpace.records.ranks import Ranks
 
 _AT_LEAST_EVERY = 1_024  # calls
 _REPLACED = -1  # number of writes to a gradient that another tensor has replaced
+_ENOUGH_SHARDS = 5  # on a rank; a clamp may leave all of fewer shards as they are
+_ROUNDING = 1e-5  # relative difference of weights that other kernels may cause
+_SAMPLE = 1 << 10  # values of a tensor that ranks compare
 
 _CAUSE = (
     "Your loop changes it on some ranks only (clipping, decay or noise on rank 0 alone), or by "
@@ -36,7 +40,8 @@ _CAUSE = (
 )
 Prints = Mapping[tuple[Any, ...], float | None]  # by name, stage, and the shard's position
 _OFF = (
-    'If ranks run on different hardware, whose rounding differs, use parallelize(…, check="off").'
+    "If you intend this, or if ranks round differently (other hardware, or other kernels that "
+    'max-autotune has chosen), use parallelize(…, check="off").'
 )
 
 
@@ -49,7 +54,8 @@ class RankRecord:
     `gradients` and `early_weights` have fingerprints from before the first step, `weights` from
     this call. Shards differ by rank, so for shards `gradient_writes` and `weight_writes` count
     writes instead. These counts miss writes through `.data`, so `changes` also has the numbers of
-    gradient shards and weight shards, out of `shards`, that the loop has changed. `settings` has
+    gradient shards and weight shards that the loop has changed, out of `shards`, the number of this
+    rank's shards that are trained and not empty. `settings` has
     the numeric settings of optimizers' groups, such as the learning rate.
     """
 
@@ -75,7 +81,10 @@ class RankAgreement:
         self._share = plan.data_rank(ranks.rank)
         self._stage = ranks.rank // (ranks.world_size // plan.pp)
         self._calls = 0
-        self._warned = False
+        self._warned = self._warned_of_rounding = False
+        self._tp_rank = ranks.rank % plan.tp
+        # fingerprints of frozen weights, and the version of each weight that has been read
+        self._frozen: dict[str, tuple[TensorWeakRef, int, int | None]] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -85,9 +94,9 @@ class RankAgreement:
         self._gradients: Prints = {}
         self._early_weights: Prints = {}
         self._gradient_writes: dict[tuple[Any, ...], int | None] = {}
-        # for each shard: its gradient's ID, the gradient's version, and the shard's version
-        self._versions: dict[str, tuple[int, int, int]] = {}
-        self._shards: tuple[list[int | None], list[int | None]] = [], []  # gradients, weights
+        # for each shard: its gradient, the gradient's version, and the shard's version
+        self._versions: dict[str, tuple[TensorWeakRef | None, int, int]] = {}
+        self._shards: tuple[Mapping[str, int | None], ...] = {}, {}  # gradients, weights
         self._changed_gradients = 0
 
     @property
@@ -123,7 +132,8 @@ class RankAgreement:
                 if is_spread(parameter):
                     gradient = parameter.grad
                     versions = _version(gradient), _version(parameter)
-                    self._versions[name] = (id(gradient), *versions)
+                    held = None if gradient is None else TensorWeakRef(gradient)
+                    self._versions[name] = (held, *versions)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record an optimizer's settings, and before the first step the gradients."""
@@ -137,16 +147,16 @@ class RankAgreement:
                     self._settings[name, self._stage, self._steps, number] = value
         if self._steps > 1:
             return
-        self._gradients = self._prints(lambda parameter: parameter.grad)
+        self._gradients = self._prints_of_gradients()
         for name, parameter in self._layout.named_parameters():
             if name in self._versions:
                 held, version, _weights = self._versions[name]
-                is_same = id(parameter.grad) == held
+                is_same = parameter.grad is (None if held is None else held())
                 written = _version(parameter.grad) - version if is_same else _REPLACED
                 self._gradient_writes[name, self._stage] = written
         self._changed_gradients = _count_changes(self._shards[0], self._prints_of_shards(True))
         if self._plan.strategy == "zero1":  # its step replaces other ranks' weights
-            self._early_weights = self._prints(lambda parameter: parameter)
+            self._early_weights = self._prints_of_weights()
 
     def after_step(self, *_: Any) -> None:
         """Record fingerprints of weight shards after an optimizer's step."""
@@ -163,7 +173,7 @@ class RankAgreement:
             self._steps,
             self._gradients,
             self._early_weights,
-            self._prints(lambda parameter: parameter) if self._calls else {},
+            self._prints_of_weights() if self._calls else {},
             self._gradient_writes,
             self._count_weight_writes(),
             (
@@ -174,6 +184,12 @@ class RankAgreement:
             self._settings,
         )
         told = gather_objects(record)
+        apart = _names_apart([one.weights for one in told])
+        if apart and self._differ_by_rounding(apart):
+            told = [replace(one, weights={}) for one in told]
+            if not self._warned_of_rounding and torch.distributed.get_rank() == 0:
+                warn_user(f"the value of {first_names(apart)} {_ROUNDED}")
+            self._warned_of_rounding = True
         wrong = _find_difference(told, self._plan)
         if wrong is not None:
             error = BadInputError(wrong)
@@ -192,23 +208,59 @@ class RankAgreement:
             if name in named
         }
 
-    def _prints_of_shards(self, gradients: bool) -> list[int | None]:
-        """Return fingerprints of this rank's shards of weights, or of their gradients."""
-        held = [p for _, p in self._layout.named_parameters() if is_spread(p)]
-        tensors = [p.grad if gradients else p for p in held]
-        return [None if one is None else fingerprint(local(one)) for one in tensors]
-
-    def _prints(self, of: Callable[[nn.Parameter], Tensor | None]) -> Prints:
-        """Return fingerprints of the tensors that `of` returns, if other ranks have them too."""
-        prints: dict[tuple[Any, ...], int | None] = {}
+    def _prints_of_shards(self, gradients: bool) -> dict[str, int | None]:
+        """Return fingerprints of this rank's shards of trained weights, or of their gradients."""
+        prints: dict[str, int | None] = {}
         for name, parameter in self._layout.named_parameters():
-            tensor = of(parameter)
-            if tensor is None:
-                continue
-            place = _place_of_copy(tensor)
-            if place is not None:
-                prints[name, self._stage, *place] = fingerprint(local(tensor))
+            if is_spread(parameter) and parameter.requires_grad and local(parameter).numel():
+                held = parameter.grad if gradients else parameter
+                prints[name] = None if held is None else fingerprint(local(held))
         return prints
+
+    def _prints_of_gradients(self) -> Prints:
+        """Return fingerprints of the gradients that other ranks have too.
+
+        Tensor-parallel ranks compute gradients of whole parameters themselves, and atomic additions
+        round differently each time, so only ranks with the same shards are compared.
+        """
+        return {
+            (name, self._stage, self._tp_rank, *place): fingerprint(local(parameter.grad))
+            for name, parameter in self._layout.named_parameters()
+            if parameter.grad is not None and (place := _place_of_copy(parameter.grad)) is not None
+        }
+
+    def _prints_of_weights(self) -> Prints:
+        """Return fingerprints of the weights that other ranks have too."""
+        return {
+            (name, self._stage, *place): self._print_of_weight(name, parameter)
+            for name, parameter in self._layout.named_parameters()
+            if (place := _place_of_copy(parameter)) is not None
+        }
+
+    def _print_of_weight(self, name: str, weight: nn.Parameter) -> int | None:
+        """Return a weight's fingerprint; a frozen weight is read again only after a write."""
+        if weight.requires_grad:
+            self._frozen.pop(name, None)
+            return fingerprint(local(weight))
+        held, version, found = self._frozen.get(name, (None, 0, None))
+        if held is None or held() is not weight or version != weight._version:
+            found = fingerprint(local(weight))
+            self._frozen[name] = TensorWeakRef(weight), weight._version, found
+        return found
+
+    def _differ_by_rounding(self, names: Sequence[str]) -> bool:
+        """Return whether ranks' copies of these weights are equal up to rounding. Collective."""
+        samples = {
+            (name, self._stage, *place): _sample_of(local(parameter))
+            for name, parameter in self._layout.named_parameters()
+            if name in names and (place := _place_of_copy(parameter)) is not None
+        }
+        known: dict[tuple[Any, ...], Sample] = {}
+        return all(
+            _are_close(known.setdefault(place, one), one)
+            for held in gather_objects(samples)
+            for place, one in held.items()
+        )
 
 
 def _place_of_copy(tensor: Tensor) -> tuple[int, ...] | None:
@@ -229,9 +281,32 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor._version
 
 
-def _count_changes(before: Sequence[int | None], now: Sequence[int | None]) -> int:
+def _count_changes(before: Mapping[str, int | None], now: Mapping[str, int | None]) -> int:
     """Return how many fingerprints differ; 0 if there are none from before."""
-    return sum(one != other for one, other in zip(before, now, strict=True)) if before else 0
+    return sum(before[name] != now[name] for name in before.keys() & now.keys())
+
+
+Sample = tuple[Tensor, float, float]  # some values, and the sum and the absolute sum of all
+
+
+@torch.no_grad()
+def _sample_of(tensor: Tensor) -> Sample:
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    if not values.is_floating_point() or values.itemsize == 1:
+        values = values.float()
+    some = values[:: max(1, len(values) // _SAMPLE)].double().cpu()
+    size = torch.linalg.vector_norm(values, 1, dtype=torch.float64)
+    return some, float(values.sum(dtype=torch.float64)), float(size)
+
+
+def _are_close(left: Sample, right: Sample) -> bool:
+    """Return whether samples of two tensors are equal up to rounding; not if there are NaNs."""
+    (some, total, size), (other, other_total, _) = left, right
+    return (
+        some.shape == other.shape
+        and bool((some - other).norm() <= _ROUNDING * some.norm())
+        and abs(total - other_total) <= _ROUNDING * size
+    )
 
 
 def _prints_of_batch(batch: Batch) -> list[int | None]:
@@ -261,7 +336,17 @@ def _find_difference(told: Sequence[RankRecord], plan: Plan) -> str | None:
 
     `told` has one record per rank, in the order of ranks.
     """
-    return _find_other_samples(told, plan) or _find_other_steps(told) or _find_other_values(told)
+    return (
+        _find_other_samples(told, plan)
+        or _find_other_steps(told, plan)
+        or _find_other_values(told, plan)
+    )
+
+
+def _by_stage(told: Sequence[RankRecord], plan: Plan) -> list[dict[int, RankRecord]]:
+    """Return the records of each pipeline stage's ranks, by rank."""
+    size = len(told) // plan.pp
+    return [dict(enumerate(told[n : n + size], n)) for n in range(0, len(told), size)]
 
 
 def _find_other_samples(told: Sequence[RankRecord], plan: Plan) -> str | None:
@@ -277,25 +362,31 @@ def _find_other_samples(told: Sequence[RankRecord], plan: Plan) -> str | None:
     return None
 
 
-def _find_other_steps(told: Sequence[RankRecord]) -> str | None:
-    steps = [one.steps for one in told]
-    if len(set(steps)) == 1:
-        apart = _names_apart([one.settings for one in told])
-        if not apart:
-            return None
-        return (
-            f"the optimizer's {first_names(apart)} differs between ranks when it steps. Your loop "
-            "computes it from numbers of each rank, such as the loss of its own samples. Use the "
-            "result of forward_backward or evaluate, which is the same on all ranks."
-        )
-    rank = next(number for number, count in enumerate(steps) if count != steps[0])
+def _find_other_steps(told: Sequence[RankRecord], plan: Plan) -> str | None:
+    for ranks in _by_stage(told, plan):  # a stage without matrices has no optimizer for them
+        first = min(ranks)
+        for rank, one in ranks.items():
+            if one.steps != ranks[first].steps:
+                return (
+                    f"since the last forward_backward, rank {first} has called an optimizer's step "
+                    f"{_times(ranks[first].steps)}, but rank {rank} {_times(one.steps)}. Call it "
+                    "on all ranks, or on none."
+                )
+    apart = _names_apart([one.settings for one in told])
+    if not apart:
+        return None
     return (
-        f"since the last forward_backward, rank 0 has called an optimizer's step {steps[0]} times, "
-        f"but rank {rank} {steps[rank]} times. Call it on all ranks, or on none."
+        f"the optimizer's {first_names(apart)} differs between ranks when it steps. Your loop "
+        "computes it from numbers of each rank, such as the loss of its own samples. Use the "
+        f"result of forward_backward or evaluate, which is the same on all ranks. {_OFF}"
     )
 
 
-def _find_other_values(told: Sequence[RankRecord]) -> str | None:
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _find_other_values(told: Sequence[RankRecord], plan: Plan) -> str | None:
     looks: tuple[tuple[str, str, list[Prints]], ...] = (
         ("gradient", "when the optimizer steps", [one.gradients for one in told]),
         ("value", "between steps", [one.early_weights for one in told]),
@@ -312,14 +403,24 @@ def _find_other_values(told: Sequence[RankRecord]) -> str | None:
         found = _names_apart(
             [(one.weight_writes if number else one.gradient_writes) for one in told]
         )
-        changes = [(one.changes[number], one.shards) for one in told]
-        if min(changes)[0] == 0 and any(2 * count > shards for count, shards in changes):
-            found = found or ["most parameters"]
         if found:
             return (
                 f"the {what} of {first_names(found)} changed more often on some ranks than on "
-                f"others between steps. {_CAUSE}"
+                f"others between steps. {_CAUSE} {_OFF}"
             )
+        for ranks in _by_stage(told, plan):
+            counts = {
+                rank: (one.changes[number], one.shards)
+                for rank, one in ranks.items()
+                if one.shards >= _ENOUGH_SHARDS
+            }
+            most = [rank for rank, (count, shards) in counts.items() if 2 * count > shards]
+            none = [rank for rank, (count, _) in counts.items() if not count]
+            if most and none:
+                return (
+                    f"between steps, the {what} of most shards changed on rank {most[0]}, but none "
+                    f"on rank {none[0]}. {_CAUSE} {_OFF}"
+                )
     return None
 
 
@@ -330,9 +431,24 @@ def _names_apart(prints: Iterable[Prints]) -> list[str]:
         key[0]
         for some in prints
         for key, value in some.items()
-        if known.setdefault(key, value) != value
+        if _are_apart(known.setdefault(key, value), value)
     }
     return sorted(apart)
+
+
+def _are_apart(one: float | None, other: float | None) -> bool:
+    """Return whether two values differ; NaNs are equal, and None equals every value."""
+    if one is None or other is None or (one != one and other != other):
+        return False
+    return one != other
+
+
+_ROUNDED = (
+    f"differs between ranks that should have the same one, by less than {_ROUNDING:g} of its size. "
+    "Training continues. Probably ranks round differently: their hardware differs, or max-autotune "
+    "has chosen other kernels on some (compile without it). If your loop changes weights on some "
+    "ranks only, make the same change on all ranks"
+)
 
 
 _GIVEN = (

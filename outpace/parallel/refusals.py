@@ -115,8 +115,8 @@ class CommonPlace:
                 if now_s > look_s and behind:
                     look_s = now_s + _LOOK_FOR_ENDS_S
                     _require_running(store, behind, what)
-            except RuntimeError as error:  # the rank that hosts the store has ended
-                raise _explain_end(0, what) from error
+            except RuntimeError as error:  # probably the rank that hosts the store has ended
+                raise _explain_end(0, what, error) from error
             late = now_s > until_s
             ahead = [r for r, place in enumerate(places) if place > mine or (late and place < mine)]
             if ahead:
@@ -169,10 +169,13 @@ def _require_running(store: Store, ranks: Sequence[int], what: str) -> None:
             raise _explain_end(rank, what)
 
 
-def _explain_end(rank: int, what: str) -> BadInputError:
+def _explain_end(rank: int, what: str, error: RuntimeError | None = None) -> BadInputError:
+    lines = str(error or "").strip().splitlines()
+    said = f" or does not answer ({lines[0][:200]})" if lines else ""
     return refuse_between_steps(
-        f"rank {dist.get_rank()} {what}, of which each rank has a part, but rank {rank} has ended. "
-        f"If it failed, its own error says why. Otherwise, do this on all ranks before one ends."
+        f"rank {dist.get_rank()} {what}, of which each rank has a part, but rank {rank} has ended"
+        f"{said}. If it failed, its own error says why. Otherwise, do this on all ranks before "
+        "one ends."
     )
 
 

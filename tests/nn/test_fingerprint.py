@@ -36,7 +36,25 @@ def test_what_versions_do_not_count_is_seen():
     assert mean._version == before[1] and fingerprint(mean) != before[0]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_has_no_dense_values_has_no_number():
     assert fingerprint(torch.empty(3, device="meta")) is None
     assert fingerprint(torch.eye(3).to_sparse()) is None
     assert isinstance(fingerprint(torch.empty(0)), int)
+    rows = [torch.ones(2), torch.ones(3)]
+    for layout in (torch.strided, torch.jagged):
+        assert fingerprint(torch.nested.nested_tensor(rows, layout=layout)) is None
+
+
+class Packed(torch.Tensor):
+    """Supports no operation but detach, as quantised weights of libraries."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.detach.default:
+            return cls._make_subclass(cls, torch.empty(0))
+        raise NotImplementedError(op)
+
+
+def test_subclasses_that_cannot_be_reinterpreted_have_no_number():
+    assert fingerprint(torch.Tensor._make_subclass(Packed, torch.ones(3))) is None
