@@ -28,6 +28,7 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
 _AT_LEAST_EVERY = 1_024  # calls
+_MOST_GIVEN = 4  # batches given to `share` before a call, such as a part and its copy
 _REPLACED = -1  # number of writes to a gradient that another tensor has replaced
 _ENOUGH_SHARDS = 5  # on a rank; a clamp may leave all of fewer shards as they are
 _ROUNDING = 1e-5  # relative difference of weights that other kernels may cause
@@ -49,7 +50,7 @@ _OFF = (
 class RankRecord:
     """A record of a rank's loop between two calls of forward_backward, for the other ranks.
 
-    `share` is this rank's data-parallel rank. `given` has fingerprints of the first batch that was
+    `share` is this rank's data-parallel rank. `given` has fingerprints of each batch that was
     given to `share`, and `samples` those of the batch of this call. `steps` counts optimizer steps.
     `gradients` and `early_weights` have fingerprints from before the first step, `weights` from
     this call. Shards differ by rank, so for shards `gradient_writes` and `weight_writes` count
@@ -60,7 +61,7 @@ class RankRecord:
     """
 
     share: int | None
-    given: Sequence[int | None] = ()
+    given: Sequence[Sequence[int | None]] = ()
     samples: Sequence[int | None] = ()
     steps: int = 0
     gradients: Prints = field(default_factory=dict)
@@ -88,7 +89,7 @@ class RankAgreement:
         self._reset()
 
     def _reset(self) -> None:
-        self._given: Sequence[int | None] | None = None
+        self._given: list[Sequence[int | None]] = []
         self._steps = 0
         self._settings: dict[tuple[Any, ...], float | None] = {}
         self._gradients: Prints = {}
@@ -107,8 +108,8 @@ class RankAgreement:
 
     def note_given(self, batch: Batch) -> None:
         """Record a global batch that was given to `share`."""
-        if self._is_due and self._given is None and self._plan.data_parallel > 1:
-            self._given = _prints_of_batch(batch)
+        if self._is_due and len(self._given) < _MOST_GIVEN and self._plan.data_parallel > 1:
+            self._given.append(_prints_of_batch(batch))
 
     def begin_call(self, batch: Batch) -> None:
         """Compare with other ranks if a comparison is due. Collective.
@@ -168,7 +169,7 @@ class RankAgreement:
         same = self._plan.world_size > self._plan.data_parallel
         record = RankRecord(
             self._share,
-            self._given or (),
+            self._given,
             _prints_of_batch(batch) if same else (),
             self._steps,
             self._gradients,
@@ -195,7 +196,8 @@ class RankAgreement:
             error = BadInputError(wrong)
             error.on_all_ranks = True
             raise error
-        if not self._warned and _all_differ([one.given for one in told]):
+        each_batch = zip(*(one.given for one in told), strict=False)
+        if not self._warned and any(map(_all_differ, each_batch)):
             self._warned = True
             if torch.distributed.get_rank() == 0:
                 warn_user(_GIVEN)
@@ -323,7 +325,7 @@ def _prints_of_batch(batch: Batch) -> list[int | None]:
 
 
 def _all_differ(given: Sequence[Sequence[int | None]]) -> bool:
-    """Return whether every value in the batches given to `share` differs between ranks."""
+    """Return whether every value of a batch given to `share` differs between ranks."""
     lengths = {len(one) for one in given}
     if len(lengths) != 1 or 0 in lengths:
         return False

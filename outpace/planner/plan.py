@@ -15,6 +15,7 @@ from outpace.planner.plan_notes import (
     extrapolated_note,
     faster_case_note,
     host_memory_note,
+    uneven_batch_note,
     list_hints,
     small_states_note,
     uncertainties,
@@ -73,6 +74,7 @@ def plans(job: PlanningProblem) -> Plans:
         notes=(
             *job.outline.notes,
             *job.cluster.notes,
+            *uneven_batch_note(job),
             *host_memory_note(job, used),
             prediction_interval(job).explanation,
             *uncertainties(planned),

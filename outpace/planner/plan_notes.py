@@ -70,6 +70,19 @@ def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     ]
 
 
+def uneven_batch_note(job: PlanningProblem) -> list[str]:
+    """Return a note if the global batch does not allow one replica or shard group per device."""
+    batch, devices = job.wanted.global_batch, job.cluster.devices
+    if batch % devices == 0:
+        return []
+    larger = devices * (batch // devices + 1)
+    return [
+        f"Global batch {batch} is not a multiple of the {devices} devices, so no plan splits it "
+        "among all of them: DDP, ZeRO and HSDP over all devices are left out. They may be faster, "
+        f"and simpler: try --global-batch {larger}."
+    ]
+
+
 def adapter_notes(
     job: PlanningProblem, used: PlanningProblem, planned: Sequence[RankedPlan]
 ) -> list[str]:

@@ -109,6 +109,10 @@ def test_the_first_plan_is_one_that_the_trainer_trains(nodes):
     first, fast = answer.plans[0], answer.plan_for("fastest")
     assert first.roles[0] == "recommended" and first.untrained is None
     assert fast.untrained is not None and "which outpace does not train" in first.why
+    devices = 8 * nodes
+    said = f"Global batch 30 is not a multiple of the {devices} devices"
+    assert any(said in note and "--global-batch 32" in note for note in answer.notes)
+    assert not any("is not a multiple" in note for note in plans(asked("llama-3-8b")).notes)
 
 
 def test_a_short_list_has_plans_that_need_less_memory_than_those_as_fast():
