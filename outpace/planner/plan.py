@@ -15,10 +15,10 @@ from outpace.planner.plan_notes import (
     extrapolated_note,
     faster_case_note,
     host_memory_note,
-    uneven_batch_note,
     list_hints,
     small_states_note,
     uncertainties,
+    uneven_batch_note,
 )
 from outpace.planner.plan_search import (
     add_alternatives,

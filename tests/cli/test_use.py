@@ -106,7 +106,7 @@ def test_eval_takes_other_data(
         (["eval", "--run=none"], "--run none: there is no such directory"),
         (["generate", "x"], "required: --run"),
         (["generate", "--run=."], "needs a TEXT to continue"),
-        (["generate", "--run=.", "x", "--conversations=y"], "Use one of them"),
+        (["generate", "--run=.", "x", "--conversations=y"], "Use only one of them"),
         (["generate", "--model=none", "x"], "there is no such directory"),
         (["eval", "--run=.", "--task=talk"], "'talk' is not one of"),
         (["generate", "--run=.", "x", "--temperature=-1"], "-1 is not at least 0"),

@@ -33,7 +33,7 @@ def test_no_text_to_hold_out(tmp_path, prepare, split):
         ((1.0,), "1 weights for 2 sources"),
         ((1.0, 0.0), "must be above 0"),
         ((1.0, float("nan")), "must be above 0"),
-        ((1e-6, 1.0), "1e-06 is less than 1/100000 of all weights"),
+        ((1e-6, 1.0), "1e-06 is less than 1/100000 of the total 1"),
     ],
 )
 def test_weights_that_do_not_fit(folder, prepare, weights, said):
