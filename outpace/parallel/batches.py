@@ -107,7 +107,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
 
 def _is_one_sample(entry: Any) -> bool:
     """Return whether the tensors of an entry seem to belong to a single sample."""
-    tensors = _tensors_in(entry)
+    tensors = tensors_in(entry)
     dimensions = {one.ndim for one in tensors}
     lengths = {length_of(one) for one in tensors if one.ndim}
     flat = isinstance(entry, dict) and dimensions == {1}
@@ -343,7 +343,7 @@ def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Se
         return False
     if len({type(one) for one in entries}) > 1:
         return False
-    tensors = _tensors_in(entries)
+    tensors = tensors_in(entries)
     if any(id(one) == first_id for one in tensors):
         return False
     if isinstance(entries[0], Tensor | np.ndarray):
@@ -353,7 +353,7 @@ def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Se
     return not tensors or not all(_has_rows(one, samples) for one in tensors)
 
 
-def _tensors_in(value: Any) -> list[Any]:
+def tensors_in(value: Any) -> list[Any]:
     """Return the tensors and arrays in an entry of a batch."""
     return [one for one in tree_leaves(value) if isinstance(one, Tensor | np.ndarray)]
 

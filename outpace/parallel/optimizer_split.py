@@ -65,7 +65,7 @@ class OptimizerTrial:
         self._kinds = [_kinds_in(p for one in some for p in parameters_in(one)) for some in alike]
         self.name = getattr(build, "__name__", "the optimizer")
 
-    def explain_parts(self) -> str | None:
+    def explain_subset(self) -> str | None:
         """Explain how updates differ if the optimizer has only some of the parameters.
 
         Returns None if they do not differ, or if the trial is impossible.
@@ -275,7 +275,7 @@ def explain_optimizer(build: Build, groups: Groups, plan: Plan, device: torch.de
         return None
     trial = OptimizerTrial(build, groups, device)
     if has_parts:
-        found = trial.explain_parts()
+        found = trial.explain_subset()
         if found is not None:
             return (
                 f"{trial.name} computes with all parameters together, but under strategy "

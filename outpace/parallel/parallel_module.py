@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any, Literal
 from weakref import ReferenceType, ref
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._pytree import tree_leaves
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.nn.compiler_exclusion import leave_to_python
@@ -22,7 +20,7 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
 from outpace.parallel import apply
-from outpace.parallel.batches import copy_batch, length_of, samples_in
+from outpace.parallel.batches import copy_batch, length_of, samples_in, tensors_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
@@ -95,7 +93,7 @@ class ParallelModule:
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
         with refuse_together(self._ranks.world_size):
-            given = _tensors_in(batch)
+            given = tensors_in(copy_batch(batch, tensors=False))
             part = next((one for one in given if self._is_shared(one)), None)
             if part is not None:
                 self._require_parts(part, given)
@@ -104,7 +102,7 @@ class ParallelModule:
                 self._agreement.note_given(batch)
             among = f"{shares} data-parallel ranks"
             mine = self._cut(batch, shares, "a global batch", among)[number]
-            for one in _tensors_in(mine) if shares > 1 else ():
+            for one in tensors_in(copy_batch(mine, tensors=False)) if shares > 1 else ():
                 if all(one is not other for other in given):  # a table goes to all ranks
                     key = id(one)
                     self._shared[key] = ref(one, partial(self._shared.pop, key))
@@ -467,12 +465,6 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
 def launched_world_size() -> int:
     """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
-
-
-def _tensors_in(batch: Batch) -> list[Any]:
-    """Return the tensors and arrays of a batch."""
-    leaves = tree_leaves(copy_batch(batch, tensors=False))
-    return [one for one in leaves if isinstance(one, Tensor | np.ndarray)]
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:

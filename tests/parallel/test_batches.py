@@ -270,8 +270,8 @@ def test_samples_with_names_are_not_joined_with_samples_without(names, other):
 def test_entries_of_lists_are_examined_once_however_many_parts_are_cut(monkeypatch):
     """512 records in 64 micro-batches took half a second in each step."""
     batch = {"x": torch.arange(64), "records": [{"id": number} for number in range(64)]}
-    counts, examine = [], batches._tensors_in
-    monkeypatch.setattr(batches, "_tensors_in", lambda one: counts.append(1) or examine(one))
+    counts, examine = [], batches.tensors_in
+    monkeypatch.setattr(batches, "tensors_in", lambda one: counts.append(1) or examine(one))
     cut(batch, 2)
     few = len(counts)
     assert cut(batch, 64)[63]["records"] == [{"id": 63}]

@@ -66,13 +66,13 @@ def trial_of(build):
 def test_optimizers_of_all_parameters_together_are_found(build):
     trial = trial_of(build)
     drawn = torch.get_rng_state()
-    assert "updates change by" in trial.explain_parts() and trial.name == build.__name__
+    assert "updates change by" in trial.explain_subset() and trial.name == build.__name__
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("build", SEPARATE)
 def test_optimizers_of_each_parameter_are_not_refused(build):
-    assert trial_of(build).explain_parts() is None
+    assert trial_of(build).explain_subset() is None
 
 
 def test_what_cannot_be_tried_is_not_refused():
@@ -86,7 +86,7 @@ def test_what_cannot_be_tried_is_not_refused():
 
     other = nn.Parameter(torch.zeros(2))
     builds = (Noise, lambda groups, **_: torch.optim.SGD([other], lr=0.1), lambda *_, **__: None)
-    assert [trial_of(build).explain_parts() for build in builds] == [None] * 3
+    assert [trial_of(build).explain_subset() for build in builds] == [None] * 3
 
 
 def test_a_trial_is_small_and_leaves_nothing(capsys, recwarn):
@@ -111,7 +111,7 @@ def test_a_trial_is_small_and_leaves_nothing(capsys, recwarn):
     ]
     groups += [{"params": [nn.Parameter(torch.zeros(2, 2))], "lr": 1.0, "betas": betas, "on": flag}
                for flag in (True, False)]  # fmt: skip
-    assert OptimizerTrial(Loud, groups, torch.device("cpu")).explain_parts() is None
+    assert OptimizerTrial(Loud, groups, torch.device("cpu")).explain_subset() is None
     assert [len(one) for one in built] == [3, 3] and betas == [0.9]
     assert capsys.readouterr().out == "" and not recwarn.list
 
