@@ -202,7 +202,7 @@ def price_of(strategy: str, before: Path, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="a checkout to compare steps with")
-    parser.add_argument("--only", help="these strategies, by commas")
+    parser.add_argument("--only", help="these strategies, by commas; keeps the others' records")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="one round; records nothing")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -222,8 +222,14 @@ def main() -> None:
         figures = {name: f"{value:.3f}" for name, value in said.items() if type(value) is float}
         print(strategy, *(f"{name} {value}" for name, value in figures.items()), flush=True)
     if not chosen.quick:
-        from recording import save
+        from recording import RESULTS, circumstances, save
 
+        now = circumstances()
+        for one in cases.values():
+            one["recorded"] = {"date": now["date"], "commit": now["commit"]}
+        if chosen.only:
+            earlier = json.loads((RESULTS / "own_modules.json").read_text())
+            cases = {**earlier["cases"], **cases}
         stack = {"layers": LAYERS, "width": WIDTH, "seq_len": SEQ_LEN, "global_batch": BATCH}
         commit = before_commit(chosen.before) if chosen.before else None
         if commit is not None:  # other commits use a different folder

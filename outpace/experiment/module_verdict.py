@@ -91,7 +91,7 @@ def verdict_of(
             _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts, plan)
         )
     parts = [name for name, off in found[0].summed.items() if _is_allowed(off, allowed)]
-    known = known or _explain_split(plan, listed, parts, notes)
+    known = known or _explain_split(plan, listed, unmatched, parts, notes)
     cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
     largest = max(listed, key=lambda key: _size(named[key]))
     off = _size(named[largest])
@@ -211,15 +211,19 @@ def _known_cause(
 def _explain_split(
     plan: Plan,
     listed: Sequence[tuple[str, str, int]],
+    unmatched: Mapping[tuple[str, str, int], str],
     parts: Collection[str],
     notes: Mapping[tuple[str, str, int], str],
 ) -> str | None:
-    """Return what layouts of tensor parallelism leave in parts; None under other strategies.
+    """Return what layouts of tensor parallelism leave in parts; None if they are not the cause.
 
-    `parts` are parameters of which ranks have parts of the gradient.
+    They are not if a tensor of the first step has no counterpart (`unmatched`). `parts` are
+    parameters of which ranks have parts of the gradient.
     """
     kind, _, step = listed[0]
     if plan.tp == 1 or kind not in ("loss", "gradient"):
+        return None
+    if any(key in unmatched for key in listed if key[0] == kind and key[2] == step):
         return None
     if kind == "loss":
         return SPLIT_LOSS.removesuffix(".")
@@ -227,7 +231,8 @@ def _explain_split(
     found = [name for name in parts if name in off]
     times = f"is {plan.tp} times one process's"
     repeated = sorted(name for name in off if notes.get(("gradient", name, 1)) == times)
-    return explain_parts(found, len(found) < len(off), plan.tp, repeated).removesuffix(".")
+    said = explain_parts(found, len(found) < len(off), plan.tp, repeated)
+    return None if said is None else said.removesuffix(".")
 
 
 def _likely_cause(

@@ -295,9 +295,8 @@ class LayoutComparison:
             return FoundDifference(
                 f"the gradient of {first_names(off)} differs (for {shown}, it is {ratio:.4g} × "
                 "the plain module's)",
-                explain_parts(parts, len(parts) < len(off), self._tp, repeated)
-                if self._tp > 1
-                else "Ranks add up gradients that do not belong together, or leave some out.",
+                (self._tp > 1 and explain_parts(parts, len(parts) < len(off), self._tp, repeated))
+                or "Ranks add up gradients that do not belong together, or leave some out.",
             )
         return None
 

@@ -163,12 +163,14 @@ class PlainPass:
             keeps = asks_few or self._acts_in_backward
             reason = self._run_pieces(plain, found, pieces, hooks, draws, watch, keeps=keeps)
             found.hidden = [n for n, v in parameter_versions(hidden).items() if versions[n] != v]
-            self.synchronised |= watch.communicates  # collectives in user code
             found.take_writes(watch)
-            reason = gather_first(reason)
+            # Collectives in user code may be of some ranks only, and all must make the same tests.
+            ends = gather_objects((reason, watch.communicates))
+            self.synchronised |= any(communicates for _, communicates in ends)
+            reason = next((failed for failed, _ in ends if failed is not None), None)
             if reason is not None:
                 return explain_failure(plain, reason, passes, hooks, self.pieces, self.synchronised)
-            if not any(gather_objects(self.synchronised or self._asks_for_rank)):
+            if not self.synchronised and not any(gather_objects(self._asks_for_rank)):
                 asked = passes, hooks, found.drops, self._plan.strategy, self._by_process
                 found.builds = compare_builds(plain, *asked)
             mixed = MixedSamples(

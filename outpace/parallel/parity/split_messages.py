@@ -21,13 +21,17 @@ _MIXED = (
 )
 
 
-def explain_parts(parts: Sequence[str], before: bool, tp: int, repeated: Sequence[str] = ()) -> str:
-    """Explain gradients that are wrong although the loss is right.
+def explain_parts(
+    parts: Sequence[str], before: bool, tp: int, repeated: Sequence[str] = ()
+) -> str | None:
+    """Explain gradients that are wrong although the loss is right; None if layouts do not.
 
     `parts` are unsplit parameters whose gradients are right once they are summed over ranks.
     `repeated` are those whose gradients are `tp` times too large. `before`: gradients of other
-    parameters are wrong, too.
+    parameters are wrong, too. Without either, neither a rank's gradients nor their sum are right.
     """
+    if not parts and not repeated:
+        return None
     if repeated and not parts:
         return (
             f"Ranks add up the gradient of {first_names(repeated)} {tp} times, since its layout is "
@@ -40,12 +44,11 @@ def explain_parts(parts: Sequence[str], before: bool, tp: int, repeated: Sequenc
             f"gradient is a part of the whole one. Add to layouts: the modules of these parameters "
             f'(or their own names), each with "{SUMS_WEIGHTS}".'
         )
-    what = f"{first_names(parts)}" if parts else "a module that layouts leave whole"
     return (
-        f"Each rank uses what {what} computes for its own heads or features only (as with keys and "
-        "values of multi-query attention), so the gradients of that module and of all modules "
-        f'before it are parts of the whole ones. Give this module the layout "{SUMS_OUTPUT}"; or '
-        f'"{SUMS_WEIGHTS}" if its input is split, too (a norm within heads).'
+        f"Each rank uses what {first_names(parts)} computes for its own heads or features only "
+        "(as with keys and values of multi-query attention), so the gradients of that module and "
+        "of all modules before it are parts of the whole ones. Give this module the layout "
+        f'"{SUMS_OUTPUT}"; or "{SUMS_WEIGHTS}" if its input is split, too (a norm within heads).'
     )
 
 

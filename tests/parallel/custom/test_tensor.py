@@ -57,6 +57,25 @@ class ReadWeight(Attention):
         return x + self.o(F.linear(x, self.q.weight, self.q.bias))
 
 
+class LostFactor(Attention):
+    """A factor without gradient where heads are split."""
+
+    def forward(self, x):
+        whole = self.q(x).shape[-1] == HEADS * HEAD_DIM
+        factor = self.factor if whole else self.factor.detach()
+        return x + self.o(self.q(x) * factor)
+
+
+class LargerGradient(Attention):
+    """A gradient that is a third too large where heads are split: no sum of ranks' is right."""
+
+    def forward(self, x):
+        q = self.q(x)
+        if q.shape[-1] < HEADS * HEAD_DIM:
+            q = q + (q - q.detach()) / 3
+        return x + self.o(q)
+
+
 class Layers(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -83,6 +102,14 @@ def fixed_heads():
 
 def read_weight():
     return Layers(ReadWeight)
+
+
+def lost_factor():
+    return Layers(LostFactor)
+
+
+def larger_gradient():
+    return Layers(LargerGradient)
 
 
 def squares(module, batch):
@@ -135,6 +162,18 @@ def test_verify_names_what_layouts_leave_in_parts(make, given, words):
 def test_the_check_of_the_first_batch_names_it_too(tmp_path, make, given, words):
     for said in run_first_step(tmp_path, "tp", make, squares, batch=batch(1), layouts=given):
         assert all(one in said["refused"] for one in words), said["refused"]
+
+
+def test_other_causes_under_tp_are_not_told_as_layouts(tmp_path):
+    """A gradient that is lost, and one that no sum over ranks corrects."""
+    asked = {"loss": squares, "batch": batch, "plans": "tp", "layouts": layouts(**SPLIT)}
+    [lost] = outpace.verify(lost_factor(), **asked).verdicts
+    assert "layers.0.factor" in lost.cause and "one process, but on no rank" in lost.cause
+    [larger] = outpace.verify(larger_gradient(), **asked).verdicts
+    assert larger.cause.endswith("is 1.333 times one process's")
+    given = {"batch": batch(1), "layouts": layouts(**SPLIT)}
+    said = run_first_step(tmp_path, "tp", larger_gradient, squares, **given)[0]["refused"]
+    assert "add up gradients that do not belong together" in said
 
 
 def test_a_parameter_alone_is_named_where_its_gradient_is_summed():

@@ -66,13 +66,14 @@ def run_first_step(
     change=None,
     samples=SAMPLES,
     batch=None,
+    processes=2,
     **options,
 ):
-    """What each of two ranks said in a first step: warnings, the loss or the refusal, and more."""
+    """What each rank said in a first step: warnings, the loss or the refusal, and more."""
     batch = global_batch(samples) if batch is None else batch
 
     def act(rank):
-        plan = plan_for_module(strategy, 2, samples)
+        plan = plan_for_module(strategy, processes, samples)
         plan = Plan.model_validate({**plan.model_dump(), **(change or {})})
         said = {}
         with warnings.catch_warnings(record=True) as heard:
@@ -112,9 +113,9 @@ def run_first_step(
         said["files"] = [one.filename for one in told]
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
-    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    ends = run_forked(processes, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 class Remembering(Stack):

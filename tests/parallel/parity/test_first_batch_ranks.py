@@ -116,6 +116,26 @@ def test_a_process_group_of_one_rank_is_accepted(tmp_path):
         assert "refused" not in said
 
 
+class GroupOfTwo(Quiet):
+    """Communicates on two ranks of four, and not on the others."""
+
+    group = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.group is None:
+            type(self).group = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            dist.all_reduce(y.detach().clone(), group=self.group)
+        return y
+
+
+def test_collectives_of_some_ranks_leave_all_ranks_the_same_tests(tmp_path):
+    """Each rank would decide by itself what to compare, and wait for what others do not send."""
+    for said in run_first_step(tmp_path, "ddp", GroupOfTwo, processes=4):
+        assert "refused" not in said and said["warnings"] == []
+
+
 class Dropping(nn.Module):
     """Blocks in which half of the features are split by tp, and drop what is whole."""
 
