@@ -67,7 +67,7 @@ def plans(job: PlanningProblem) -> Plans:
         global_batch=wanted.global_batch,
         plans=tuple(planned),
         rejected=tuple(rejected_families(used, found, listed)),
-        insistences=tuple(_kept_option_costs(job, least_seconds(found))),
+        insistences=tuple(_slowdowns_of_required_options(job, least_seconds(found))),
         considered=found.considered,
         took_s=time.perf_counter() - began,
         source=job.cluster.source,
@@ -90,8 +90,7 @@ def plans(job: PlanningProblem) -> Plans:
     )
 
 
-def _kept_option_costs(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return, for each required option, how much slower it makes the fastest plan."""
+def _slowdowns_of_required_options(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [

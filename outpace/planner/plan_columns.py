@@ -169,7 +169,6 @@ def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return a mask over `values` of those in `names`."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found
@@ -180,14 +179,14 @@ def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch
 
     Raises BadInputError if a plan does not divide the global batch.
     """
-    rows = [_row(plan, global_batch, layers) for plan in plans]
+    rows = [_plan_to_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
         field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)
     }
     return PlanBatch(**arrays)
 
 
-def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
+def _plan_to_row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
     modes = plan.modes(layers)
     zero = plan.zero if plan.strategy == "3d" else TRAITS[plan.strategy].zero
     named = plan.schedule if plan.schedule in SCHEDULE_NAMES else "none"

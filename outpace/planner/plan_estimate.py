@@ -91,7 +91,7 @@ def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
         title=given_title(plan, job.wanted.precision, job.wanted.vary),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
-        estimate=_estimate(job, columns, times, job.required_bytes(columns), 0),
+        estimate=_make_estimate(job, columns, times, job.required_bytes(columns), 0),
         why="as given",
         untrained=job.outline.untrained or plan.training_obstacle,
         placement=axis_links(job.cluster, plan),
@@ -112,7 +112,7 @@ def describe_plan(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
-        estimate=_estimate(job, found.columns, found.times, found.needs, place),
+        estimate=_make_estimate(job, found.columns, found.times, found.needs, place),
         why=explain_plan(job, found, place, roles, listed),
         roles=roles,
         untrained=job.outline.untrained or plan.training_obstacle,
@@ -121,7 +121,7 @@ def describe_plan(
     )
 
 
-def _estimate(
+def _make_estimate(
     job: PlanningProblem, columns: PlanBatch, times: StepTimes, needs: Floats, place: int
 ) -> Estimate:
     wanted, device = job.wanted, job.cluster.device
@@ -170,7 +170,7 @@ def _estimate(
         host_memory_bytes=job.cluster.host_bytes,
         disk_offloaded_bytes=disk,
         parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
-        offloading=_offloading(job, row) if host or disk else (),
+        offloading=_offloading_parts(job, row) if host or disk else (),
         ranks=ranks,
         tokens=job.tokens,
         time_s=budget,
@@ -178,9 +178,8 @@ def _estimate(
     )
 
 
-def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
-    """Return the bytes and exposed seconds of each part of a plan's offloading."""
-    found = offloading(job.question, row)
+def _offloading_parts(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
+    costs = offloading(job.question, row)
     plan = to_plan(row, 0)
     sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [
         ("weights", plan.offload_parameters),
@@ -190,15 +189,15 @@ def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, .
     parts = [
         OffloadingPart(
             what=what,
-            nbytes=round(float(getattr(found, f"{what}_bytes")[0])),
-            exposed_s=float(getattr(found, f"{what}_s")[0]),
+            nbytes=round(float(getattr(costs, f"{what}_bytes")[0])),
+            exposed_s=float(getattr(costs, f"{what}_s")[0]),
         )
         for what, place in sent
         if place != "none"
     ]
-    if found.host_step_s[0]:
-        parts.append(OffloadingPart(what="host step", exposed_s=float(found.host_step_s[0])))
-    if found.disk_bytes[0]:
-        nbytes = round(float(found.disk_bytes[0]))
-        parts.append(OffloadingPart(what="disk", nbytes=nbytes, exposed_s=float(found.disk_s[0])))
+    if costs.host_step_s[0]:
+        parts.append(OffloadingPart(what="host step", exposed_s=float(costs.host_step_s[0])))
+    if costs.disk_bytes[0]:
+        nbytes = round(float(costs.disk_bytes[0]))
+        parts.append(OffloadingPart(what="disk", nbytes=nbytes, exposed_s=float(costs.disk_s[0])))
     return tuple(parts)

@@ -42,9 +42,9 @@ def extrapolated_note(planned: RankedPlan) -> list[str]:
     return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
 
 
-def faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
+def faster_case_note(job: PlanningProblem, result: SearchResult, planned: RankedPlan) -> list[str]:
     """Return a note if a listed published step is faster due to lower-precision matmuls."""
-    plan, least_s = to_plan(found.columns, found.fastest), least_seconds(found)
+    plan, least_s = to_plan(result.columns, result.fastest), least_seconds(result)
     batch = job.wanted.global_batch
     case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
     if case is None:
@@ -100,7 +100,7 @@ def adapter_notes(
             f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
             "offloading. outpace also trains adapters with other strategies: trace their memory "
             "with `outpace memory`.",
-            *_packed_note(used, planned[0]),
+            *_four_bit_weights_note(used, planned[0]),
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -112,17 +112,17 @@ def adapter_notes(
     ]
 
 
-def _packed_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
+def _four_bit_weights_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
     """Return a note on frozen 4-bit weights, unless the user chose a format or they do not help."""
     wanted = job.wanted
     if "base" in wanted.keep or wanted.on_host:
         return []
     packed = replace(job, wanted=replace(wanted, keep={**wanted.keep, "base": "nf4"}), count=1)
-    found = search_plans(packed)
-    if not len(found.ranked):
+    result = search_plans(packed)
+    if not len(result.ranked):
         return []
-    found = add_alternatives(packed, found)
-    needs, took = float(found.needs[found.simplest]), float(found.times.step_s[found.simplest])
+    result = add_alternatives(packed, result)
+    needs, took = float(result.needs[result.simplest]), float(result.times.step_s[result.simplest])
     now = planned.estimate
     if needs >= now.peak_memory_bytes and took >= now.step_time_s:
         return []
@@ -158,12 +158,12 @@ def small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
         small = replace(job, wanted=kept, count=1)
         if not fits(kept, small.checked_bytes, small.least_bytes, small.limit):
             continue
-        found = search_plans(small)
+        result = search_plans(small)
         words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
         return [
             f"Without offloading, --keep {words} fits: "
-            f"{show_bytes(round(float(found.needs[found.fastest])))} and "
-            f"{show_seconds(least_seconds(found))} a step, against plan 1's "
+            f"{show_bytes(round(float(result.needs[result.fastest])))} and "
+            f"{show_seconds(least_seconds(result))} a step, against plan 1's "
             f"{show_seconds(planned.estimate.step_time_s)}. Weights and states in fewer bits "
             "change the results of training (docs/concepts/optimizers.md)."
         ]
@@ -188,13 +188,13 @@ def batch_note(planned: RankedPlan) -> list[str]:
     ]
 
 
-def list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
+def list_hints(job: PlanningProblem, result: SearchResult) -> list[str]:
     """Suggest helpful options that are not searched by default, if hints are requested."""
     if not job.hints or job.wanted.on_host:
         return []
-    best = to_plan(found.columns, found.fastest)
+    best = to_plan(result.columns, result.fastest)
     told = hint(
         job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, best,
-        least_seconds(found),
+        least_seconds(result),
     )  # fmt: skip
     return [] if told is None else [told]

@@ -85,7 +85,7 @@ class PlanningProblem:
         host_bytes = self.cluster.host_bytes
         if host_bytes is None:
             return needs
-        away = np.flatnonzero((needs <= self.limit) & _on_host(columns))
+        away = np.flatnonzero((needs <= self.limit) & _offloads_to_host(columns))
         if len(away):
             short = self.offloads(columns.select(away)) > host_bytes
             needs[away[short]] = np.nextafter(self.limit, np.inf)
@@ -111,8 +111,7 @@ class PlanningProblem:
         return host * ranks, disk * ranks
 
 
-def _on_host(columns: PlanBatch) -> Bools:
-    """Return a mask of the plans that offload to host memory."""
+def _offloads_to_host(columns: PlanBatch) -> Bools:
     host = OFFLOADS.index("cpu")
     found: Bools = (
         (columns.offload_activations == host)

@@ -22,37 +22,38 @@ from outpace.records.precisions import PRECISION_TRAITS, Precision
 from outpace.records.units import show_count
 
 
-def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
+def explain_misfit(job: PlanningProblem, result: SearchResult) -> str:
     """Explain why no plan fits, and suggest changes with which a plan would fit."""
-    if not found.smallest:
+    if not result.smallest:
         return impossible(job.wanted, job.question.other_program)
-    needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
-    place = found.smallest[min(needs, key=lambda name: needs[name])]
+    needs = {name: float(result.needs[spot]) for name, spot in result.smallest.items()}
+    place = result.smallest[min(needs, key=lambda name: needs[name])]
     accepts = job.wanted.accepts
     those = "" if accepts is None else f" that {accepts.name} can express"
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
-        f"smallest plan{those} ({title(to_plan(found.columns, place))}) "
-        f"{lacks(job, found.columns, place)}. {_remedy(job)}{_beyond_positions(job)}"
+        f"smallest plan{those} ({title(to_plan(result.columns, place))}) "
+        f"{lacks(job, result.columns, place)}. {_suggest_remedies(job)}"
+        f"{_explain_too_few_positions(job)}"
     )
 
 
-def _remedy(job: PlanningProblem) -> str:
+def _suggest_remedies(job: PlanningProblem) -> str:
     """Return a sentence with changes that make a plan fit.
 
     Changes of required options come first, then more devices, then changes to what is trained.
     """
-    fine = [*_four_bit_base(job), *_without_options(job)]
+    fine = [*_suggest_four_bit_base(job), *_suggest_dropping_options(job)]
     larger = _fewest_devices(job)
-    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if larger is None else None
+    more = _fewest_nodes(lambda nodes: _fits_on_nodes(job, nodes)) if larger is None else None
     if larger is not None:
         fine.append(f"on {larger[0]} devices in one node (--machine {larger[1]})")
     if more is not None:
         fine.append(f"on {more} nodes of {job.cluster.name}")
-    shorter = _longest_sequence(job)
+    shorter = _longest_fitting_sequence(job)
     if shorter is not None:
         fine.append(f"with --seq-len {shorter}")
-    adapters = _fitting_adapters(job)
+    adapters = _fitting_adapter_options(job)
     if adapters is not None:
         fine.append(f"with adapters ({adapters})")
     if not fine:
@@ -60,19 +61,18 @@ def _remedy(job: PlanningProblem) -> str:
     return f"It fits {', or '.join(fine)}."
 
 
-def _four_bit_base(job: PlanningProblem) -> list[str]:
-    """Return the option for frozen 4-bit weights if adapters fit with them."""
+def _suggest_four_bit_base(job: PlanningProblem) -> list[str]:
     adapters = job.wanted.adapters
     if adapters is None or job.wanted.keep.get("base") == "nf4" or job.question.other_program:
         return []
     return ["with --base nf4"] if _fits_with(job, keep={**job.wanted.keep, "base": "nf4"}) else []
 
 
-def _without_options(job: PlanningProblem) -> Iterator[str]:
-    """Yield the changes of required options with which a plan would fit by offloading."""
+def _suggest_dropping_options(job: PlanningProblem) -> Iterator[str]:
+    """Yield the changes of required options after which a plan would fit by offloading."""
     wanted = job.wanted
     for name, value in wanted.keep.items():
-        why = _why_kept_on_device(wanted, name)
+        why = _explain_no_offloading(wanted, name)
         if not why:
             continue
         others = {other: kept for other, kept in wanted.keep.items() if other != name}
@@ -80,7 +80,7 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
             yield f"without {name}={value}{why}"
     plain = _offloadable_precision(wanted)
     if plain is not None and _fits_with(job, precision=plain):
-        yield f"with --precision {plain}{_why_kept_on_device(wanted, 'precision')}"
+        yield f"with --precision {plain}{_explain_no_offloading(wanted, 'precision')}"
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
@@ -90,7 +90,7 @@ def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
     return None if decided or plain == wanted.precision else plain
 
 
-def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
+def _explain_no_offloading(wanted: SearchRequest, name: str) -> str:
     """Return why an option prevents offloading of weights and states; '' if it does not."""
     precision = wanted.keep.get("precision", wanted.precision)
     optimizer = wanted.keep.get("optimizer", default_optimizer(precision))
@@ -111,7 +111,7 @@ def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
 _SHORTEST = 128  # tokens of the shortest sequence that is proposed
 
 
-def _longest_sequence(job: PlanningProblem) -> int | None:
+def _longest_fitting_sequence(job: PlanningProblem) -> int | None:
     """Return the longest sequence length with which a plan fits, found by halving; None if none."""
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
@@ -123,7 +123,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
     return next(length for length in lengths if _fits_with(job, seq_len=length))
 
 
-def _fitting_adapters(job: PlanningProblem) -> str | None:
+def _fitting_adapter_options(job: PlanningProblem) -> str | None:
     """Return adapter options with which a plan fits; None if there are none or adapters are set."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
@@ -140,7 +140,6 @@ def _fitting_adapters(job: PlanningProblem) -> str | None:
 
 
 def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
-    """Return whether any plan fits after these changes of the request."""
     other = replace(job, wanted=replace(job.wanted, **changes))
     return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
 
@@ -177,8 +176,7 @@ def _fewest_devices(job: PlanningProblem) -> tuple[int, str] | None:
     return None
 
 
-def _beyond_positions(job: PlanningProblem) -> str:
-    """Return a sentence if sequences are longer than the model's positions allow, else ''."""
+def _explain_too_few_positions(job: PlanningProblem) -> str:
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""
@@ -192,7 +190,10 @@ _MOST_NODES = 4096
 
 
 def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """Bisect for the smallest sufficient number of nodes, assuming that larger numbers suffice."""
+    """Bisect for the smallest sufficient number of nodes; None if there is none up to _MOST_NODES.
+
+    All numbers above a sufficient one are assumed to suffice, too.
+    """
     enough = 1
     while not fits(enough):
         enough *= 2
@@ -208,7 +209,7 @@ def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
     return enough
 
 
-def _fits_on(job: PlanningProblem, nodes: int) -> bool:
+def _fits_on_nodes(job: PlanningProblem, nodes: int) -> bool:
     """Return whether a plan fits on more nodes, with the global batch rounded up to fill them."""
     if nodes <= job.cluster.nodes:
         return False

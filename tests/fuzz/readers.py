@@ -273,7 +273,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
         Reader("topology", documents.topologies, _topology, {
             "outpace.probing.hardware.nvidia_smi": (
-                "parse", "_find_header", "_row", "_last_fields", "_mirror")}),
+                "parse", "_find_header", "_parse_row", "_parse_last_fields", "_complete_matrix")}),
         Reader("tokens", documents.token_files, _tokens, {
             "outpace.data.stream": ("_llmc_stream", "megatron_stream"),
             "outpace.data.sources": ("_of_file", "_source_of"),

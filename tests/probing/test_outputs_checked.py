@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace.probing.collectives.overlap import _matmul
+from outpace.probing.collectives.overlap import _make_matmul
 from outpace.probing.collectives.pairwise import work_of
 from outpace.probing.memory.bandwidth import memory_cases
 
@@ -37,7 +37,7 @@ def test_what_each_rank_does_is_checked(what):
 
 
 def test_computing_beside_a_collective_is_checked_each_time_anew():
-    call, check = _matmul(CPU)
+    call, check = _make_matmul(CPU)
     found = call()
     assert check(found) is None
     assert "times its rounding error" in check(found)  # what was looked at is gone

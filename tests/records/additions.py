@@ -119,7 +119,7 @@ def apply(request: LayoutRequest) -> Layout:
         )
     ],
     "planner/communication/volume.py": [
-        ('    "ddp": _replicas,', '    "ddp": _replicas,\n    "late": _replicas,')
+        ('    "ddp": _count_ddp,', '    "ddp": _count_ddp,\n    "late": _count_ddp,')
     ],
 }
 FAMILY: Edits = {

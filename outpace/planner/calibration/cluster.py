@@ -116,7 +116,7 @@ def of_catalog(
     across = across or default_network(node)
     if nodes > 1 and assumed:
         notes += (assumed_network_note(node, across),)
-    fabric = _fabric(node, node.processes, across)
+    fabric = _build_fabric(node, node.processes, across)
     return Cluster(
         name=node.name,
         nodes=nodes,
@@ -149,7 +149,7 @@ def default_network(node: Node) -> Network:
     )
 
 
-def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
+def _build_fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     link = node.device_link or Bundle(link=node.host_link or "PCIe 4 x16", count=1)
     kind = LINKS[link.link].kind
     whole = LINKS[link.link].bytes_per_s * link.count
@@ -193,26 +193,29 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_rates.DispatchRate:
-    """Return a token dispatcher's rates as fractions of the rates that ring collectives reach."""
-    found = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
-    return found.model_copy(
-        update={"link_share": found.link_share / share,
-                "card_share": found.card_share / across_share}
+    """Return the node's token-dispatch rates relative to those of ring collectives.
+
+    The fabric's rates, which they multiply, already contain `share` and `across_share`.
+    """
+    published = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
+    return published.model_copy(
+        update={"link_share": published.link_share / share,
+                "card_share": published.card_share / across_share}
     )  # fmt: skip
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return a fabric that uses only `devices` of a node's devices.
+    """Return the fabric of a node of which only `devices` devices are used.
 
-    In a mesh with equally many links per pair, only the links among these devices remain.
+    In a full mesh, every pair of devices has its own links, so those to unused devices are lost.
     """
-    found = replace(fabric, per_node=devices)
+    reduced = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
-        return found
+        return reduced
     links, others = node.device_link.count, node.processes - 1
     if links % others:  # devices have unequal numbers of links
-        return found
-    return replace(found, inside_bytes_per_s=fabric.inside_bytes_per_s * (devices - 1) / others)
+        return reduced
+    return replace(reduced, inside_bytes_per_s=fabric.inside_bytes_per_s * (devices - 1) / others)
 
 
 def of_probe(machine: Machine, ranks: int) -> Cluster:
@@ -238,14 +241,15 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     said: list[str] = []
     residuals: tuple[float, ...] = ()
     if seen and chip is not None:
-        residuals = _residuals(rates, seen)
+        residuals = _time_ratios(rates, seen)
         said = [
             f"its rates of matmuls, memory and launches are measured; {len(seen)} steps of the "
-            f"probe differ from predictions by {show_share(_median_off(residuals))} in the median, "
+            "probe differ from predictions by "
+            f"{show_share(_median_relative_error(residuals))} in the median, "
             "which widens the interval"
         ]
     elif seen:
-        found = calibrate({world: _with_all_rates(rates)}, seen)
+        found = calibrate({world: _fill_missing_rates(rates)}, seen)
         rates = found.rates[world]
         said = [
             f"its rates are fitted to {len(seen)} steps of the probe, with a median error of "
@@ -265,41 +269,43 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     )
 
 
-def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
+def _time_ratios(rates: RateFit, steps: Sequence[SeenStep]) -> tuple[float, ...]:
     """Return each step's ratio of measured to predicted time."""
-    found = []
-    for one in seen:
-        question = StepTimeQuestion(one.outline, one.seq_len, rates.device, rates.fabric)
-        columns = of_plans([one.plan], one.global_batch, one.outline.layers)
-        found.append(one.step_time_s / float(steps_s(question, columns)[0]))
-    return tuple(found)
+    ratios = []
+    for step in steps:
+        question = StepTimeQuestion(step.outline, step.seq_len, rates.device, rates.fabric)
+        columns = of_plans([step.plan], step.global_batch, step.outline.layers)
+        ratios.append(step.step_time_s / float(steps_s(question, columns)[0]))
+    return tuple(ratios)
 
 
-def _median_off(residuals: Sequence[float]) -> float:
-    """Return the median relative error for these ratios of measured to predicted time."""
-    return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in residuals))
+def _median_relative_error(ratios: Sequence[float]) -> float:
+    return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in ratios))
 
 
-def _probed_fabric(known: ProbeFigures, ranks: int, kind: Kind) -> Fabric:
-    probed = known.probed
+def _probed_fabric(figures: ProbeFigures, ranks: int, kind: Kind) -> Fabric:
+    probed = figures.probed
     inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
     fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
-    latency = known.value_of(fit.latency) if fit is not None else None
-    carried = inside or (known.value_of(fit.bandwidth) if fit is not None else None)
+    latency = figures.value_of(fit.latency) if fit is not None else None
+    carried = inside or (figures.value_of(fit.bandwidth) if fit is not None else None)
     rate = carried or _GLOO_BYTES_PER_S
     each = (latency or _GLOO_LATENCY_S) / 2
     protocol = Protocol(each, each, 1e-3, 1.0)
-    found = Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
-    return _with_gloo_rounds(found) if kind == "cpu" else found
+    fabric = Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
+    return _double_scatter_rounds(fabric) if kind == "cpu" else fabric
 
 
-def _with_gloo_rounds(fabric: Fabric) -> Fabric:
-    """Double the rounds of reduce-scatters, because gloo (torch 2.13) reduces whole arrays."""
+def _double_scatter_rounds(fabric: Fabric) -> Fabric:
+    """Count two rounds per reduce-scatter, because gloo (torch 2.13) reduces whole arrays."""
     return replace(fabric, scatter_rounds=2)
 
 
-def _with_all_rates(rates: RateFit) -> RateFit:
-    """Add default rates for an accelerator not in the catalog; measured steps calibrate them."""
+def _fill_missing_rates(rates: RateFit) -> RateFit:
+    """Fill in typical rates for an accelerator that is not in the catalog.
+
+    The measured steps correct them later.
+    """
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -309,20 +315,20 @@ def _with_all_rates(rates: RateFit) -> RateFit:
     return replace(rates, device=device)
 
 
-def _reference_steps(known: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
+def _reference_steps(figures: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
     """Yield the probe's reference steps on `ranks` ranks that this version still defines."""
     catalog = references(ranks, kind)
-    for figure in known.probed.figures:
+    for figure in figures.probed.figures:
         key = figure.key
-        one = catalog.get(str(key.of.get("reference")))
-        if key.kind != "step" or one is None or not key.has(ranks=ranks, device=kind):
+        case = catalog.get(str(key.of.get("reference")))
+        if key.kind != "step" or case is None or not key.has(ranks=ranks, device=kind):
             continue
-        if key.of.get("digest", one.digest) != one.digest:
+        if key.of.get("digest", case.digest) != case.digest:
             continue
-        step_time_s = known.value_of(figure)
+        step_time_s = figures.value_of(figure)
         if step_time_s:
-            model = outline(one.spec, "reference")
-            yield SeenStep(model, one.seq_len, one.global_batch, one.plan, step_time_s)
+            model = outline(case.spec, "reference")
+            yield SeenStep(model, case.seq_len, case.global_batch, case.plan, step_time_s)
 
 
 _GUESSED = (
@@ -371,7 +377,7 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
         name=machine.cpu,
         nodes=1,
         device=device,
-        fabric=_with_gloo_rounds(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
+        fabric=_double_scatter_rounds(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
         probed=False,
         notes=(_GUESSED if measured is None else _BRIEFLY,),
     )

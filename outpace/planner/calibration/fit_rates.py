@@ -93,7 +93,7 @@ def calibrate(
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here
 
-    adjustments, groups = _adjustments(next(iter(rates.values()))), _groups(seen)
+    adjustments, groups = _all_adjustments(next(iter(rates.values()))), _group_steps(seen)
     took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
 
     def adjust_rates(logs: Floats) -> dict[int, RateFit]:
@@ -102,32 +102,32 @@ def calibrate(
             found = {ranks: adjust(one, math.exp(log)) for ranks, one in found.items()}
         return found
 
-    def misses(logs: Floats) -> Floats:
-        found = adjust_rates(logs)
-        said = np.concatenate(
-            [np.empty(0), *(group.steps_s(found[group.ranks]) for group in groups)]
+    def log_errors(logs: Floats) -> Floats:
+        adjusted = adjust_rates(logs)
+        predicted_s = np.concatenate(
+            [np.empty(0), *(group.steps_s(adjusted[group.ranks]) for group in groups)]
         )
-        missed: Floats = np.log(said / took)
-        return missed
+        errors: Floats = np.log(predicted_s / took)
+        return errors
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([_limit_outliers(misses(logs) / _STEP_SPREAD), logs / spread])
+        return np.concatenate([_limit_outliers(log_errors(logs) / _STEP_SPREAD), logs / spread])
 
     found = least_squares(residuals, np.zeros(len(adjustments)), xtol=1e-4, ftol=1e-5)
-    off = float(np.median(np.abs(misses(found.x)))) if seen else 0.0
+    off = float(np.median(np.abs(log_errors(found.x)))) if seen else 0.0
     covariance = np.linalg.inv(found.jac.T @ found.jac)
     return Calibration(adjust_rates(found.x), off, tuple(adjustments), covariance)
 
 
-def _limit_outliers(misses: Floats) -> Floats:
+def _limit_outliers(errors: Floats) -> Floats:
     """Let squared errors beyond _SOFT grow only linearly, because some steps were disturbed."""
-    squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
-    return np.sign(misses) * np.sqrt(squares)
+    squares = 2 * _SOFT**2 * (np.sqrt(1 + (errors / _SOFT) ** 2) - 1)
+    return np.sign(errors) * np.sqrt(squares)
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Measured steps with the same model, batch and number of ranks."""
+class _StepGroup:
+    """Measured steps with the same model, batch and number of ranks; `columns` has their plans."""
 
     ranks: int
     outline: Outline
@@ -136,7 +136,6 @@ class _Group:
     step_time_s: Floats
 
     def steps_s(self, rates: RateFit) -> Floats:
-        """Return the predicted time of each step in seconds."""
         return steps_s(
             StepTimeQuestion(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
         )
@@ -148,14 +147,14 @@ def steps_s(question: StepTimeQuestion, columns: PlanBatch) -> Floats:
     return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
 
 
-def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
+def _group_steps(seen: Sequence[SeenStep]) -> list[_StepGroup]:
     groups: dict[tuple[int, str, int, int], list[SeenStep]] = {}
     for one in seen:
         model = one.outline.model_dump_json()
         key = (one.plan.world_size, model, one.seq_len, one.global_batch)
         groups.setdefault(key, []).append(one)
     return [
-        _Group(
+        _StepGroup(
             of[0].plan.world_size,
             of[0].outline,
             of[0].seq_len,
@@ -166,46 +165,44 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
     ]
 
 
-def _adjustments(rates: RateFit) -> list[Adjustment]:
-    """Return the adjustments of every rate that contributes to step time."""
+def _all_adjustments(rates: RateFit) -> list[Adjustment]:
     return [
         *(_dtype_adjustment("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_dtype_adjustment("attention_rates", dtype) for dtype in rates.device.attention_rates),
-        _memory, _operators, _optimizer, _units, _links, _gathers, _scatters, _latency,
+        _adjust_memory, _adjust_operators, _adjust_optimizer, _adjust_units, _adjust_links,
+        _adjust_gathers, _adjust_scatters, _adjust_latency,
     ]  # fmt: skip
 
 
 def _dtype_adjustment(field: str, dtype: str) -> Adjustment:
-    """Return an adjustment for the rate of one dtype in a field of the device."""
-
     def adjust(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)
-        return _replace_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
+        return _replace_device_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
 
     return adjust
 
 
-def _replace_rates(rates: RateFit, **values: Any) -> RateFit:
+def _replace_device_rates(rates: RateFit, **values: Any) -> RateFit:
     return replace(rates, device=replace(rates.device, **values))
 
 
-def _memory(rates: RateFit, factor: float) -> RateFit:
-    return _replace_rates(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
+def _adjust_memory(rates: RateFit, factor: float) -> RateFit:
+    return _replace_device_rates(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
 
 
-def _operators(rates: RateFit, factor: float) -> RateFit:
-    return _replace_rates(rates, operator_s=rates.device.operator_s * factor)
+def _adjust_operators(rates: RateFit, factor: float) -> RateFit:
+    return _replace_device_rates(rates, operator_s=rates.device.operator_s * factor)
 
 
-def _optimizer(rates: RateFit, factor: float) -> RateFit:
-    return _replace_rates(rates, optimizer_share=rates.device.optimizer_share / factor)
+def _adjust_optimizer(rates: RateFit, factor: float) -> RateFit:
+    return _replace_device_rates(rates, optimizer_share=rates.device.optimizer_share / factor)
 
 
-def _units(rates: RateFit, factor: float) -> RateFit:
-    return _replace_rates(rates, unit_s=rates.device.unit_s * factor)
+def _adjust_units(rates: RateFit, factor: float) -> RateFit:
+    return _replace_device_rates(rates, unit_s=rates.device.unit_s * factor)
 
 
-def _links(rates: RateFit, factor: float) -> RateFit:
+def _adjust_links(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(
         rates,
@@ -218,17 +215,17 @@ def _links(rates: RateFit, factor: float) -> RateFit:
     )
 
 
-def _gathers(rates: RateFit, factor: float) -> RateFit:
+def _adjust_gathers(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(rates, fabric=replace(fabric, gather_share=fabric.gather_share / factor))
 
 
-def _scatters(rates: RateFit, factor: float) -> RateFit:
+def _adjust_scatters(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(rates, fabric=replace(fabric, scatter_share=fabric.scatter_share / factor))
 
 
-def _latency(rates: RateFit, factor: float) -> RateFit:
+def _adjust_latency(rates: RateFit, factor: float) -> RateFit:
     protocols = tuple(
         one._replace(base_s=one.base_s * factor, inside_s=one.inside_s * factor,
                      across_s=one.across_s * factor)

@@ -91,7 +91,6 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return the distance between a plan and a case; 0 if all compared features match."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -126,7 +125,7 @@ def faster_case(
         one for one in cases
         if (one.chip, one.devices, one.seq_len, one.global_batch) == wanted
         and math.isclose(one.parameters or 0.0, like.parameters or 0.0, rel_tol=_SAME_MODEL)
-        and _bits_of(one) < bits and one.measured_s < step_time_s
+        and _operand_bits(one) < bits and one.measured_s < step_time_s
     ]  # fmt: skip
     return min(found, key=lambda one: one.measured_s, default=None)
 
@@ -135,18 +134,17 @@ _SAME_MODEL = 0.01  # relative difference of parameter counts; the table rounds 
 _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
 
 
-def _bits_of(case: MeasuredCase) -> int:
-    """Return the width of a case's matmul operands in bits; 32 if unknown."""
-    said = case.precision or "fp32"
-    return 8 if "fp8" in said.lower() else 16 if "16" in said else 32
+def _operand_bits(case: MeasuredCase) -> int:
+    precision = case.precision or "fp32"
+    return 8 if "fp8" in precision.lower() else 16 if "16" in precision else 32
 
 
 def extrapolations(like: Likeness) -> tuple[str, ...]:
     """Return the features of a plan that no measured case covers, as phrases for the report."""
-    return tuple(_extrapolations(like))
+    return tuple(_describe_extrapolations(like))
 
 
-def _extrapolations(like: Likeness) -> Iterator[str]:
+def _describe_extrapolations(like: Likeness) -> Iterator[str]:
     rows = measured_rows()
     programs = _PROGRAMS.get(like.stack, ())
     if like.stack != "outpace" and not any(row["stack"] in programs for row in rows):
@@ -156,8 +154,8 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
         experts = " of models with experts" if like.experts else ""
         if not any(row["experts"] == bool(like.experts) for row in same):
             yield f"no measurement{experts} on {like.architecture} chips"
-    yield from _axis_limits(like, rows)
-    yield from _unmeasured_offloading(like, rows)
+    yield from _describe_unmeasured_axes(like, rows)
+    yield from _describe_unmeasured_offloading(like, rows)
     for name, words in (("seq_len", "sequences above {most:,.0f} tokens"),
                         ("parameters", "models above {most:,.0f} billion parameters")):  # fmt: skip
         own, most = getattr(like, name), max(row[name] for row in rows)
@@ -165,7 +163,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
             yield f"no measurement of {words.format(most=most)}"
 
 
-def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_unmeasured_axes(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a phrase for each axis of the plan that was not measured, or only on fewer devices."""
     names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
              "ep": "expert parallelism"}  # fmt: skip
@@ -184,10 +182,12 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
             yield f"no measurement of {named}{of} above {max(measured):,}{_ON_MORE}"
 
 
-def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a phrase on what the plan offloads and no case does.
+def _describe_unmeasured_offloading(
+    like: Likeness, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield a phrase that names what the plan offloads but no measured case does.
 
-    Cases offload activations at most.
+    Measured cases offload activations at most.
     """
     plan = like.plan
     if plan is None:
@@ -201,25 +201,26 @@ def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) ->
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """Return the factor on an interval's logarithms for plans on more devices than were measured.
+    """Return the factor that widens the prediction interval beyond the measured numbers of devices.
 
-    Predictions above 64 devices have larger errors (root mean square of the log of measured over
-    predicted time) than those up to 64. Beyond the largest measured number of devices, errors are
-    assumed to grow by the same factor again. `words` are the plan's extrapolations; without a
-    number of devices among them, the factor is 1.
+    It multiplies the logarithms of the interval's bounds. Predictions above 64 devices have larger
+    errors (root mean square of the log of measured over predicted time) than those up to 64. Beyond
+    the largest measured number of devices, errors are assumed to grow by the same factor again.
+    `words` are the plan's extrapolations; the factor is 1 unless one of them is the number of
+    devices.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0
-    return _spread_of_scale()
+    return _error_growth_above_64_devices()
 
 
 @lru_cache
-def _spread_of_scale() -> float:
+def _error_growth_above_64_devices() -> float:
     few: list[float] = []
     many: list[float] = []
     for row in measured_rows():
         if not row["experts"]:
-            found = math.log(row["measured_s"] / row["predicted_s"])
-            (many if row["devices"] > 64 else few).append(found)
+            log_error = math.log(row["measured_s"] / row["predicted_s"])
+            (many if row["devices"] > 64 else few).append(log_error)
     mean = [math.sqrt(sum(x * x for x in each) / len(each)) for each in (few, many)]
     return max(1.0, mean[1] / mean[0])

@@ -22,7 +22,7 @@ _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 
 @lru_cache
-def _residuals() -> Mapping[str, Any]:
+def _read_residuals() -> Mapping[str, Any]:
     return read_table("residuals")
 
 
@@ -104,7 +104,7 @@ def interval(
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
-    table = _residuals()
+    table = _read_residuals()
     if calibrated and table["probed"] and not residuals:
         row = table["probed"]
         basis = f"{row['rows']} steps on machines that were probed"
@@ -112,8 +112,8 @@ def interval(
     name, row = kind.find(table["kinds"])
     more = ""
     if name == kind_name(None, kind.experts) and kind.architecture is not None:
-        more = f"; {_reason(table, kind.architecture, kind.experts)}, so it is wide"
-    basis = _basis(kind, name, row)
+        more = f"; {_why_no_interval(table, kind.architecture, kind.experts)}, so it is wide"
+    basis = _describe_basis(kind, name, row)
     low, high = float(row["low"]), float(row["high"])
     if residuals:
         own = statistics.median(abs(math.log(ratio)) for ratio in residuals)
@@ -125,8 +125,7 @@ def interval(
     return Interval(low, high, basis + more, level)
 
 
-def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
-    """Describe the published steps behind an interval, for the report."""
+def _describe_basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
     model = "models with experts" if kind.experts else "dense models"
     where = f"on {kind.architecture} chips"
     if name == kind_name(None, kind.experts):
@@ -141,8 +140,7 @@ def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
     )
 
 
-def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
-    """Return why an architecture has no interval of its own."""
+def _why_no_interval(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
     row = table["without_interval"].get(kind_name(architecture, experts))
     if row is None:
         return f"none of them is on {architecture}"

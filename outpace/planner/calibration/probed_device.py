@@ -144,7 +144,7 @@ def probed_device(
 
 
 def _measured_accelerator(
-    machine: Machine, known: ProbeFigures, chip: Accelerator, memory: float | None
+    machine: Machine, figures: ProbeFigures, chip: Accelerator, memory: float | None
 ) -> DeviceRates:
     """Return the catalog's device with measured rates instead of typical ones.
 
@@ -152,10 +152,10 @@ def _measured_accelerator(
     and a launch takes as long as the smallest matmul.
     """
     base = of_accelerator(chip)
-    launch_s = known.launch_s()
-    ratios, unaligned = _compare_matmuls(base, known, 2 * (launch_s or 0.0))
+    launch_s = figures.launch_s()
+    ratios, unaligned = _compare_matmuls(base, figures, 2 * (launch_s or 0.0))
     rate = memory or base.memory_bytes_per_s
-    adamw = known.memory_bytes_per_s("AdamW step")
+    adamw = figures.memory_bytes_per_s("AdamW step")
     return replace(
         base,
         memory_bytes=machine.devices[0].memory_bytes or base.memory_bytes,
@@ -164,13 +164,13 @@ def _measured_accelerator(
         memory_bytes_per_s=rate,
         optimizer_share=min(adamw / rate, 1.0) if adamw else base.optimizer_share,
         operator_s=launch_s or base.operator_s,
-        host_bytes_per_s=known.pinned_bytes_per_s() or base.host_bytes_per_s,
+        host_bytes_per_s=figures.pinned_bytes_per_s() or base.host_bytes_per_s,
         sources=("outpace probe", *base.sources),
     )
 
 
 def _compare_matmuls(
-    base: DeviceRates, known: ProbeFigures, least_s: float
+    base: DeviceRates, figures: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
     """Return ratios of measured to predicted time by dtype, and unaligned matmuls' relative rates.
 
@@ -179,7 +179,7 @@ def _compare_matmuls(
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
         even = []
-        for (m, n, k), seconds in known.matmul_points(dtype).items():
+        for (m, n, k), seconds in figures.matmul_points(dtype).items():
             if n % _EVEN or k % _EVEN:  # prediction from tiles, without the cost of unaligned rows
                 unaligned.append(
                     _predict_matmul_s(replace(base, unaligned=1.0), dtype, m, n, k) / seconds
@@ -193,7 +193,6 @@ def _compare_matmuls(
 
 
 def _predict_matmul_s(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
-    """Return a matmul's predicted time in seconds at the device's rates."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
     rate = np.array([device.rate(dtype)])
@@ -206,7 +205,10 @@ def _unlisted_accelerator(
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a device not in the catalog, with its measured rates and typical others."""
+    """Return the rates of an accelerator outside the catalog: measured ones, and typical others.
+
+    Raises BadInputError if the memory's rate was not measured.
+    """
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
@@ -215,7 +217,7 @@ def _unlisted_accelerator(
     attention, share = efficiency.ATTENTION["ampere"]["flash2"], efficiency.MATMULS["ampere"].share
     first = machine.devices[0]
     return replace(
-        _without_tiles(first.name, first.memory_bytes, rates, bytes_per_s, curve),
+        _device_without_tiles(first.name, first.memory_bytes, rates, bytes_per_s, curve),
         kind="cuda",
         operator_s=efficiency.OPERATOR_S,
         attention_forward=attention.forward / share,
@@ -236,7 +238,7 @@ def cpu_device(
 ) -> DeviceRates:
     """Return the rates of one of `ranks` processes that share a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
-    found = _without_tiles(machine.cpu, share, rates, bytes_per_s, curve)
+    found = _device_without_tiles(machine.cpu, share, rates, bytes_per_s, curve)
     # The same cores communicate and compute.
     sharers = max(1.0, ranks / machine.host_cores)
     # A CPU's attention is no faster in 16 bits than in fp32 (docs/development/log.md).
@@ -247,7 +249,7 @@ def cpu_device(
     )  # fmt: skip
 
 
-def _without_tiles(
+def _device_without_tiles(
     name: str,
     memory_bytes: int | None,
     rates: dict[str, float],

@@ -45,50 +45,59 @@ class Deviations:
 
     def predict(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
         """Return each plan's expected deviation and its standard deviation."""
-        strategies, rest = self._times
+        strategies, rest = self._fit_spread_factors
         by_strategy = _strategy_covariance(self.plans, plans)
         between = strategies**2 * by_strategy + rest**2 * _feature_covariance(self.plans, plans)
-        told = np.linalg.solve(self._covariance(strategies, rest), between)
+        told = np.linalg.solve(self._measured_covariance(strategies, rest), between)
         means: Floats = told.T @ self.missed
         prior = strategies**2 * _STRATEGY**2 + rest**2 * _SHARED_BY_ONE
         left = np.maximum(prior - np.einsum("ij,ij->j", told, between), 0.0)
         return means, np.sqrt(left + (rest * _OWN) ** 2)
 
     @cached_property
-    def _times(self) -> tuple[float, float]:
-        """Return the most likely factors on the prior spreads: of strategies, and of the rest."""
+    def _fit_spread_factors(self) -> tuple[float, float]:
+        """Return the most likely factors on the prior spreads.
 
-        def loss_of(times: tuple[float, float]) -> float:
-            known = self._covariance(*times)
+        The first is for the spread that plans of one strategy share, the second for all others.
+        """
+
+        def minus_log_posterior(factors: tuple[float, float]) -> float:
+            known = self._measured_covariance(*factors)
             seen = float(self.missed @ np.linalg.solve(known, self.missed))
-            before = sum(_BEFORE * (2 * math.log(much) + much**-2) for much in times)
+            before = sum(_BEFORE * (2 * math.log(factor) + factor**-2) for factor in factors)
             return seen + float(np.linalg.slogdet(known)[1]) + before
 
-        return min(product(_TIMES.tolist(), repeat=2), key=loss_of)
+        return min(product(_TIMES.tolist(), repeat=2), key=minus_log_posterior)
 
-    def _covariance(self, strategies: float, rest: float) -> Floats:
-        """Return the covariance matrix of the measured deviations."""
+    def _measured_covariance(self, strategy: float, other: float) -> Floats:
         own = _feature_covariance(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
-        return strategies**2 * _strategy_covariance(self.plans, self.plans) + rest**2 * own
+        return strategy**2 * _strategy_covariance(self.plans, self.plans) + other**2 * own
 
 
-def _strategy_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance of plans that share strategy, number of ranks and precision."""
+def _strategy_covariance(plans: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+    """Return the prior covariance, (plans, others), from strategy, number of ranks and precision.
+
+    It is constant for two plans that have all three in common, and 0 for others.
+    """
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
-                        for some in (ones, others))  # fmt: skip
+                        for some in (plans, others))  # fmt: skip
     same = np.array([[one == other for other in of_others] for one in kinds], dtype=float)
-    return _STRATEGY**2 * same.reshape(len(ones), len(others))
+    return _STRATEGY**2 * same.reshape(len(plans), len(others))
 
 
-def _feature_covariance(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance from all other features that the plans share."""
-    sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
-    apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
-    found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)
+def _feature_covariance(plans: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+    """Return the prior covariance, (plans, others), from all other features.
+
+    It decreases with the ratio of the micro-batches, and each feature of _SHARED that two plans
+    have in common adds a constant.
+    """
+    sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (plans, others))
+    distance = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
+    covariance: Floats = _MICRO_BATCH**2 * np.exp(-(distance**2) / 2)
     for much, what in _SHARED:
-        same = np.array([[what(one) == what(other) for other in others] for one in ones])
-        found = found + much**2 * same.reshape(found.shape)
-    return found
+        same = np.array([[what(one) == what(other) for other in others] for one in plans])
+        covariance = covariance + much**2 * same.reshape(covariance.shape)
+    return covariance
 
 
 _SHARED_BY_ONE = sum(much**2 for much, _ in _SHARED) + _MICRO_BATCH**2

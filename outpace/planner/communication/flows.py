@@ -78,10 +78,10 @@ def flows(work: StepOnRank) -> list[Flow]:
             f"{what}."
         )
     if plan.strategy == "3d":
-        return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]
+        return [flow for flow in _combined_axes_flows(work) if flow.sent_bytes or flow.link_bytes]
     tally = None if plan.strategy not in _OF_ONE_AXIS else step_traffic(
-        _no_recompute(plan), work.spec, global_batch=work.global_batch, seq_len=work.seq_len,
-        rank=work.rank,
+        _without_recomputation(plan), work.spec, global_batch=work.global_batch,
+        seq_len=work.seq_len, rank=work.rank,
     )  # fmt: skip
     if tally is None:
         raise BadInputError(
@@ -89,21 +89,21 @@ def flows(work: StepOnRank) -> list[Flow]:
             f"{plan.strategy}."
         )
     # hsdp has two axes, of which the last one shards.
-    found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]
+    found = [*_one_axis_flows(work, TRAITS[plan.strategy].axes[-1], tally)]
     if plan.strategy == "tp" and plan.recomputes:
-        again = _repeated_collectives(work, work.spec.layers, work.passes)
+        again = _repeated_bytes(work, work.spec.layers, work.passes)
         found.append(Flow("activations", "tp", again, again))
     return found
 
 
-def _no_recompute(plan: Plan) -> Plan:
+def _without_recomputation(plan: Plan) -> Plan:
     """Return the plan without recomputation, whose repeated collectives are counted separately."""
     return plan.model_copy(
         update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
     )
 
 
-def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
+def _one_axis_flows(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
     """Split the traffic of a one-axis strategy by purpose.
 
     Messages that every job sends count as control.
@@ -145,8 +145,8 @@ def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
                 yield Flow("tied", "pp", mine, tied)
 
 
-def _ring_flow(part: Part, axis: Where, count: int) -> Flow:
-    return Flow(part, axis, count, count)
+def _ring_flow(part: Part, axis: Where, size_bytes: int) -> Flow:
+    return Flow(part, axis, size_bytes, size_bytes)
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
@@ -159,7 +159,7 @@ def _control_bytes(plan: Plan) -> Counter[str]:
     return tally.bytes_by_kind
 
 
-def _product(work: StepOnRank) -> Iterator[Flow]:
+def _combined_axes_flows(work: StepOnRank) -> Iterator[Flow]:
     """Yield a rank's flows on combined axes: within its stage, among replicas, and between stages.
 
     All micro-batches of a pipeline share one reduction. Blocks are gathered for every forward pass,
@@ -167,7 +167,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
     3d`). The values are this rank's, not averages over stages.
     """
     plan, spec = work.plan, work.spec
-    place = _place(work)
+    place = _rank_share(work)
     shards = plan.dp_shard * plan.cp
     micro_batches = work.passes * plan.pp_microbatches
     gathers, gradients, shares = Tally(), Tally(), Tally()
@@ -184,7 +184,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
     yield _ring_flow("gathers", axis, gathers.bytes)
     yield _ring_flow("gradients", axis, gradients.bytes)
     yield _ring_flow("gradients", "dp_replicate", shares.bytes)
-    yield from _inside_stage(work, place, micro_batches)
+    yield from _stage_flows(work, place, micro_batches)
     if plan.pp > 1:
         split = plan.cp * (plan.tp if plan.sequence_parallel else 1)
         border = micro_batches * work.hidden_elements // split * work.item
@@ -195,7 +195,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
     yield _ring_flow("control", "world", _control_bytes(plan).total())
 
 
-def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iterator[Flow]:
+def _stage_flows(work: StepOnRank, place: "_RankShare", micro_batches: int) -> Iterator[Flow]:
     """Yield the tensor- and context-parallel flows of the stage's layers."""
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
@@ -207,7 +207,7 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
         tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
         tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
-        again = _repeated_collectives(work, place.layers, micro_batches) if plan.recomputes else 0
+        again = _repeated_bytes(work, place.layers, micro_batches) if plan.recomputes else 0
         yield _ring_flow("activations", "tp", tally.bytes + again)
     if plan.cp > 1:
         width = spec.kv_heads // min(plan.tp, spec.kv_heads) * spec.head_dim
@@ -216,7 +216,7 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
         yield _ring_flow("ring", "cp", numbers * sent * place.layers * micro_batches)
 
 
-def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
+def _repeated_bytes(work: StepOnRank, layers: int, micro_batches: int) -> int:
     """Return the bytes of forward tensor-parallel collectives that recomputation repeats.
 
     A block's last collective is not repeated unless the backward reads its result, as dropout or a
@@ -235,10 +235,10 @@ def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> 
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A rank's position on combined axes.
+class _RankShare:
+    """The part of the model that a rank holds, on combined axes.
 
-    `units` has the rows and the width of each parameter that the rank holds, by FSDP unit.
+    `units` has the rows and the width of each of its parameters, by FSDP unit.
     """
 
     layers: int
@@ -249,7 +249,7 @@ class _Place:
     units: dict[str, list[tuple[int, int]]]
 
 
-def _place(work: StepOnRank) -> _Place:
+def _rank_share(work: StepOnRank) -> _RankShare:
     plan = work.plan
     schedule = SCHEDULES.get(plan.schedule)
     at = work.rank // (plan.world_size // plan.pp)
@@ -264,21 +264,21 @@ def _place(work: StepOnRank) -> _Place:
     units: dict[str, list[tuple[int, int]]] = {"": []}
     for name, shape in parameter_shapes(work.spec).items():
         number = name.split(".")[1] if name.startswith("blocks.") else ""
-        held = int(number) in blocks if number else _holds(name, first, last, work.spec.tied)
+        held = int(number) in blocks if number else _is_on_rank(name, first, last, work.spec.tied)
         if held:
             rows, rest = shape[0], math.prod(shape[1:])
             if plan.tp > 1 and "norm" not in name and "positions" not in name:
                 columns = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 rows, rest = (rows, -(-rest // plan.tp)) if columns else (-(-rows // plan.tp), rest)
             units.setdefault(number, []).append((rows, rest))
-    return _Place(
+    return _RankShare(
         layers=len(blocks), first=first, last=last, ends=len({ranks_of[0], ranks_of[-1]}) == 2,
         borders=sum(at in pair for pair in pairwise(ranks_of) if len(set(pair)) == 2),
         units=units,
     )  # fmt: skip
 
 
-def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
+def _is_on_rank(name: str, first: bool, last: bool, tied: bool) -> bool:
     """Return whether a rank with the first or last stage holds a parameter outside of blocks."""
     if name.startswith("embed."):
         return first or (last and tied and name == "embed.tokens.weight")

@@ -29,8 +29,8 @@ class Crossing:
 def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     """Return the placement of a flow on nodes of `per_node` devices."""
     if flow.axis == "pp":
-        return _place_stages(plan, flow, per_node)
-    size, stride = _group(plan, flow.part, flow.axis)
+        return _place_stage_flow(plan, flow, per_node)
+    size, stride = _group_size_and_stride(plan, flow.part, flow.axis)
     spans, shared = set(), False
     groups: Counter[int] = Counter()  # number of groups that leave each node
     for start in range(0, plan.world_size, size * stride):
@@ -44,8 +44,7 @@ def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     return Crossing(flow, flow.link_bytes if shared else 0, busiest * flow.link_bytes)
 
 
-def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
-    """Return the size of an axis's groups and the distance between a group's ranks."""
+def _group_size_and_stride(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
     sequences = plan.cp * plan.tp
     if axis == "world":
         return plan.world_size, 1
@@ -58,18 +57,18 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
     return plan.dp_shard * plan.cp, plan.tp  # for gradients, cp ranks are shards too
 
 
-def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
+def _place_stage_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     """Place a flow between neighbouring stages.
 
     A tied embedding's flow is between the first and the last pipeline rank.
     """
-    apart = plan.world_size // plan.pp
+    stage_ranks = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
     leaving: Counter[int] = Counter()
     staying: Counter[int] = Counter()
     for first, second in pairs:
-        for rank in range(apart):
-            ranks = first * apart + rank, second * apart + rank
+        for rank in range(stage_ranks):
+            ranks = first * stage_ranks + rank, second * stage_ranks + rank
             nodes = [each // per_node for each in ranks]
             if nodes[0] != nodes[1]:  # in both directions
                 leaving.update(nodes)

@@ -37,7 +37,11 @@ NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
-    """Return the bytes that a rank sends in a collective of `ranks` with `given` bytes each."""
+    """Return the bytes that a rank sends in a collective of `ranks` ranks.
+
+    `given` is the bytes on each rank before the collective (for a broadcast or a scatter, see the
+    module's docstring). `root`: the rank is the collective's root, if it has one.
+    """
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -60,7 +64,10 @@ class Tally:
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
-        """Count `times` collectives on `given` bytes per rank among `ranks` ranks."""
+        """Count `times` collectives on `given` bytes per rank among `ranks` ranks.
+
+        `root`: this rank is their root.
+        """
         if times:
             self.collectives[kind] += times
             self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
@@ -92,15 +99,14 @@ class StepOnRank:
     @property
     def item(self) -> int:
         """Return the bytes per element of parameters, gradients and sums."""
-        return 4 if self._holds_masters else self._traits.weight_bytes
+        return 4 if self._has_fp32_master_shards else self._traits.weight_bytes
 
     @property
     def _traits(self) -> PrecisionTraits:
         return PRECISION_TRAITS[self.plan.precision]
 
     @property
-    def _holds_masters(self) -> bool:
-        """Return whether fp32 shards are the master weights (bf16-master, fully sharded)."""
+    def _has_fp32_master_shards(self) -> bool:
         return self.plan.precision == "bf16-master" and self.plan.fully_shards
 
     @property
@@ -169,7 +175,7 @@ def of_every_job(plan: Plan) -> Tally:
     return tally
 
 
-def _replicas(work: StepOnRank, tally: Tally) -> None:
+def _count_ddp(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of ddp: one all-reduce of Ψ elements per step, in buckets.
 
     Buckets depend on the order in which gradients are ready (Li et al., VLDB 2020, §3.2); the
@@ -184,14 +190,14 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
         tally.add("all_reduce", work.plan.world_size, bucket * work.gradient_item_bytes)
 
 
-def _shared_states(work: StepOnRank, tally: Tally) -> None:
+def _count_zero1(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of zero1: ddp's, plus a broadcast of each rank's updated parameters.
 
     See Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Each
     parameter is assigned to the rank with the fewest elements so far: matrices before vectors,
     largest first.
     """
-    _replicas(work, tally)
+    _count_ddp(work, tally)
     ranks = work.plan.world_size
     filled = [0] * ranks
     shapes = parameter_shapes(work.spec).values()
@@ -202,7 +208,7 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
         tally.add("broadcast", ranks, numbers * work.item, int(numbers > 0), root)
 
 
-def _ring(work: StepOnRank, tally: Tally) -> None:
+def _count_ring(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of ring: 2(N−1)/N of each buffer, in 2(N−1) messages.
 
     See Patarasuk and Yuan 2009, §3. A buffer has one additional element per parameter. If N does
@@ -227,7 +233,7 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
+def _count_fully_sharded(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of zero2, zero3 and hsdp: parameter gathers and gradient reductions.
 
     zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
@@ -239,7 +245,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
     replicas (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
-    for block, shapes in _units(parameter_shapes(work.spec)).items():
+    for block, shapes in _group_by_fsdp_unit(parameter_shapes(work.spec)).items():
         gathers = 2 if block and plan.strategy != "zero2" else 1
         shard = sum(-(-shape[0] // plan.dp_shard) * math.prod(shape[1:]) for shape in shapes)
         if plan.dp_shard > 1:
@@ -251,7 +257,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
     tally.add("all_reduce", plan.dp_shard, NORM_BYTES)
 
 
-def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
+def _group_by_fsdp_unit(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
     """Group parameter shapes by FSDP unit: each block under its number, all others under ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
@@ -260,7 +266,7 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
     return units
 
 
-def _data_parallel(work: StepOnRank, tally: Tally) -> None:
+def _count_dp(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of dp: five collectives per pass, as in `nn.DataParallel`, and a broadcast.
 
     The five carry weights, samples, outputs, gradients of outputs, and gradients of weights with
@@ -281,7 +287,7 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     tally.add("broadcast", ranks, max(work.item, 4), root=first)  # the norm
 
 
-def _servers(work: StepOnRank, tally: Tally) -> None:
+def _count_ps(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of ps: workers' gradients, and the sums or weights that servers return.
 
     See Li et al., OSDI 2014, §2.2. Gradients include one additional element per parameter. A
@@ -323,7 +329,7 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
     return chosen
 
 
-def _pipeline(work: StepOnRank, tally: Tally) -> None:
+def _count_pipeline(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of pipelines: hidden states forward, and their gradients backward.
 
     Each takes b · S · D elements per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
@@ -344,7 +350,7 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
     tally.add("all_reduce", plan.pp, NORM_BYTES)
 
 
-def _tensor(work: StepOnRank, tally: Tally) -> None:
+def _count_tp(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of tp: 8(N−1)/N · b · S · D elements per layer and pass.
 
     Sequence parallelism sends as many bytes as plain tensor parallelism. Plain tensor parallelism
@@ -391,7 +397,7 @@ def _shared_elements(work: StepOnRank) -> int:
     )
 
 
-def _context(work: StepOnRank, tally: Tally) -> None:
+def _count_cp(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of cp: keys, values and their gradients, passed around a ring.
 
     Keys and values take N−1 messages per layer in the forward, and again in the backward. Their
@@ -403,24 +409,24 @@ def _context(work: StepOnRank, tally: Tally) -> None:
     numbers = 2 * plan.micro_batch * (work.seq_len // ranks) * spec.kv_heads * spec.head_dim
     tally.add("send", 2, numbers * work.low_item, 2 * (ranks - 1) * times)
     tally.add("send", 2, numbers * max(work.item, 4), ranks * times)  # summed in fp32 on the way
-    _replicas(work, tally)
+    _count_ddp(work, tally)
 
 
-def _no_traffic(work: StepOnRank, tally: Tally) -> None:
+def _count_nothing(work: StepOnRank, tally: Tally) -> None:
     """Count nothing, because a single process sends nothing."""
 
 
 _FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {
-    "single": _no_traffic,
-    "dp": _data_parallel,
-    "ps": _servers,
-    "ddp": _replicas,
-    "ring": _ring,
-    "zero1": _shared_states,
-    "zero2": _sharded_traffic,
-    "zero3": _sharded_traffic,
-    "hsdp": _sharded_traffic,
-    **dict.fromkeys(SCHEDULES, _pipeline),
-    "tp": _tensor,
-    "cp": _context,
+    "single": _count_nothing,
+    "dp": _count_dp,
+    "ps": _count_ps,
+    "ddp": _count_ddp,
+    "ring": _count_ring,
+    "zero1": _count_zero1,
+    "zero2": _count_fully_sharded,
+    "zero3": _count_fully_sharded,
+    "hsdp": _count_fully_sharded,
+    **dict.fromkeys(SCHEDULES, _count_pipeline),
+    "tp": _count_tp,
+    "cp": _count_cp,
 }

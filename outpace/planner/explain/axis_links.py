@@ -15,7 +15,7 @@ def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
     dp_shard × cp.
     """
     found: dict[str, str] = {}
-    inside, stride = _inner_link(cluster), 1
+    inside, stride = _inner_link_name(cluster), 1
     for axis in reversed(AXES):
         size = getattr(plan, axis)
         if size > 1:
@@ -37,8 +37,7 @@ def _describe_link(cluster: Cluster, size: int, stride: int, inside: str) -> str
     return f"network, {nodes:,} nodes{each}{shared}"
 
 
-def _inner_link(cluster: Cluster) -> str:
-    """Return the name of the link between a node's devices, or a generic phrase if unknown."""
+def _inner_link_name(cluster: Cluster) -> str:
     node = NODES.get(cluster.name)
     if node is None:
         return "the node's own links"

@@ -31,11 +31,11 @@ def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[s
         found = [
             some
             for some in combinations(items, count)
-            if not has_plans(_with_items(wanted, {name: items[name] for name in some}))
+            if not has_plans(_require_only(wanted, {name: items[name] for name in some}))
         ]
         if found:
             return [
-                _describe(wanted, {name: items[name] for name in some}, other_program)
+                _describe_contradiction(wanted, {name: items[name] for name in some}, other_program)
                 for some in found
             ]
     return []
@@ -52,8 +52,7 @@ def _required_items(wanted: SearchRequest) -> dict[str, Any]:
     return items
 
 
-def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchRequest:
-    """Return the request with these required options and no others."""
+def _require_only(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchRequest:
     keep = {name: value for name, value in items.items() if name != "adapters"}
     keep |= items.get("adapters", {})
     vary = {name: values for name, values in wanted.vary.items() if name != "precision"}
@@ -67,11 +66,13 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
     )  # fmt: skip
 
 
-def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bool) -> str:
+def _describe_contradiction(
+    wanted: SearchRequest, items: Mapping[str, Any], other_program: bool
+) -> str:
     """Return a sentence on options that contradict each other, and values that would be allowed.
 
-    If another trainer's precision is involved, it says only that outpace cannot predict the
-    combination.
+    If the precision of another trainer is among them, the sentence says only that outpace cannot
+    predict the combination.
     """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"
@@ -90,10 +91,9 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
 
 
 def _possible_sizes(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
-    """Return a clause with the sizes possible for one required option; "" for other options."""
     (name,) = items
     most = min(wanted.world, _MOST_SIZES) if name in _SIZES else 0
-    fine = [n for n in range(1, most + 1) if has_plans(_with_items(wanted, {name: n}))]
+    fine = [n for n in range(1, most + 1) if has_plans(_require_only(wanted, {name: n}))]
     return f"; {name} may be {join_or(fine)} here" if fine else ""
 
 
@@ -105,7 +105,7 @@ def _list_allowed_values(
         fine = [
             value
             for value in _VALUES.get(name, ())
-            if has_plans(_with_items(wanted, {**items, name: value}))
+            if has_plans(_require_only(wanted, {**items, name: value}))
         ]
         if fine and others:
             yield f"With {join_and(others)}, {name} may be {join_or(fine)}"

@@ -31,7 +31,7 @@ _SENDS: Mapping[Dispatcher, str] = {
 }
 
 
-def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int]) -> list[str]:
+def expert_notes(job: PlanningProblem, result: SearchResult, listed: Sequence[int]) -> list[str]:
     """Return notes on a model's experts; empty for a dense model.
 
     If no listed plan uses expert parallelism, one note gives the time of the fastest plan that
@@ -48,17 +48,17 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
         "experts get most of them (a power law of 1.2), grouped matmuls were measured to take "
         f"{alone} times as long on one rank, {apart} times on "
         f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE}).",
-        *_expert_parallelism(job, found, listed),
+        *_expert_parallelism_note(job, result, listed),
     ]
 
 
-def _expert_parallelism(
-    job: PlanningProblem, found: SearchResult, listed: Sequence[int]
+def _expert_parallelism_note(
+    job: PlanningProblem, result: SearchResult, listed: Sequence[int]
 ) -> list[str]:
-    """Return a note on the fastest plan with expert parallelism, unless one is listed."""
-    if found.layouts is None or (found.columns.ep[list(listed)] > 1).any():
+    """Return a note on the fastest plan with expert parallelism; empty if one is already listed."""
+    if result.layouts is None or (result.columns.ep[list(listed)] > 1).any():
         return []
-    divided = np.flatnonzero(found.layouts.ep > 1)
+    divided = np.flatnonzero(result.layouts.ep > 1)
     if not len(divided):
         return []
 
@@ -66,16 +66,16 @@ def _expert_parallelism(
         return estimate(job.question, columns).step_s
 
     choice = PlanChoice(
-        found.layouts.select(divided), list(memory_options(job.wanted)), seconds,
+        result.layouts.select(divided), list(memory_options(job.wanted)), seconds,
         job.checked_bytes, job.least_bytes, job.limit, job.wanted.accepts,
     )  # fmt: skip
-    most_s = ROOMIER * float(found.times.step_s[found.fastest])
-    plan = quickest(choice, found.bound[divided], most_s)
+    most_s = ROOMIER * float(result.times.step_s[result.fastest])
+    plan = quickest(choice, result.bound[divided], most_s)
     if plan is None:
         return ["Expert parallelism: no plan with it fits and takes less than twice as long."]
-    found, place = add_plans(job.question, found, plan, job.checked_bytes), len(found.columns)
-    times = simulate_pipelines(job.question, found.columns, found.times, np.array([place]))
-    found = replace(found, times=times)
-    words, took = title(to_plan(found.columns, place)), show_seconds(float(times.step_s[place]))
-    against = compare_with_fastest(found, place)
+    result, place = add_plans(job.question, result, plan, job.checked_bytes), len(result.columns)
+    times = simulate_pipelines(job.question, result.columns, result.times, np.array([place]))
+    result = replace(result, times=times)
+    words, took = title(to_plan(result.columns, place)), show_seconds(float(times.step_s[place]))
+    against = compare_with_fastest(result, place)
     return [f"Expert parallelism: {words}, takes {took} at best, {against}."]

@@ -42,7 +42,7 @@ def hint(
     the best plan has more), so --vary may find faster plans.
     """
     gains = []
-    for name, beside in _variations(question.device, wanted, best):
+    for name, beside in _requests_with_hinted_options(question.device, wanted, best):
         found = search(question, beside, needs, floors, limit, 1)
         if len(found.ranked):
             times = simulate_pipelines(question, found.columns, found.times, found.ranked)
@@ -51,7 +51,7 @@ def hint(
     told = [one for one in sorted(gains, key=lambda one: -one[0]) if one[0] >= _LEAST]
     if not told:
         return None
-    words = [f"{_word(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
+    words = [f"{_option_label(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
     names = ",".join(name for _, name, _ in told)
     own = " (fp8 without the time to compute its scales)" if "precision" in names else ""
     return f"Not searched by default: {', '.join(words)}{own}: --vary {names}."
@@ -71,11 +71,11 @@ def causal_notes(outline: Outline, wanted: SearchRequest, mfu: float | None) -> 
     ]
 
 
-def _word(name: str) -> str:
+def _option_label(name: str) -> str:
     return next(word for one, _, word in _ASKED if one == name)
 
 
-def _variations(
+def _requests_with_hinted_options(
     device: DeviceRates, wanted: SearchRequest, best: Plan
 ) -> Iterator[tuple[str, SearchRequest]]:
     """Yield a request for each option not searched by default, with the best plan's axes."""

@@ -33,7 +33,7 @@ _MINOR = 0.01  # differences below this share of the largest are not mentioned
 
 def explain_plan(
     job: PlanningProblem,
-    found: SearchResult,
+    result: SearchResult,
     place: int,
     roles: Sequence[Role],
     listed: Sequence[int],
@@ -43,21 +43,21 @@ def explain_plan(
     The fastest plan itself is compared with the next one.
     """
     if "fastest" in roles:
-        return _explain_fastest(job, found, place, roles, listed)
-    mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
+        return _explain_fastest(job, result, place, roles, listed)
+    mine, least = (float(result.times.step_s[one]) for one in (place, result.fastest))
     slower = f"{show_share(mine / least - 1)} slower than the fastest"
     as_fast = "as fast as the fastest" if mine / least - 1 < _ALIKE else slower
     if "recommended" in roles:
-        if mine > EQUAL * least and _trains_only(job, found, place):
+        if mine > EQUAL * least and _is_trained_unlike_fastest(job, result, place):
             return f"{join_and(roles)}: {slower}, which outpace does not train"
-        risk = _risk_of_fastest(job, found, place)
+        risk = _describe_risk_of_fastest(job, result, place)
         if risk is not None and as_fast == slower:
             simpler = "simpler, " if "offloads" in risk else ""
             return f"{join_and(roles)}: {simpler}{slower}, which {risk}"
         is_noise = as_fast == slower and mine <= EQUAL * least
         within = " (less than the error of estimates)" if is_noise else ""
-        return f"{join_and(roles)}: {as_fast}{within}, {_advantage(job, found, place)}"
-    room = show_bytes(round(float(found.needs[place])))
+        return f"{join_and(roles)}: {as_fast}{within}, {_describe_advantage(job, result, place)}"
+    room = show_bytes(round(float(result.needs[place])))
     if "with headroom" in roles:
         free = show_share(1 - ROOMY)
         return (
@@ -66,27 +66,30 @@ def explain_plan(
         )
     if "leanest" in roles:
         most = show_share(LEAN - 1)
-        offloads = _offloaded_kinds(to_plan(found.columns, found.fastest))
+        offloads = _offloaded_kinds(to_plan(result.columns, result.fastest))
         those = "plans" if offloads else "plans without offloading"
         return f"leanest: {room} of memory, the least of {those} at most {most} slower; {as_fast}"
     if as_fast != slower:
         return as_fast
-    return f"{slower}: {_largest_gap(found, place, found.fastest)}"
+    return f"{slower}: {_describe_largest_gap(result, place, result.fastest)}"
 
 
-def _trains_only(job: PlanningProblem, found: SearchResult, place: int) -> bool:
+def _is_trained_unlike_fastest(job: PlanningProblem, result: SearchResult, place: int) -> bool:
     """Return whether outpace is the trainer and can train this plan but not the fastest one."""
-    cannot = untrained_mask(found.columns.select([place, found.fastest]))
+    cannot = untrained_mask(result.columns.select([place, result.fastest]))
     return trained_by_outpace(job.question) and bool(cannot[1] and not cannot[0])
 
 
-def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Return the advantage of a plan about as fast as the fastest: simpler, or more memory left."""
+def _describe_advantage(job: PlanningProblem, result: SearchResult, place: int) -> str:
+    """Describe a plan's advantage over the fastest: it is simpler, or leaves more memory.
+
+    The plan is about as fast as the fastest.
+    """
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
-        found.columns.select([place, found.fastest]), plainest, job.question.other_program
+        result.columns.select([place, result.fastest]), plainest, job.question.other_program
     )
-    mine, theirs = (float(found.needs[one]) for one in (place, found.fastest))
+    mine, theirs = (float(result.needs[one]) for one in (place, result.fastest))
     more = "more" if _MORE_ROOM * mine < theirs else "slightly more"
     room = (
         f"with {more} memory left ({show_bytes(round(mine))} used, {show_bytes(round(theirs))} by "
@@ -97,18 +100,18 @@ def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
     return f"simpler, {room}" if _MORE_ROOM * mine < theirs else "and simpler"
 
 
-def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
+def _describe_risk_of_fastest(job: PlanningProblem, result: SearchResult, place: int) -> str | None:
     """Return a risk of the fastest plan that another plan avoids, or None if there is none.
 
     The risks are offloading and nearly full memory.
     """
     theirs, mine = (
-        _offloaded_kinds(to_plan(found.columns, one)) for one in (found.fastest, place)
+        _offloaded_kinds(to_plan(result.columns, one)) for one in (result.fastest, place)
     )  # fmt: skip
     away = [name for name in theirs if name not in mine]
     if away:
         return f"{'also ' if mine else ''}offloads {join_and(away)}"
-    own, least = (float(found.needs[one]) / job.limit for one in (place, found.fastest))
+    own, least = (float(result.needs[one]) / job.limit for one in (place, result.fastest))
     if any(own <= share < least for share in (ROOMY, CROWDED)):
         free, more = (show_bytes(round((1 - used) * job.limit)) for used in (least, own))
         return f"leaves only {free} of a device's memory free (this one {more})"
@@ -116,14 +119,13 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> s
 
 
 def _offloaded_kinds(plan: Plan) -> list[str]:
-    """Return the names of what a plan offloads: activations, parameters or optimizer."""
     names = ("activations", "parameters", "optimizer")
     return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
 
 
 def _explain_fastest(
     job: PlanningProblem,
-    found: SearchResult,
+    result: SearchResult,
     place: int,
     roles: Sequence[Role],
     listed: Sequence[int],
@@ -133,34 +135,34 @@ def _explain_fastest(
     If no other plan is listed, compare it with the next of the ranked plans.
     """
     begin = f"{join_and(roles)}: "
-    times = found.times.step_s
+    times = result.times.step_s
     others = sorted({*map(int, listed)} - {place}, key=lambda one: float(times[one]))
-    others = others or [int(other) for other in found.ranked if other != place]
+    others = others or [int(other) for other in result.ranked if other != place]
     if not others:
-        return f"{begin}{_reason_for_single(job.wanted)}"
+        return f"{begin}{_explain_single_plan(job.wanted)}"
     other = others[0]
-    against = _name_other(found, other, place, listed)
+    against = _name_other_plan(result, other, place, listed)
     gain = float(times[other] / times[place]) - 1
     if gain < _ALIKE:
         return f"{begin}as fast as {against}"
     return (
         f"{begin}{show_share(gain)} faster than {against}, which takes "
-        f"{_largest_gap(found, other, place)}"
+        f"{_describe_largest_gap(result, other, place)}"
     )
 
 
-def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Describe the one or two parts of a step in which a plan loses most time, and the net rest.
+def _describe_largest_gap(result: SearchResult, slower: int, faster: int) -> str:
+    """Describe the one or two parts of a step in which the slower plan loses most time.
 
-    The rest may be a gain that makes up for some of the loss.
+    The sum over all other parts is added if it is large; it may be negative, a gain.
     """
     gaps = {
-        name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
+        name: float(getattr(result.times, name)[slower] - getattr(result.times, name)[faster])
         for name in PARTS
     }
     first, second = sorted(gaps, key=lambda key: -gaps[key])[:2]
     named = [first, second] if gaps[second] > _LARGE * gaps[first] > 0 else [first]
-    again = found.columns.modes @ np.arange(len(MODES))  # of blocks, from no recomputation to full
+    again = result.columns.modes @ np.arange(len(MODES))  # of blocks, from no recomputation to full
     told = []
     for name in named:
         recomputed = name in _RECOMPUTED and again[slower] > again[faster]
@@ -173,9 +175,9 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
     return join_and(told)
 
 
-def _name_other(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Return another plan's number, with its layout if that differs; describe an unlisted plan."""
-    theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
+def _name_other_plan(result: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
+    """Name another plan: by its number if it is listed, and by its layout if that differs."""
+    theirs, mine = (title(to_plan(result.columns, one)) for one in (other, place))
     layout = theirs.split(", micro-batch")[0]
     differs = layout != mine.split(", micro-batch")[0]
     if other not in listed:
@@ -183,8 +185,7 @@ def _name_other(found: SearchResult, other: int, place: int, listed: Sequence[in
     return f"plan {listed.index(other) + 1}{f' ({layout})' if differs else ''}"
 
 
-def _reason_for_single(wanted: SearchRequest) -> str:
-    """Explain why there is no other plan to compare with."""
+def _explain_single_plan(wanted: SearchRequest) -> str:
     c = layouts(wanted)
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
@@ -195,47 +196,49 @@ def _reason_for_single(wanted: SearchRequest) -> str:
 
 
 def rejected_families(
-    job: PlanningProblem, found: SearchResult, listed: Sequence[int]
+    job: PlanningProblem, result: SearchResult, listed: Sequence[int]
 ) -> list[RejectedFamily]:
     """Return each unlisted family with its fastest plan, or with its smallest if none fits."""
-    shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
+    shown = {FAMILIES[place] for place in family(result.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
     for name in FAMILIES:
-        if name in found.best and name not in shown:
-            rows.append(_rejected_family(job, found, name))
+        if name in result.best and name not in shown:
+            rows.append(_explain_rejected_family(job, result, name))
         elif name in laid_out and name not in shown:
-            reason = f"cannot be combined with {_format_kept(job.wanted)}"
+            reason = f"cannot be combined with {_format_required_options(job.wanted)}"
             rows.append(RejectedFamily(family=name, reason=reason))
     return rows
 
 
-def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
+def _explain_rejected_family(
+    job: PlanningProblem, result: SearchResult, name: str
+) -> RejectedFamily:
     """Compare a family's best plan with the fastest, or say what memory its smallest plan lacks."""
-    place = found.best[name]
+    place = result.best[name]
     if place < 0:
-        small = found.smallest[name]
-        plan = to_plan(found.columns, small)
+        small = result.smallest[name]
+        plan = to_plan(result.columns, small)
         unchanged = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
-        reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{unchanged}"
+        reason = f"{lacks(job, result.columns, small)} even with {choices(plan)}{unchanged}"
         return RejectedFamily(family=name, reason=reason, plan=plan)
-    plan = to_plan(found.columns, place)
-    seconds = show_seconds(float(found.times.step_s[place]))
-    reason = f"{seconds} at best, with {choices(plan)}; {compare_with_fastest(found, place)}"
+    plan = to_plan(result.columns, place)
+    seconds = show_seconds(float(result.times.step_s[place]))
+    reason = f"{seconds} at best, with {choices(plan)}; {compare_with_fastest(result, place)}"
     return RejectedFamily(family=name, reason=reason, plan=plan)
 
 
-def compare_with_fastest(found: SearchResult, place: int) -> str:
+def compare_with_fastest(result: SearchResult, place: int) -> str:
     """Return the ratio of a plan's step time to the fastest plan's, and the slower parts."""
-    ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
-    return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
+    ratio = float(result.times.step_s[place] / result.times.step_s[result.fastest])
+    return f"{ratio:.2f} times the fastest: {_describe_largest_gap(result, place, result.fastest)}"
 
 
 # Baseline strategies, whose plans offload nothing.
 _WHOLE = ("dp", "ps", "ring", "horovod", "mp")
 
 
-def _format_kept(wanted: SearchRequest) -> str:
+def _format_required_options(wanted: SearchRequest) -> str:
     return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
 
 
@@ -255,15 +258,15 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
 
     `other_program`: the trainer is not outpace.
     """
-    obstacle = _obstacle_of_trainer(wanted)
+    obstacle = _explain_trainer_obstacle(wanted)
     if obstacle is not None:
         return obstacle
     wanted = replace(wanted, accepts=None)
-    kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
+    kept = f", with {_format_required_options(wanted)}" if wanted.keep else ""
     devices = "1 device" if wanted.world == 1 else f"{wanted.world} devices"
     begin = f"no plan can be laid out: {devices} and a global batch of {wanted.global_batch}{kept}."
     near: tuple[int, ...] = ()
-    wrong = ". ".join(_wrong_sizes(wanted))
+    wrong = ". ".join(_explain_wrong_sizes(wanted))
     if not wrong:
         near = nearest_batches(wanted)
         wrong = "" if near else ". ".join(contradictions(wanted, other_program))
@@ -279,7 +282,7 @@ def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
     )
 
 
-def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
+def _explain_trainer_obstacle(wanted: SearchRequest) -> str | None:
     """Explain why the trainer can express none of the possible plans.
 
     Returns None if the trainer has no restrictions, or if no plan is possible for any trainer.
@@ -291,15 +294,14 @@ def _obstacle_of_trainer(wanted: SearchRequest) -> str | None:
     simplest = np.argsort(~accepts.accepts_layouts(plain), kind="stable")
     each = (expand(plain.select([place]), chosen) for place in simplest)
     plans = next(one for one in each if len(one))
-    kept = f" with {_format_kept(wanted)}" if wanted.keep else ""
+    kept = f" with {_format_required_options(wanted)}" if wanted.keep else ""
     return (
         f"{accepts.name} can express no plan{kept}. {accepts.describe_obstacle(plans, 0)} Require "
         "less, or plan for another trainer."
     )
 
 
-def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
-    """Yield each required size that is impossible for this model, these devices or this batch."""
+def _explain_wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
     keep, world = wanted.keep, wanted.world
     named = False
     for axis in ("tp", "cp", "pp", "ep"):

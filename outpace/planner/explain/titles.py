@@ -29,7 +29,7 @@ def title(plan: Plan) -> str:
     """Return a plan's title: its axes, micro-batch and memory options."""
     name = TRAITS[plan.strategy].title
     if name is None:
-        mesh = _axes(plan)
+        mesh = _format_axes(plan)
     else:
         mesh = name if plan.world_size == 1 else f"{name} {plan.world_size}"
         if plan.strategy == "hsdp":
@@ -37,7 +37,7 @@ def title(plan: Plan) -> str:
     return ", ".join([mesh, f"micro-batch {plan.micro_batch}", *plan_options(plan)])
 
 
-def _axes(plan: Plan) -> str:
+def _format_axes(plan: Plan) -> str:
     words = [f"TP {plan.tp}"] if plan.tp > 1 else []
     words += [f"CP {plan.cp}"] if plan.cp > 1 else []
     if plan.pp > 1:

@@ -135,7 +135,7 @@ def propose(
     further: list[Change] = []
     for kind in kinds:
         if kind and most_saved(kind[-1], now) >= need:
-            fits, most = _least_that_fits(kind, attempt, limit_bytes)
+            fits, most = _smallest_fitting_change(kind, attempt, limit_bytes)
         else:
             fits, most = None, next(filter(None, map(attempt, reversed(kind))), None)
         if fits is not None:
@@ -147,12 +147,12 @@ def propose(
         tried = attempt(change)
         fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
     if len(fitting) < count:
-        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
-    fitting.sort(key=_seconds)
-    return [_proposal(tried, base) for tried in fitting[:count]]
+        fitting += _combine_changes(base, helping, limit_bytes, attempt, count - len(fitting))
+    fitting.sort(key=_time_sort_key)
+    return [_make_proposal(tried, base) for tried in fitting[:count]]
 
 
-def _least_that_fits(
+def _smallest_fitting_change(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
     """Bisect for the smallest change that fits; also return the largest tried that does not."""
@@ -179,18 +179,18 @@ def most_saved(change: Change, now: Cost) -> float:
     return _ERROR * sum(now.by_kind.get(kind, 0) for kind in kinds)
 
 
-def _pairs(
+def _combine_changes(
     base: _TriedChange,
     helping: list[_TriedChange],
     limit_bytes: int,
     attempt: Callable[[Change], _TriedChange | None],
-    wanted: int,
+    count: int,
 ) -> list[_TriedChange]:
     """Combine two changes of different kinds, neither of which suffices alone."""
 
     def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
-        return _seconds(one) + _seconds(other)
+        return _time_sort_key(one) + _time_sort_key(other)
 
     def saves_enough(pair: tuple[_TriedChange, _TriedChange]) -> bool:
         peaks = [tried.cost.peak_memory_bytes for tried in pair]
@@ -203,17 +203,16 @@ def _pairs(
         tried = attempt({**one.settings, **other.settings})
         if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
             found.append(tried)
-        if len(found) == wanted:
+        if len(found) == count:
             break
     return found
 
 
-def _seconds(tried: _TriedChange) -> float:
-    """Return a sort key by step time, with unknown times last."""
+def _time_sort_key(tried: _TriedChange) -> float:
     return math.inf if tried.cost.step_s is None else tried.cost.step_s
 
 
-def _proposal(tried: _TriedChange, base: _TriedChange) -> Proposal:
+def _make_proposal(tried: _TriedChange, base: _TriedChange) -> Proposal:
     took_s, base_s = tried.cost.step_s, base.cost.step_s
     return Proposal(
         tried.settings,

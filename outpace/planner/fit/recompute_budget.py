@@ -33,7 +33,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
     plain = predict(plan)
     if plain.peak_memory_bytes <= budget_bytes:
         return plan
-    uniform = {mode: predict(_uniform(plan, mode)) for mode in MODES[1:]}
+    uniform = {mode: predict(_use_mode_for_all_blocks(plan, mode)) for mode in MODES[1:]}
     length = max(stages)
     saved = {
         m: (plain.peak_memory_bytes - c.peak_memory_bytes) / length for m, c in uniform.items()
@@ -68,7 +68,7 @@ def _use_first_fitting_mode(
     """
     for mode, cost in uniform.items():
         if cost.peak_memory_bytes <= budget_bytes:
-            return _uniform(plan, mode)
+            return _use_mode_for_all_blocks(plan, mode)
     least = min(cost.peak_memory_bytes for cost in uniform.values())
     raise BadInputError(
         f"memory budget {show_bytes(budget_bytes)}: with every block recomputed, a step still "
@@ -93,7 +93,7 @@ def cheapest(
     for first in range(blocks + 1):
         for second in range(blocks - first + 1):
             left = need - first * saved[outer[0]] - second * saved[outer[1]]
-            third = max(0, _ceil(left, saved[inner]))
+            third = max(0, _count_needed(left, saved[inner]))
             if first + second + third > blocks:
                 continue
             counts = {outer[0]: first, outer[1]: second, inner: third}
@@ -103,11 +103,11 @@ def cheapest(
     return None if best is None else best[1]
 
 
-def _ceil(wanted: float, each: float) -> int:
-    """Return how many times `each` is needed to reach `wanted`; a huge number if `each` is 0."""
-    if wanted <= 0:
+def _count_needed(need: float, each: float) -> int:
+    """Return how many times `each` is needed to reach `need`; a huge number if `each` is 0."""
+    if need <= 0:
         return 0
-    return int(-(-wanted // each)) if each > 0 else 2**62
+    return int(-(-need // each)) if each > 0 else 2**62
 
 
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
@@ -124,7 +124,7 @@ def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
     )
 
 
-def _uniform(plan: Plan, mode: Checkpointing) -> Plan:
+def _use_mode_for_all_blocks(plan: Plan, mode: Checkpointing) -> Plan:
     return Plan.parse({**_without_recomputation(plan), "checkpointing": mode}, "memory budget")
 
 

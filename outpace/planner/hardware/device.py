@@ -222,7 +222,7 @@ def matmul_s(
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
     if device.curve:
-        return device.fixed_s + np.maximum(_by_curve(device, rate, m, n, k, batch), moved)
+        return device.fixed_s + np.maximum(_curve_matmul_s(device, rate, m, n, k, batch), moved)
     odd = (n * item % _ALIGNMENT != 0) | (k * item % _ALIGNMENT != 0)
     asked = rate
     rate = rate * np.where(odd, device.unaligned, 1.0)
@@ -286,11 +286,11 @@ def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: 
     for dtype, points in device.measured_ratios.items():
         own = np.isclose(rate, device.rate(dtype), rtol=1e-6)
         if own.any():
-            found = np.where(own, _interpolate(points, m, n, k), found)
+            found = np.where(own, _interpolate_ratio(points, m, n, k), found)
     return found
 
 
-def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floats) -> Floats:
+def _interpolate_ratio(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floats) -> Floats:
     at, ratios = np.log2([point[:3] for point in points]), np.log([p[3] for p in points])
     asked = np.log2(np.stack([m, n, k], axis=-1))
     apart = np.sum((asked[..., None, :] - at) ** 2, axis=-1)
@@ -299,10 +299,9 @@ def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floa
     return found
 
 
-def _by_curve(
+def _curve_matmul_s(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Return the seconds of a batch of matmuls, from the rate reached at their size."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

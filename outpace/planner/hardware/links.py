@@ -82,7 +82,7 @@ class Fabric:
         within = np.minimum(size, together)
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
-    def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
+    def _ring_link_rate(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
         """Return the bytes/s per link of a ring, and the number of nodes that it spans.
 
         Groups have `size` ranks at distance `stride`. `share` is the fraction of a node's link rate
@@ -130,8 +130,8 @@ class Fabric:
         else:
             card = card * self.all_to_all_network_share
         if once:
-            own = _count_targets(size.astype(np.float64), copies)
-            far = _count_targets(nodes, copies)
+            own = _expected_remote_groups(size.astype(np.float64), copies)
+            far = _expected_remote_groups(nodes, copies)
         else:
             own, far = copies * (within - 1) / size, copies * (size - within) / size
         own = np.where(within > 1, own, 0.0)
@@ -146,7 +146,7 @@ class Fabric:
 
         The broadcasts travel around the ring one after the other, each with a step per rank.
         """
-        rate, nodes = self._ring(size, stride, 1.0)
+        rate, nodes = self._ring_link_rate(size, stride, 1.0)
         crossing = np.where(nodes > 1, nodes, 0)
         best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
         for one in self.protocols:
@@ -159,11 +159,12 @@ class Fabric:
     def _collective_s(
         self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
     ) -> Floats:
-        """Return the seconds of a collective with `rounds` × (size − 1) ring steps, or by trees.
+        """Return the seconds of a collective by the fastest protocol.
 
-        `share` is the fraction of a node's link rate that the collective reaches.
+        A ring takes `rounds` × (size − 1) steps; all-reduces over several nodes may use trees
+        instead. `share` is the fraction of a node's link rate that the collective reaches.
         """
-        rate, nodes = self._ring(size, stride, share)
+        rate, nodes = self._ring_link_rate(size, stride, share)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
         wire = rounds * (size - 1) / size * nbytes
@@ -173,10 +174,12 @@ class Fabric:
                 steps_s = (steps - crossing) * one.inside_s + crossing * one.across_s
                 best = np.minimum(best, one.base_s + steps_s + wire / (rate * one.share))
         if rounds == 2 and any(one.by_size for one in self.protocols) and (nodes > 1).any():
-            best = np.where(nodes > 1, np.minimum(best, self._trees(nbytes, size, stride)), best)
+            best = np.where(
+                nodes > 1, np.minimum(best, self._tree_sum_s(nbytes, size, stride)), best
+            )
         return np.where((size > 1) & (nbytes > 0), best, 0.0)
 
-    def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+    def _tree_sum_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the seconds of an all-reduce over several nodes by double binary trees.
 
         Within a node, each rank of a chain sends the array once up and once down. Between nodes,
@@ -210,6 +213,6 @@ class Fabric:
         return last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
 
 
-def _count_targets(groups: Floats, copies: int) -> Floats:
+def _expected_remote_groups(groups: Floats, copies: int) -> Floats:
     """Return the expected number of other groups to which a token with `copies` experts is sent."""
     return groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups

@@ -83,7 +83,7 @@ def read_network(text: str, option: str = "--network ") -> Network:
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is not None:
-        return _parse_network(text, rate[1], rate[2], option)
+        return _parse_rate(text, rate[1], rate[2], option)
     found = _BUNDLE.fullmatch(text.strip())
     count = int(found[1] or 1) if found else 0
     if _NUMBER.fullmatch(text.strip()):
@@ -107,7 +107,7 @@ def read_network(text: str, option: str = "--network ") -> Network:
     )
 
 
-def _parse_network(text: str, number: str, unit: str, option: str) -> Network:
+def _parse_rate(text: str, number: str, unit: str, option: str) -> Network:
     try:
         value = float(number) * _UNITS[unit.lower()]
     except ValueError:

@@ -33,7 +33,7 @@ def add_frozen_head_loss(
     The gradient of the last hidden state, which this produces, is not counted here.
     """
     if device == "cuda":
-        _on_accelerator(timeline, outline, columns, sizes, item)
+        _add_accelerator_loss(timeline, outline, columns, sizes, item)
         return
     c, s, hidden = columns, sizes, outline.hidden
     vocab = np.full(len(c), float(outline.outputs))
@@ -89,10 +89,14 @@ def add_frozen_head_loss(
     timeline.free("activations", select(chunked, grads + head))
 
 
-def _on_accelerator(
+def _add_accelerator_loss(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, item: Floats
 ) -> None:
-    """Add `nn.head_loss`: all logits at once if compiled, else with gradients in the forward."""
+    """Add the memory of `nn.head_loss`, the loss on accelerators.
+
+    If it is compiled and the logits fit, all logits are kept for the backward. Otherwise, the
+    forward computes the gradients chunk by chunk.
+    """
     c, s, hidden = columns, sizes, outline.hidden
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden

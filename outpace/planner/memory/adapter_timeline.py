@@ -32,12 +32,11 @@ _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 def start_timeline(step: AdapterMemory) -> MemoryTimeline:
     """Return a rank's timeline up to the first forward."""
     timeline = MemoryTimeline(len(step.columns), step.records_kinds)
-    _add_permanent(timeline, step)
+    _add_permanent_tensors(timeline, step)
     return timeline
 
 
-def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the quantization of weights, then all tensors that exist before the first forward."""
+def _add_permanent_tensors(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
         # On a CPU, all weights are loaded before they are quantized one by one.
@@ -52,7 +51,7 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     # stays below a step's peak, which includes gradients of the same size.
     sent = np.minimum(held, _BROADCASTS_IN_FLIGHT * _BROADCAST_BYTES)
     timeline.moment("communication", np.where(c.strategy_in("ddp"), sent, 0.0))
-    timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)
+    timeline.pass_over("optimizer state", layers * _block_state_bytes(step) / step.shards)
     trained = s.weight * layers * step.trained_elements
     buckets = np.where(c.strategy_in("ddp"), trained, 0.0)
     apart = np.where(c.strategy_in("ddp") | ~step.gathers, trained, trained / step.shards)
@@ -63,12 +62,10 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.record_peak()
 
 
-def _state_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes of optimizer state for the adapters of one block."""
-
-    def value(optimizer: int, low: int) -> float:
+def _block_state_bytes(step: AdapterMemory) -> Floats:
+    def value(optimizer: int, precision: int) -> float:
         name = OPTIMIZERS[optimizer]
-        return sum(optimizer_bytes(one, name, PRECISIONS[low]) for one in step.adapter_shapes)
+        return sum(optimizer_bytes(one, name, PRECISIONS[precision]) for one in step.adapter_shapes)
 
     return by_plans(step.columns.with_kept_states(), ("optimizer", "precision"), value)
 
@@ -76,7 +73,7 @@ def _state_bytes(step: AdapterMemory) -> Floats:
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
     """Return the timeline of a step on a rank, which is the same for all ranks."""
     timeline = start_timeline(step)
-    _add_root(timeline, step)
+    _add_root_gather(timeline, step)
     _add_forward(timeline, step)
     s, stream = step.sizes, step.sizes.part * step.sizes.stream
     normed = stream + step.block.norm
@@ -85,20 +82,18 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
     timeline.allocate("temporary", 2 * stream)
     timeline.free("activations", normed)
     timeline.free("temporary", stream)
-    unit = _unit(step)
+    unit = _gathered_block_bytes(step)
     timeline.free("communication", unit)
-    _add_blocks(timeline, step, unit)
-    _add_optimizer(timeline, step)
+    _add_blocks_backward(timeline, step, unit)
+    _add_optimizer_step(timeline, step)
     return timeline
 
 
-def _unit(step: AdapterMemory) -> Floats:
-    """Return the bytes of a gathered block; 0 for plans that gather no parameters."""
+def _gathered_block_bytes(step: AdapterMemory) -> Floats:
     return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
 
 
-def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the gather of parameters outside of blocks, and the embedding's fp32 copy."""
+def _add_root_gather(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
     timeline.allocate("unsharded", root)
     timeline.allocate("communication", root)
@@ -129,7 +124,7 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
         timeline.pass_over("activations", 2 * FP32 * attention.head_dim * step.seq_len)
     last = _recomputes(recompute_interval(c, layers), layers - 1)
     passing = np.where(last, step.recomputed_forward_bytes, step.forward_bytes)
-    unit = _unit(step)
+    unit = _gathered_block_bytes(step)
     timeline.pass_over("unsharded", unit)
     timeline.moment("communication", 2 * unit)
     timeline.pass_over("communication", unit)
@@ -137,26 +132,26 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.free("unsharded", unit)
 
 
-def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
+def _add_blocks_backward(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
     """Add the backward: the last two blocks, then all middle blocks at once, then the first two."""
     layers = step.outline.layers
     every = recompute_interval(step.columns, layers)
     shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
     reduced = np.zeros(len(step.columns))
-    given = sum((_kept_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
-    copied = sum((_copy_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
+    saved = sum((_saved_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
+    casts = sum((_cast_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
     for place in shown:
         if place == 1 and layers > len(shown):
-            _pass_over_others(timeline, step, layers - len(shown), given, copied)
+            _add_middle_blocks(timeline, step, layers - len(shown), saved, casts)
         timeline.allocate("communication", unit)
         timeline.allocate("unsharded", unit)
         timeline.free("communication", unit)
         coming = unit if place else np.zeros_like(unit)
         timeline.allocate("communication", coming)
-        _add_block(timeline, step, _recomputes(every, place), first=place == 0)
+        _add_block_backward(timeline, step, _recomputes(every, place), first=place == 0)
         timeline.free("communication", coming)
         timeline.free("unsharded", unit)
-        reduced = _reduce(timeline, step, reduced)
+        reduced = _start_reduction(timeline, step, reduced)
     timeline.free("communication", reduced)
     timeline.free("temporary", step.sizes.part * step.sizes.stream)
 
@@ -167,14 +162,16 @@ def _recomputes(every: Ints, place: int) -> Bools:
     return found
 
 
-def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes that a block's forward saves."""
+def _saved_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
     less = step.first_saves_less if place == 0 else 0.0
-    return np.where(_recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less)
+    return np.where(_recomputes(every, place), _checkpointed_bytes(step), step.saved_bytes - less)
 
 
-def _checkpoint_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes that a recomputed block saves; a plan's recomputed blocks have one mode."""
+def _checkpointed_bytes(step: AdapterMemory) -> Floats:
+    """Return the bytes that the forward of a recomputed block saves.
+
+    All recomputed blocks of a plan have the same mode.
+    """
     modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
     found = step.saved_bytes
     for mode in modes:
@@ -182,40 +179,38 @@ def _checkpoint_bytes(step: AdapterMemory) -> Floats:
     return found
 
 
-def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes of weight casts that a block's forward saves."""
+def _cast_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
     return np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
 
 
-def _pass_over_others(
-    timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
+def _add_middle_blocks(
+    timeline: MemoryTimeline, step: AdapterMemory, count: int, saved: Floats, casts: Floats
 ) -> None:
     """Add the memory changes of the `count` middle blocks.
 
-    `given` and `copied` are the saved bytes and the casts of the blocks that are added one by one.
+    `saved` and `casts` are the saved bytes and the weight casts of all other blocks.
     """
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers
     less = np.where(every == 0, step.first_saves_less, 0.0)
-    kept = plain * step.saved_bytes + (layers - plain) * _checkpoint_bytes(step) - less
+    kept = plain * step.saved_bytes + (layers - plain) * _checkpointed_bytes(step) - less
     spared = step.block_copies(first=False) - step.block_copies(first=True)
     copies = plain * step.block_copies(first=False) - np.where(every == 0, spared, 0.0)
-    timeline.free("activations", kept - given)
-    timeline.free("weight copies", copies - copied)
+    timeline.free("activations", kept - saved)
+    timeline.free("weight copies", copies - casts)
     grads = count * step.sizes.weight * step.trained_elements / step.shards
-    timeline.pass_over("gradients", np.where(_has_gradients(step), 0.0, grads))
+    timeline.pass_over("gradients", np.where(_starts_with_gradients(step), 0.0, grads))
 
 
-def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return which plans already have gradients when a backward starts."""
+def _starts_with_gradients(step: AdapterMemory) -> Bools:
     return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 
-def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Start the reduction of a block's gradients and free the previous block's.
+def _start_reduction(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
+    """Start the reduction of a block's gradients and return the bytes being reduced.
 
-    Returns the bytes being reduced.
+    Frees `reduced`, the bytes of the previous block's reduction.
     """
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
@@ -225,21 +220,22 @@ def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> F
     made = np.where(step.gathers, step.gathered_item * step.trained_elements, 0.0)
     timeline.free("communication", made)
     kept = np.where(step.gathers, step.sizes.weight * step.trained_elements / step.shards, 0.0)
-    timeline.allocate("gradients", np.where(_has_gradients(step), 0.0, kept))
+    timeline.allocate("gradients", np.where(_starts_with_gradients(step), 0.0, kept))
     return sent
 
 
-def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
-    """Add the gradient of one adapter matrix: stored, accumulated, or kept until its reduction."""
+def _add_adapter_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
     whole = step.gathered_item * elements
     timeline.allocate("communication", np.where(step.gathers, whole, 0.0))
     own = np.where(step.gathers, 0.0, whole)
-    there = _has_gradients(step)
+    there = _starts_with_gradients(step)
     timeline.moment("temporary", np.where(there, own, 0.0))
     timeline.allocate("gradients", np.where(there, 0.0, own))
 
 
-def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, first: bool) -> None:
+def _add_block_backward(
+    timeline: MemoryTimeline, step: AdapterMemory, recomputes: Bools, *, first: bool
+) -> None:
     """Add a block's recomputation and backward, first of the MLP, then of attention.
 
     The gradient of the residual stream is live throughout.
@@ -249,42 +245,42 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
     stream, read = s.part * s.stream, s.whole * s.operand
     cast = np.where(s.casts, read, 0.0)
     timeline.allocate("temporary", cast)
-    remade = np.where(again, step.saved_bytes - less - _checkpoint_bytes(step), 0.0)
+    remade = np.where(recomputes, step.saved_bytes - less - _checkpointed_bytes(step), 0.0)
     timeline.pass_over("activations", remade)
-    timeline.allocate("weight copies", np.where(again, step.block_copies(first=first), 0.0))
-    timeline.moment("temporary", np.where(again, step.forward_bytes, 0.0))
+    timeline.allocate("weight copies", np.where(recomputes, step.block_copies(first=first), 0.0))
+    timeline.moment("temporary", np.where(recomputes, step.forward_bytes, 0.0))
     # The last matmul's output was saved, and is not recomputed.
-    cached = np.where(again & (share_of(step.columns, "selective") > 0), b.output, 0.0)
+    cached = np.where(recomputes & (share_of(step.columns, "selective") > 0), b.output, 0.0)
     timeline.pass_over("activations", cached)
     starts = first and not step.has(*QKV, "out")
     if starts and not step.has("gate", "up"):
         down = step.matrix("down")
         read = step.shared_bytes("down")
-        _add_linear(timeline, step, down, made=cast, read=read, has_gradient=False)
+        _add_linear_backward(timeline, step, down, made=cast, read=read, has_gradient=False)
     else:
-        _add_mlp(timeline, step, cast)
+        _add_mlp_backward(timeline, step, cast)
     if not starts:
-        _add_norm(timeline, step, stream, read)
+        _add_norm_backward(timeline, step, stream, read)
         timeline.allocate("temporary", cast)
-        _add_attention(timeline, step, cast, first=first)
+        _add_attention_backward(timeline, step, cast, first=first)
         if not first:
-            _add_norm(timeline, step, stream, read)
+            _add_norm_backward(timeline, step, stream, read)
     timeline.free("activations", b.dropped + cached)
 
 
-def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
+def _add_mlp_backward(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
     """Add the MLP's backward.
 
-    `cast` is the bytes of its output's gradient if that gradient is cast, else 0.
+    `cast` is the bytes of a cast of its output's gradient; 0 for plans without the cast.
     """
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
-    _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
+    _add_linear_backward(timeline, step, down, made=cast, read=step.shared_bytes("down"))
     if b.gated:
         timeline.allocate("temporary", 2 * inner)
         timeline.free("activations", 2 * inner)
         timeline.free("temporary", inner)
-        _add_linear(timeline, step, up, made=inner)
+        _add_linear_backward(timeline, step, up, made=inner)
         timeline.allocate("temporary", inner)
         timeline.free("activations", inner)
         timeline.free("temporary", inner)
@@ -295,24 +291,24 @@ def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> Non
         timeline.free("temporary", inner)
         joins = False
     read = step.shared_bytes("gate", "up")
-    _add_linear(timeline, step, up, made=inner, read=read, joins=joins)
+    _add_linear_backward(timeline, step, up, made=inner, read=read, joins=joins)
 
 
-def _add_attention(
+def _add_attention_backward(
     timeline: MemoryTimeline, step: AdapterMemory, cast: Floats, *, first: bool
 ) -> None:
     """Add attention's backward; in the first block, its input needs no gradient."""
     b, s = step.block, step.sizes
     out = step.matrix("out")
     begins = first and not step.has(*QKV)  # the attention output has no gradient
-    _add_linear(timeline, step, out, made=cast, has_gradient=not begins)
+    _add_linear_backward(timeline, step, out, made=cast, has_gradient=not begins)
     if begins:
         timeline.free("activations", b.mixed)
         return
     mixed = step.input_bytes(out)
     heads = b.queries + 2 * b.keys
     timeline.allocate("temporary", heads)
-    _add_workspace(timeline, step)
+    _add_attention_workspace(timeline, step)
     timeline.free("activations", step.attention)
     timeline.free("temporary", mixed)
     if step.outline.learned_positions == 0:
@@ -323,14 +319,14 @@ def _add_attention(
     for name in ("v", "k", "q"):
         matrix = step.matrix(name)
         read = step.shared_bytes(*QKV) if name == "q" else np.zeros_like(cast)
-        _add_linear(
+        _add_linear_backward(
             timeline, step, matrix, made=step.output_bytes(matrix), read=read, joins=joins,
             has_gradient=not first,
         )  # fmt: skip
         joins = not first
 
 
-def _add_linear(
+def _add_linear_backward(
     timeline: MemoryTimeline,
     step: AdapterMemory,
     matrix: Matrix,
@@ -349,7 +345,7 @@ def _add_linear(
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank
     if matrix.adapted:
-        _add_gradient(timeline, step, rank * matrix.outputs)
+        _add_adapter_gradient(timeline, step, rank * matrix.outputs)
         timeline.free("activations", step.low)
         timeline.allocate("temporary", step.low)
     unpacked: Floats | float = 0.0
@@ -364,7 +360,7 @@ def _add_linear(
         timeline.moment("temporary", into)
         timeline.free("temporary", into)
     if matrix.adapted:
-        _add_gradient(timeline, step, rank * matrix.inputs)
+        _add_adapter_gradient(timeline, step, rank * matrix.inputs)
         timeline.allocate("temporary", into)
         timeline.free("activations", read)
         timeline.free("temporary", step.low)
@@ -377,8 +373,9 @@ def _add_linear(
         timeline.free("activations", read)
 
 
-def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
-    """Add the gradient of a norm's input and its sum with the residual stream's gradient."""
+def _add_norm_backward(
+    timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats
+) -> None:
     timeline.pass_over("temporary", stream - read)
     timeline.allocate("temporary", stream)
     timeline.free("activations", step.block.residual + step.block.norm)
@@ -387,7 +384,7 @@ def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, rea
     timeline.free("temporary", stream)
 
 
-def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+def _add_attention_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the workspace of attention's backward.
 
     FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). On a CPU in
@@ -414,8 +411,7 @@ def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.moment("temporary", np.where(own, nbytes, 0.0))
 
 
-def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the temporaries of the optimizer's step."""
+def _add_optimizer_step(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.clear("activations", "temporary", "weight copies", "unsharded", "communication")
     c, s = step.columns, step.sizes
     elements = step.outline.layers * step.trained_elements / step.shards

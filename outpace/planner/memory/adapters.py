@@ -302,7 +302,7 @@ def set_up_adapters(
     a plan.
     """
     require_adaptable(outline)
-    _require_known(columns)
+    _refuse_plans_without_formula(columns)
     sizes = shapes(outline, seq_len, columns)
     return AdapterMemory(
         outline=outline, seq_len=seq_len, device=device, columns=columns, settings=settings,
@@ -312,8 +312,7 @@ def set_up_adapters(
     )  # fmt: skip
 
 
-def _require_known(columns: PlanBatch) -> None:
-    """Raise BadInputError if there is no formula for a plan."""
+def _refuse_plans_without_formula(columns: PlanBatch) -> None:
     for what, unknown in columns.unknown_with_adapters():
         if unknown.any():
             raise BadInputError(

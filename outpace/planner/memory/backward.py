@@ -15,7 +15,7 @@ from outpace.planner.plan_columns import Bools, Floats, Ints
 
 
 @dataclass(frozen=True)
-class _Position:
+class _BlockPosition:
     """A block's position: which plans have it, its mode, and which plans prefetch the next."""
 
     present: Bools
@@ -36,33 +36,35 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     # If weights are gathered, the second and the second to last block are added separately, too.
     sharded = setup.sharding.gathers
     ends = [
-        _Position(blocks > 0, last, blocks > 1.5),
-        _Position(sharded & (blocks > 2.5), last, blocks > 2.5),
+        _BlockPosition(blocks > 0, last, blocks > 1.5),
+        _BlockPosition(sharded & (blocks > 2.5), last, blocks > 2.5),
     ]
     beginnings = [
-        _Position(sharded & (blocks > 3.5), first, blocks > 3.5),
-        _Position(blocks > 1.5, first, np.zeros_like(sharded)),
+        _BlockPosition(sharded & (blocks > 3.5), first, blocks > 3.5),
+        _BlockPosition(blocks > 1.5, first, np.zeros_like(sharded)),
     ]
     reduced = np.zeros_like(setup.unit)
     for position in ends:
         reduced = _add_block(timeline, rank, position, reduced)
-    _pass_over_others(timeline, rank, ends, beginnings)
+    _add_middle_blocks(timeline, rank, ends, beginnings)
     for position in beginnings:
         reduced = _add_block(timeline, rank, position, reduced)
     timeline.free("temporary", kept)
-    _add_embedding(timeline, rank)
+    _add_embedding_gradient(timeline, rank)
     timeline.free("communication", reduced)
     timeline.free("temporary", setup.sizes.part * setup.sizes.stream)
-    _reduce_root(timeline, rank)
+    _add_root_reduction(timeline, rank)
 
 
-def _pass_over_others(
-    timeline: MemoryTimeline, rank: RankSetup, ends: list[_Position], beginnings: list[_Position]
+def _add_middle_blocks(
+    timeline: MemoryTimeline,
+    rank: RankSetup,
+    ends: list[_BlockPosition],
+    beginnings: list[_BlockPosition],
 ) -> None:
-    """Add the memory changes of the middle blocks."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
     delays, modes = rank.delays, rank.recomputation
-    at_end, at_beginning = _count(ends), _count(beginnings)
+    at_end, at_beginning = _count_present(ends), _count_present(beginnings)
     left = np.maximum(rank.blocks - (at_end + at_beginning), 0)
     item = np.where(delays, s.reduced, setup.gradients.sum_item)
     shards = np.where(delays, 1, sharding.shards)
@@ -80,14 +82,13 @@ def _pass_over_others(
     offload_gradients(timeline, setup, np.where(delays, 0.0, grads))
 
 
-def _count(positions: list[_Position]) -> Ints:
-    """Return, for each plan, how many of these positions its rank has."""
+def _count_present(positions: list[_BlockPosition]) -> Ints:
     count: Ints = np.sum([one.present for one in positions], axis=0)
     return count
 
 
 def _add_block(
-    timeline: MemoryTimeline, rank: RankSetup, position: _Position, reduced: Floats
+    timeline: MemoryTimeline, rank: RankSetup, position: _BlockPosition, reduced: Floats
 ) -> Floats:
     """Add a block's backward and return the bytes of its gradients that are being reduced.
 
@@ -140,7 +141,7 @@ def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) ->
     timeline.free("communication", np.where(later & casts, setup.unit, 0.0))
 
 
-def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _add_embedding_gradient(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the embedding's gradient, which has all rows, and its sum with a tied head's gradient."""
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
@@ -159,7 +160,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     add_gradient(timeline.select(single), rank.gradient, e.embedding, matmul=False)
 
 
-def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _add_root_reduction(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the reduction of gradients outside of blocks and of delayed gradients.
 
     The head's gradients were counted with the loss. The shards of all parameters outside of blocks

@@ -16,7 +16,7 @@ _ATTENTION_ROWS = 512  # rows of scores that ring attention holds at a time
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockBackward:
     """Values shared by the operators of a block's backward.
 
     `live` is the fraction of saved tensors on the device, `copies` the bytes of weight copies per
@@ -41,7 +41,7 @@ def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMod
     away = mode.offloaded  # offloaded tensors are used in host memory
     copies_away = setup.offloads_activations & ~mode.recomputes
     read = s.whole * s.operand
-    block = _Block(
+    block = _BlockBackward(
         setup=setup,
         gradient=rank.gradient,
         live=1 - away / np.maximum(b.saved_bytes, 1),
@@ -55,16 +55,15 @@ def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMod
     timeline.allocate("weight copies", np.where(mode.recomputes, setup.copies, 0.0))
     cached = np.where(mode.selective, b.output, 0.0)
     timeline.pass_over("activations", cached)
-    _add_mlp(timeline, block)
-    _add_attention(timeline, block)
+    _add_mlp_backward(timeline, block)
+    _add_attention_backward(timeline, block)
     remains = b.saved_bytes - b.attention - b.inners * b.inner - 2 * b.input
     timeline.free("activations", (remains - 2 * (b.residual + b.norm)) * block.live + cached)
     held = np.where(copies_away, setup.copies, 0.0)
     timeline.offload(-(held + away), setup.activations_on_disk)
 
 
-def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the backward of the MLP and of its norm."""
+def _add_mlp_backward(timeline: MemoryTimeline, block: _BlockBackward) -> None:
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
     # The gradient of the MLP's output in the matmuls' dtype, then that of the inner tensor.
@@ -93,18 +92,17 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
     timeline.free("temporary", inner)
     timeline.free("temporary", block.gathered)
     timeline.free("activations", b.input * block.live)
-    _add_norm(timeline, block)
+    _add_norm_backward(timeline, block)
 
 
-def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the backward of attention and of its norm."""
+def _add_attention_backward(timeline: MemoryTimeline, block: _BlockBackward) -> None:
     s, b = block.setup.sizes, block.setup.block
     timeline.pass_over("temporary", block.cast)
     timeline.pass_over("temporary", b.mixed)
     heads = b.queries + 2 * b.keys
     timeline.allocate("temporary", heads)
-    _add_ring(timeline, block.setup)
-    _add_workspace(timeline, block.setup)
+    _add_ring_attention(timeline, block.setup)
+    _add_attention_workspace(timeline, block.setup)
     timeline.free("temporary", b.mixed + block.cast)
     timeline.free("activations", b.attention * block.live)
     if block.setup.outline.learned_positions == 0:
@@ -117,11 +115,10 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
     add_gradient(timeline, block.gradient, b.vectors, matmul=False)
     timeline.free("temporary", block.read + block.gathered + heads)
     timeline.free("activations", b.input * block.live)
-    _add_norm(timeline, block)
+    _add_norm_backward(timeline, block)
 
 
-def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the gradient of a norm's input and its sum with the residual stream's gradient."""
+def _add_norm_backward(timeline: MemoryTimeline, block: _BlockBackward) -> None:
     b = block.setup.block
     # Assembled before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))
@@ -131,7 +128,7 @@ def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
     timeline.free("temporary", block.stream * np.where(b.composed, 3, 2))
 
 
-def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
+def _add_ring_attention(timeline: MemoryTimeline, setup: MemorySetup) -> None:
     """Add ring attention's temporaries: fp32 operands, and three tensors of 512 rows of scores."""
     c, s, b = setup.columns, setup.sizes, setup.block
     spread = c.cp > 1
@@ -147,8 +144,7 @@ def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
     timeline.select(spread).moment("temporary", 3 * scores + operands)
 
 
-def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add the workspace of an accelerator's attention kernel."""
+def _add_attention_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
     one = setup.outline.stacks[0].attention
     if setup.question.device == "cpu" or one is None:
         return

@@ -16,7 +16,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     `delayed` is the bytes that earlier chunks keep for their delayed weight gradients.
     """
     setup, place = rank.setup, rank.place
-    _gather_root(timeline, rank)
+    _add_root_gather(timeline, rank)
     # Under dp the weights are sent in one message.
     whole = setup.sizes.weight * rank.elements
     timeline.moment("communication", np.where(setup.dp, whole, 0.0))
@@ -30,8 +30,8 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     summed = place.first & bool(setup.outline.head_matmuls)
     stream = setup.sizes.part * setup.sizes.stream
     timeline.pass_over("activations", np.where(summed, stream, 0.0))
-    _add_tables(timeline, rank)
-    _gather_blocks(timeline, rank)
+    _add_rope_tables(timeline, rank)
+    _add_block_gathers(timeline, rank)
     splits = setup.columns.schedule_in("zb") & rank.later & (place.waiting > 0)
     if splits.any():
         add_split_head(timeline.select(splits), rank)
@@ -54,13 +54,13 @@ def raised_table(rank: RankSetup) -> Floats:
     return np.where(raised, FP32 * setup.ends.embedding, 0.0)
 
 
-def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _add_root_gather(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.allocate("unsharded", rank.root)
     timeline.allocate("communication", rank.root)  # freed once the first block is gathered
     timeline.moment("temporary", raised_table(rank))
 
 
-def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _add_block_gathers(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the gathers of blocks.
 
     Each block is copied out of its buffer while the previous block's parameters still exist.
@@ -75,8 +75,7 @@ def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.pass_over("unsharded", -np.where(regathers, unit, 0.0))
 
 
-def _add_tables(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the fp32 tables of cosines and sines for rotary embeddings."""
+def _add_rope_tables(timeline: MemoryTimeline, rank: RankSetup) -> None:
     question = rank.setup.question
     first = question.outline.stacks[0].attention
     if question.outline.learned_positions == 0 and first is not None:

@@ -49,14 +49,14 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
     rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
     unique, place = np.unique(rows, axis=0, return_inverse=True)
     head = head_in_layers(outline)
-    found = [_ranks(outline.layers, head, *map(int, row)) for row in unique]
+    found = [_pipeline_ranks(outline.layers, head, *map(int, row)) for row in unique]
     return [
-        _place([r[min(n, len(r) - 1)] for r in found], place.reshape(-1))
+        _make_place([r[min(n, len(r) - 1)] for r in found], place.reshape(-1))
         for n in range(max(map(len, found)))
     ]
 
 
-def _place(ranks: list[Rank], rows: Ints) -> Place:
+def _make_place(ranks: list[Rank], rows: Ints) -> Place:
     """Return one rank of each plan; `rows` has each plan's index in `ranks`."""
     columns = np.array(ranks, float)[rows].T
     return Place(
@@ -77,20 +77,20 @@ def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
 
 
 @lru_cache(maxsize=4096)
-def _ranks(
+def _pipeline_ranks(
     layers: int,
     head: float,
     schedule: int,
     pp: int,
-    each: int,
+    stages_per_rank: int,
     microbatches: int,
     evenly: int,
-    every: int,
+    interval: int,
 ) -> tuple[Rank, ...]:
     if pp == 1:
-        return (single_rank(layers, every),)
+        return (single_rank(layers, interval),)
     name = SCHEDULE_NAMES[schedule]
-    stages = min(layers, pp * each)
-    cut = even(layers, stages) if evenly else balance(layers, stages, head)
-    counts = cut + (0,) * (pp * each - stages)
-    return ranks_of(name, pp, each, microbatches, counts, every)
+    stages = min(layers, pp * stages_per_rank)
+    divided = even(layers, stages) if evenly else balance(layers, stages, head)
+    counts = divided + (0,) * (pp * stages_per_rank - stages)
+    return ranks_of(name, pp, stages_per_rank, microbatches, counts, interval)

@@ -57,7 +57,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     # Saved by the norm before the head, and by its transform if there is one.
     stream = s.part * s.stream
     norm = np.where(setup.block.composed, setup.block.norm, 0.0)
-    before = stream + norm + _transform_bytes(setup)
+    before = stream + norm + _head_transform_bytes(setup)
     kept = np.maximum(losses, 1) * before
     outputs = np.where(many > 1, rows * hidden * s.stream, 0.0)
     # If weights stay gathered, the last block's buffer is freed when the backward begins.
@@ -65,10 +65,10 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     with_head.pass_over("activations", kept)
     timeline.pass_over("activations", outputs)
     if place.last.any():
-        _add_logits(with_head, setup, rows, np.maximum(losses - 1, 0), last)
+        _add_head_and_loss(with_head, setup, rows, np.maximum(losses - 1, 0), last)
     timeline.select(~place.last).free("communication", last)
     timeline.free("activations", outputs)
-    add_gradient(with_head, rank.gradient, _vocab(setup) * hidden)
+    add_gradient(with_head, rank.gradient, _logit_columns(setup) * hidden)
     timeline.pass_over("temporary", tied_head_bytes(rank))
     with_head.free("activations", kept - (np.maximum(losses, 1) - 1) * before)
     # From here on, the gradient of the residual stream exists.
@@ -80,7 +80,7 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
     These are the logits' gradient and the copy of the weight.
     """
-    setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
+    setup, s, vocab = rank.setup, rank.setup.sizes, _logit_columns(rank.setup)
     here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
     here.pass_over("temporary", s.tokens * vocab * s.operand)
     if not _uses_head_loss(setup):
@@ -99,11 +99,14 @@ def tied_head_bytes(rank: RankSetup) -> Floats:
     return np.where(waits, setup.ends.embedding * added_bytes(setup), 0.0)
 
 
-def _add_logits(
+def _add_head_and_loss(
     timeline: MemoryTimeline, setup: MemorySetup, rows: Floats, more: Floats, last: Floats
 ) -> None:
-    """Add the head and the loss, as each plan computes them."""
-    item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _vocab(setup)
+    """Add the head and the loss, as each plan computes them.
+
+    `rows`, `more` and `last` are as in `_Head`.
+    """
+    item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _logit_columns(setup)
     cast = setup.sizes.operand < item
     chunked = _uses_chunks(setup, rows, vocab)
     if _uses_head_loss(setup):
@@ -114,23 +117,22 @@ def _add_logits(
         ways = [(whole, _add_logits_in_place), (~whole, _add_chunks_in_place)]
     else:
         head = _Head(setup, rows, vocab, vocab * hidden, more, last, cast)
-        low = _takes_bf16_logits(setup)
+        low = _overwrites_bf16_logits(setup)
         ways = [
             (low & ~chunked, _add_bf16_logits),
-            (~chunked & ~low, _add_whole_logits),
-            (chunked, _add_chunks),
+            (~chunked & ~low, _add_fp32_logits),
+            (chunked, _add_cpu_chunks),
         ]
     for plans, add in ways:
         if plans.any():
             add(timeline.select(plans), head)
 
 
-def _vocab(setup: MemorySetup) -> Floats:
-    """Return the number of columns of a rank's logits."""
+def _logit_columns(setup: MemorySetup) -> Floats:
     return np.ceil(setup.outline.outputs / setup.columns.tp)
 
 
-def _transform_bytes(setup: MemorySetup) -> Floats | float:
+def _head_transform_bytes(setup: MemorySetup) -> Floats | float:
     """Return the bytes that BERT's matmul, activation and norm before the head save."""
     if not setup.outline.head_matmuls:
         return 0.0
@@ -139,12 +141,11 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which plans compute the loss in chunks, on request or because logits are large."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
     else:
-        large = exceeds_cpu(rows, vocab, _takes_bf16_logits(setup))
+        large = exceeds_cpu(rows, vocab, _overwrites_bf16_logits(setup))
     chunks: Bools = ((large & ~c.splits_backward()) | c.chunked_loss) & (c.tp == 1)
     return chunks & setup.question.traits.chunks_loss
 
@@ -155,7 +156,6 @@ def _uses_head_loss(setup: MemorySetup) -> bool:
 
 
 def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
-    """Return which plans keep logits for the backward instead of freeing them in the forward."""
     c = setup.columns
     whole = c.compile & fits(rows, columns, setup.sizes.operand)
     return c.splits_backward() | (c.tp > 1) | whole
@@ -206,7 +206,7 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.free("activations", states_grad + weights_grad)
 
 
-def _takes_bf16_logits(setup: MemorySetup) -> Bools:
+def _overwrites_bf16_logits(setup: MemorySetup) -> Bools:
     """Return which plans compute logits in bf16 on a CPU and overwrite them with their gradient."""
     c = setup.columns
     own = c.precision_in(*COMPUTES_IN_BF16) & ~c.splits_backward() & (c.tp == 1)
@@ -234,8 +234,7 @@ def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.free("activations", logits)
 
 
-def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits in fp32, their softmax, and the gradients of both."""
+def _add_fp32_logits(timeline: MemoryTimeline, head: _Head) -> None:
     setup, s, c = head.setup, head.setup.sizes, head.setup.columns
     in_place = setup.question.traits.softmax_in_place
     states = head.rows * setup.outline.hidden
@@ -266,10 +265,10 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.free("activations", read - gathered)
 
 
-def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
+def _add_cpu_chunks(timeline: MemoryTimeline, head: _Head) -> None:
     """Add the CPU's chunked loss, whose forward computes gradients of hidden states and head."""
     s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
-    rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
+    rows, vocab, low = head.rows, head.vocab, _overwrites_bf16_logits(head.setup)
     asked = head.setup.columns.chunked_loss
     chunk = np.where(low & ~asked, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)

@@ -21,13 +21,13 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the temporaries of the optimizer's step."""
     setup, sharding = rank.setup, rank.setup.sharding
     timeline.clear("activations", "temporary", "weight copies", "unsharded")
-    _drop_sums(timeline, rank)
+    _free_copied_gradients(timeline, rank)
     elements = (sharding.stepped * rank.place.layers + rank.outside) / sharding.shards
-    _add_masters(timeline, rank, elements)
-    _copy_gradients(timeline, rank, elements)
+    _add_unscaled_gradients(timeline, rank, elements)
+    _add_gradient_copies(timeline, rank, elements)
     # Offloaded states are updated unit by unit.
     unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
-    stepped = _stepped_elements(rank, elements, unit)
+    stepped = _elements_updated_at_once(rank, elements, unit)
     # With bf16-master, gradients are cast to fp32 in chunks, unless summed in fp32.
     c, g = setup.columns, setup.gradients
     piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * rank.largest), FP32 * stepped)
@@ -49,7 +49,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
         timeline.free("temporary", copies)
 
 
-def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _free_copied_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Free gradients that were copied into buffers, and those accumulated outside of buckets."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
@@ -59,7 +59,7 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.free("gradients", gone * rank.elements)
 
 
-def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
+def _add_unscaled_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
     """Add the fp32 gradients that fp16-master unscales, on ranks with master weights.
 
     They replace the 16-bit gradients one by one; 16-bit gradients that are views of buffers stay.
@@ -71,7 +71,7 @@ def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) ->
     timeline.allocate("gradients", np.where(master, made, 0.0))
 
 
-def _copy_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
+def _add_gradient_copies(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
     """Add the copies that some trainers' optimizer steps make of all gradients at once.
 
     The copies, the fp32 gradients and the reduction buffer are larger than any freed block, so the
@@ -89,8 +89,7 @@ def _copy_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats)
     timeline.kept += np.where(setup.columns.pp > 1, added, 0.0)
 
 
-def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:
-    """Return the number of elements that the optimizer updates at once."""
+def _elements_updated_at_once(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:
     c, sharding = rank.setup.columns, rank.setup.sharding
     stepped = elements
     if sharding.shares_states.any():

@@ -43,7 +43,7 @@ def anatomy(question: MemoryQuestion, columns: PlanBatch) -> dict[Kind, Floats]:
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
     best = np.zeros(len(columns))
-    for rows, timeline in _timelines(question, columns, records_kinds=True):
+    for rows, timeline in _iterate_timelines(question, columns, records_kinds=True):
         fuller = timeline.peak > best[rows]
         chosen = rows[fuller]
         best[chosen] = timeline.peak[fuller]
@@ -57,7 +57,7 @@ def peak_bytes(
 ) -> Floats:
     """Return the peak tensor bytes of each plan's fullest rank, or of its last rank."""
     peak = np.zeros(len(columns))
-    for rows, timeline in _timelines(question, columns, only_last=rank == "last"):
+    for rows, timeline in _iterate_timelines(question, columns, only_last=rank == "last"):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
     return peak
 
@@ -69,21 +69,25 @@ def offloaded_bytes(question: MemoryQuestion, columns: PlanBatch) -> tuple[Float
     backward, with gradients of offloaded weights. Its peak need not coincide with the device's.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
-    for rows, timeline in _timelines(question, columns):
+    for rows, timeline in _iterate_timelines(question, columns):
         host[rows] = np.maximum(host[rows], timeline.host_peak)
         disk[rows] = np.maximum(disk[rows], timeline.disk_peak)
     return host, disk
 
 
-def _timelines(
+def _iterate_timelines(
     question: MemoryQuestion,
     columns: PlanBatch,
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plan indices, and a step's timeline on a rank that may need the most memory."""
+    """Yield the indices of some plans and a timeline of their step on one rank.
+
+    Each plan is yielded for every rank that may need the most memory; with `only_last`, only for
+    its last rank.
+    """
     q, adapters = question, columns.common_adapters
-    for rows in _parts(columns):
+    for rows in _chunk_plans(columns):
         part = columns.select(rows)
         if adapters is None:
             timelines = step_timelines(q, part, records_kinds, only_last)
@@ -96,12 +100,12 @@ def _timelines(
             yield rows[within], timeline
 
 
-def _start_timelines(
+def _iterate_start_timelines(
     question: MemoryQuestion, columns: PlanBatch
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plan indices, and timelines up to the first forward of possibly fullest ranks."""
+    """Yield as `_iterate_timelines` does, but timelines that end before the first forward."""
     q, adapters = question, columns.common_adapters
-    for rows in _parts(columns):
+    for rows in _chunk_plans(columns):
         part = columns.select(rows)
         if adapters is None:
             timelines = start_timelines(q, part)
@@ -112,7 +116,7 @@ def _start_timelines(
             yield rows, timeline
 
 
-def _parts(columns: PlanBatch) -> Iterator[Ints]:
+def _chunk_plans(columns: PlanBatch) -> Iterator[Ints]:
     """Yield plan indices in cache-sized chunks, separated by use of pipelines and sharding."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
@@ -131,7 +135,7 @@ def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     unused parts of segments, kernels and context, and ring buffers of each process group. On a CPU,
     the result is `peak_bytes`.
     """
-    return _reserve(question, columns, peak_bytes(question, columns))
+    return _reserved_for_peak(question, columns, peak_bytes(question, columns))
 
 
 def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Floats:
@@ -140,10 +144,10 @@ def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Flo
     These are `reserved_bytes` plus the freed blocks that the allocator keeps while there is room.
     """
     peak, held = np.zeros(len(columns)), np.zeros(len(columns))
-    for rows, timeline in _timelines(question, columns):
+    for rows, timeline in _iterate_timelines(question, columns):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
         held[rows] = np.maximum(held[rows], timeline.peak + timeline.kept)
-    needed = _reserve(question, columns, peak)
+    needed = _reserved_for_peak(question, columns, peak)
     return np.maximum(needed, np.minimum(needed + held - peak, room))
 
 
@@ -153,12 +157,12 @@ def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
     `reserved_bytes` is a maximum over several moments, one of which is the start of the step.
     """
     peak = np.zeros(len(columns))
-    for rows, timeline in _start_timelines(question, columns):
+    for rows, timeline in _iterate_start_timelines(question, columns):
         peak[rows] = np.maximum(peak[rows], timeline.peak)
-    return _reserve(question, columns, peak)
+    return _reserved_for_peak(question, columns, peak)
 
 
-def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floats:
+def _reserved_for_peak(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floats:
     """Return the reserved bytes for a peak: tensors in segments, context and collective buffers.
 
     On a CPU, only tensors count.
@@ -173,16 +177,15 @@ def _reserve(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floa
 
 def library_bytes(columns: PlanBatch) -> Floats:
     """Return the part of `reserved_bytes` outside of torch: CUDA context and NCCL buffers."""
-    groups: Floats = np.zeros(len(columns)) + _count_groups(columns)
+    groups: Floats = np.zeros(len(columns)) + _count_nccl_groups(columns)
     return _CONTEXT + groups * _RING_BYTES
 
 
 def plan_library_bytes(plan: Plan) -> int:
     """Return `library_bytes` of one plan."""
-    return _CONTEXT + int(_count_groups(plan)) * _RING_BYTES
+    return _CONTEXT + int(_count_nccl_groups(plan)) * _RING_BYTES
 
 
-def _count_groups(axes: Plan | PlanBatch) -> Any:
-    """Return the number of a rank's process groups that have NCCL buffers."""
+def _count_nccl_groups(axes: Plan | PlanBatch) -> Any:
     sizes = (axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.pp)
     return sum(1 * (size > 1) for size in sizes)

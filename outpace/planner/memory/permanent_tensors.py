@@ -18,12 +18,12 @@ _CPU, _DISK = OFFLOADS.index("cpu"), OFFLOADS.index("disk")
 
 def add_permanent_tensors(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the tensors that exist before a forward, including gradients of earlier micro-batches."""
-    states = _state_bytes(rank)
+    states = _optimizer_state_bytes(rank)
     _add_weights_and_states(timeline, rank, states)
     _add_buffers(timeline, rank, states)
-    _add_messages(timeline, rank)
-    _add_sums(timeline, rank)
-    _add_gradients(timeline, rank)
+    _add_pipeline_buffers(timeline, rank)
+    _add_sums_outside_buckets(timeline, rank)
+    _add_accumulated_gradients(timeline, rank)
     timeline.record_peak()
 
 
@@ -45,7 +45,7 @@ def _add_weights_and_states(timeline: MemoryTimeline, rank: RankSetup, states: F
     timeline.offload(np.where(states_away, states + twin, 0.0), states_on_disk)
 
 
-def _state_bytes(rank: RankSetup) -> Floats:
+def _optimizer_state_bytes(rank: RankSetup) -> Floats:
     setup, place, sharding = rank.setup, rank.place, rank.setup.sharding
     t = sharding.states
     tied_again = np.where(place.first | (not setup.outline.tied), 0.0, t.embedding)
@@ -62,7 +62,6 @@ def _state_bytes(rank: RankSetup) -> Floats:
 
 
 def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> None:
-    """Add the buffers for gradients and communication, the workspaces, and a step's inputs."""
     setup, c, g = rank.setup, rank.setup.columns, rank.setup.gradients
     device = setup.question.device
     timeline.pass_over("gradients", np.where(g.buckets, g.bucket_item * rank.elements, 0.0))
@@ -79,8 +78,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
     timeline.pass_over("communication", np.where(g.fuses, whole, 0.0))
 
 
-def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add a pipeline's send and receive buffers: one for all micro-batches, or one for each."""
+def _add_pipeline_buffers(timeline: MemoryTimeline, rank: RankSetup) -> None:
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     stream = setup.sizes.part * setup.sizes.stream
     piped = c.pp > 1
@@ -90,8 +88,7 @@ def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.pass_over("communication", done)
 
 
-def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients that exist in addition to gradient buckets."""
+def _add_sums_outside_buckets(timeline: MemoryTimeline, rank: RankSetup) -> None:
     setup, g = rank.setup, rank.setup.gradients
     timeline.pass_over("gradients", g.apart * rank.elements)
     # Sums in fp32 are rounded to the buckets' dtype before the last micro-batch.
@@ -99,7 +96,7 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.moment("gradients", np.where(g.replicas & g.sums_in_fp32, beside, 0.0))
 
 
-def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
+def _add_accumulated_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add accumulated gradients, for plans without buckets.
 
     If weights are on the host, their reduced gradients are copied there. In a pipeline, sharded

@@ -138,7 +138,7 @@ class RankSetup:
 def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
     """Return the inputs of the memory formula for one rank of every plan."""
     c, g = setup.columns, setup.gradients
-    outside = _outside_elements(setup, place)
+    outside = _elements_outside_blocks(setup, place)
     accumulates = (c.passes > 1) & (~setup.dp | g.sums_in_fp32)
     return RankSetup(
         setup=setup,
@@ -151,7 +151,7 @@ def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
     )
 
 
-def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
+def _elements_outside_blocks(setup: MemorySetup, place: Place) -> Floats:
     """Return the elements outside of blocks; a tied head counts once, with the embedding."""
     e = setup.ends
     shared = (e.head == 0) & ~place.first & setup.outline.tied
@@ -160,15 +160,15 @@ def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
     return first + np.where(place.last, e.tail + head, 0.0)
 
 
-def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
-    """Return a block's mode, which is the first of `modes` in the plan if the block recomputes."""
-    saved = np.where(again, 0.0, setup.saved["none"])
-    selective, free = np.zeros_like(again), again
+def _block_mode(setup: MemorySetup, recomputes: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
+    """Return a block's mode: the first of `modes` that the plan uses, if the block `recomputes`."""
+    saved = np.where(recomputes, 0.0, setup.saved["none"])
+    selective, free = np.zeros_like(recomputes), recomputes
     for mode in modes:
         chosen = free & (share_of(setup.columns, mode) > 0)
         saved = np.where(chosen, setup.saved[mode], saved)
         selective = chosen if mode == "selective" else selective
         free = free & ~chosen
-    kept = np.where(again, setup.saved["full"], setup.saved["none"])
+    kept = np.where(recomputes, setup.saved["full"], setup.saved["none"])
     offloaded = np.where(setup.offloads_activations, kept, 0.0)
-    return BlockMode(recomputes=again, selective=selective, saved=saved, offloaded=offloaded)
+    return BlockMode(recomputes=recomputes, selective=selective, saved=saved, offloaded=offloaded)

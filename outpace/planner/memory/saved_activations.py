@@ -157,7 +157,7 @@ def layer(
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # the CPU's kernel has no dropout
     mixing = [
-        _attention(one, columns, sizes, device, fused, stack.dropout, traits)
+        _saved_attention_bytes(one, columns, sizes, device, fused, stack.dropout, traits)
         for one in (stack.attention, stack.cross_attention)
         if one is not None
     ]
@@ -165,7 +165,7 @@ def layer(
     queries, keys, mixed, raw, apart, scores = sums
     mlp = stack.mlp
     gated = mlp is not None and mlp.gated
-    inner, experts = (zero, zero) if mlp is None else _mlp(mlp, columns, sizes)
+    inner, experts = (zero, zero) if mlp is None else _saved_mlp_bytes(mlp, columns, sizes)
     parts = list(weights(stack, outline.hidden))
     cut = [
         w.elements
@@ -187,7 +187,7 @@ def layer(
         composed=composed,
         gated=gated,
         residual=sizes.part * sizes.stream,
-        norm=_norm_bytes(stack, columns, sizes),
+        norm=_saved_norm_bytes(stack, columns, sizes),
         scaled=sizes.part * np.where(composed, wide, sizes.stream),
         input=(sizes.part if traits.regathers_inputs else sizes.whole) * item,
         output=sizes.whole * item,
@@ -205,7 +205,7 @@ def layer(
         vectors=zero + vectors,
         up=up / (2 if gated else 1),
         down=down,
-        largest=_largest(stack, parts, cut, columns),
+        largest=_largest_matrix(stack, parts, cut, columns),
     )
 
 
@@ -215,7 +215,7 @@ def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
     return found
 
 
-def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
+def _saved_norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
     """Return the bytes that a norm saves in addition to its input.
 
     LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. RMSNorm in
@@ -230,7 +230,9 @@ def _norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
     return found
 
 
-def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
+def _largest_matrix(
+    stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch
+) -> Floats:
     """Return the elements of a layer's largest matrix, with experts and fused matrices separate."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
@@ -241,8 +243,8 @@ def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Plan
     return most
 
 
-def _attention(
-    one: AttentionShape,
+def _saved_attention_bytes(
+    shape: AttentionShape,
     columns: PlanBatch,
     sizes: Shapes,
     device: str,
@@ -255,22 +257,24 @@ def _attention(
     In order: queries, keys, output, projections before rotation, normalised heads, and scores.
     """
     item, tokens = sizes.operand, sizes.tokens
-    heads, kv_heads = one.heads / columns.tp, one.kv_heads / columns.tp
-    queries = item * tokens * heads * one.head_dim
-    keys = item * tokens * kv_heads * (one.head_dim + one.value_dim) / 2
-    if one.kv_rank is not None:
-        keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
+    heads, kv_heads = shape.heads / columns.tp, shape.kv_heads / columns.tp
+    queries = item * tokens * heads * shape.head_dim
+    keys = item * tokens * kv_heads * (shape.head_dim + shape.value_dim) / 2
+    if shape.kv_rank is not None:
+        keys = item * tokens * heads * (shape.head_dim + shape.value_dim) / 2
     # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); this package's
     # attention on a CPU (nn.attention) keeps none.
     low = columns.precision_in(*COMPUTES_IN_BF16)
     own = low & (columns.cp == 1) & (device == "cpu") & traits.chunks_loss
     sums = np.where(fused & ~own, FP32 * tokens * heads, 0.0)
-    mixed = item * tokens * heads * one.value_dim + sums
-    latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)
+    mixed = item * tokens * heads * shape.value_dim + sums
+    latent = (
+        item * tokens * (2 * (shape.query_rank or 0) + 2 * (shape.kv_rank or 0) + shape.rope_dim)
+    )
     raw = queries + 2 * keys + latent
     apart = latent
-    if one.qk_norm:
-        width = tokens * (heads + kv_heads) * one.head_dim
+    if shape.qk_norm:
+        width = tokens * (heads + kv_heads) * shape.head_dim
         wide = np.maximum(item, FP32)
         apart = apart + 2 * wide * width + FP32 * tokens * (heads + kv_heads) + queries
     # Softmax's output, its dropout mask, and the result: (2 + 1 + 2)·a·s² bytes in 16 bits
@@ -283,7 +287,7 @@ def _attention(
     return queries, keys, mixed, raw, apart, scores
 
 
-def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
+def _saved_mlp_bytes(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     """Return the bytes of one inner tensor of an MLP, and the bytes that expert routing adds.
 
     Each token goes to `active` experts, which are evenly loaded. Routing adds the copies sent, the

@@ -124,12 +124,12 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     """Return, for every plan, the values that all of its ranks share."""
     c, outline = columns, question.outline
     sizes = shapes(outline, question.seq_len, c)
-    layers = _layers(question, c, sizes)
+    layers = _layer_per_stack(question, c, sizes)
     elements = mean([one.elements for one in layers], outline.stacks)
     matrices = mean([one.matrices for one in layers], outline.stacks)
     # Peaks are those of blocks of the stack that saves the most, regardless of the plan.
-    widest = max(range(len(layers)), key=lambda i: _width(outline.stacks[i]))
-    sharding = _sharding(question, c, sizes, elements)
+    widest = max(range(len(layers)), key=lambda i: _matmul_width(outline.stacks[i]))
+    sharding = _set_up_sharding(question, c, sizes, elements)
     splits_stream = (c.tp > 1) & c.sequence_parallel
     casts = (sizes.operand < sharding.item) & ~c.precision_in("fp8")  # fp8 saves the weight itself
     return MemorySetup(
@@ -147,7 +147,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
         unit=np.where(sharding.gathers, sharding.item * elements, 0.0),
         ends=outside_elements(outline, c),
         sharding=sharding,
-        gradients=_gradient_buffers(question, c, sizes, sharding.gathers),
+        gradients=_set_up_gradient_buffers(question, c, sizes, sharding.gathers),
         dp=c.strategy_in("dp"),
         splits_stream=splits_stream,
         regathers_inputs=splits_stream & question.traits.regathers_inputs,
@@ -158,8 +158,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     )
 
 
-def _layers(question: MemoryQuestion, columns: PlanBatch, sizes: Shapes) -> list[Layer]:
-    """Return one layer of each stack."""
+def _layer_per_stack(question: MemoryQuestion, columns: PlanBatch, sizes: Shapes) -> list[Layer]:
     q = question
     return [
         layer(q.outline, stack, columns, sizes, q.device, q.fused_attention, q.traits)
@@ -167,7 +166,7 @@ def _layers(question: MemoryQuestion, columns: PlanBatch, sizes: Shapes) -> list
     ]
 
 
-def _sharding(
+def _set_up_sharding(
     question: MemoryQuestion, columns: PlanBatch, sizes: Shapes, elements: Floats
 ) -> Sharding:
     c, traits = columns, question.traits
@@ -187,7 +186,7 @@ def _sharding(
     whole = whole.with_kept_states()
     stored = stepped = elements
     if (whole.ep < c.ep).any():
-        layers = _layers(question, whole, sizes)
+        layers = _layer_per_stack(question, whole, sizes)
         stepped = mean([one.elements for one in layers], question.outline.stacks)
         stored = np.where(spread, stepped, elements)
     return Sharding(
@@ -204,7 +203,7 @@ def _sharding(
     )
 
 
-def _gradient_buffers(
+def _set_up_gradient_buffers(
     question: MemoryQuestion, columns: PlanBatch, sizes: Shapes, gathers: Bools
 ) -> GradientBuffers:
     c, main = columns, question.traits.main_gradients
@@ -230,7 +229,7 @@ def _gradient_buffers(
     )
 
 
-def _width(stack: Stack) -> int:
+def _matmul_width(stack: Stack) -> int:
     """Return the total width of a layer's matmuls that a token passes through."""
     width = 0
     if stack.mlp is not None:

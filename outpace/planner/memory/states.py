@@ -61,7 +61,7 @@ def layer_shapes(
         elif weight.cut == "inputs":
             inputs //= cut
         copies = max(1, weight.experts // ep)
-        for part in _parts(weight.name, stack, outputs, cut):
+        for part in _split_fused_rows(weight.name, stack, outputs, cut):
             found += [(part, inputs)] * copies
             found += [(part,)] * copies if weight.bias else []
     biases = sum(1 for _ in range(stack.norms * (2 if stack.norm_bias else 1)))
@@ -70,7 +70,7 @@ def layer_shapes(
     return found + ([(vectors,)] if vectors > 0 else [])
 
 
-def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
+def _split_fused_rows(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
     """Return the rows of each matrix in a weight that is one matmul in the outline, such as QKV."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
@@ -116,31 +116,31 @@ def states(outline: Outline, columns: PlanBatch) -> States:
 
     def value(optimizer: int, precision: int, *axes: int) -> list[float]:
         named = OPTIMIZERS[optimizer], PRECISIONS[precision]
-        return [_states(outline, which, *named, *axes) for which in _PARTS]
+        return [_part_state_bytes(outline, which, *named, *axes) for which in _PARTS]
 
     return States(*by_plans(columns, names, value).reshape(-1, len(_PARTS)).T.copy())
 
 
 @lru_cache(maxsize=4096)
-def _states(
-    outline: Outline, which: str, name: OptimizerName, precision: Precision, tp: int, ep: int,
+def _part_state_bytes(
+    outline: Outline, part: str, name: OptimizerName, precision: Precision, tp: int, ep: int,
     etp: int,
 ) -> float:  # fmt: skip
     hidden, vocab, outputs = outline.hidden, outline.vocab, outline.outputs
-    if which == "layer":
+    if part == "layer":
         total = sum(
             stack.layers * sum(optimizer_bytes(shape, name, precision)
                                for shape in layer_shapes(stack, hidden, tp, ep, etp))
             for stack in outline.stacks
         )  # fmt: skip
         return total / outline.layers
-    if which == "embedding":
+    if part == "embedding":
         return optimizer_bytes((-(-vocab // tp), hidden), name, precision, hidden=False)
-    if which == "head":
+    if part == "head":
         if outline.tied or not outputs:
             return 0.0
         return optimizer_bytes((-(-outputs // tp), hidden), name, precision, hidden=False)
-    if which == "positions":
+    if part == "positions":
         if not outline.learned_positions:
             return 0.0
         shape = (outline.learned_positions, hidden)
@@ -154,7 +154,7 @@ def _states(
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
     """Return the fullest rank's fraction of all elements if ranks own whole parameters (zero1)."""
-    return by_plans(columns, ("shards", "tp"), partial(_whole_share, outline))
+    return by_plans(columns, ("shards", "tp"), partial(_largest_share, outline))
 
 
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
@@ -165,7 +165,7 @@ def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
     """
 
     def value(ranks: int, tp: int, optimizer: int, precision: int) -> float:
-        return _whole_states(outline, ranks, tp, OPTIMIZERS[optimizer], PRECISIONS[precision])
+        return _most_state_bytes(outline, ranks, tp, OPTIMIZERS[optimizer], PRECISIONS[precision])
 
     return by_plans(columns, ("shards", "tp", "optimizer", "precision"), value)
 
@@ -184,23 +184,25 @@ def _all_shapes(outline: Outline, tp: int) -> list[tuple[Shape, bool]]:
 
 
 @lru_cache(maxsize=256)
-def _shares(outline: Outline, ranks: int, tp: int) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
+def _rank_shapes(
+    outline: Outline, ranks: int, tp: int
+) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
     held = _all_shapes(outline, tp)
     shares = share_by_size([math.prod(shape) for shape, _ in held], ranks)
     return tuple(tuple(held[number] for number in share) for share in shares)
 
 
 @lru_cache(maxsize=1024)
-def _whole_share(outline: Outline, ranks: int, tp: int) -> float:
-    sizes = [sum(math.prod(s) for s, _ in share) for share in _shares(outline, ranks, tp)]
+def _largest_share(outline: Outline, ranks: int, tp: int) -> float:
+    sizes = [sum(math.prod(s) for s, _ in share) for share in _rank_shapes(outline, ranks, tp)]
     return max(sizes) / sum(sizes)
 
 
 @lru_cache(maxsize=1024)
-def _whole_states(
+def _most_state_bytes(
     outline: Outline, ranks: int, tp: int, name: OptimizerName, precision: Precision
 ) -> float:
     return max(
         sum(optimizer_bytes(shape, name, precision, hidden=layered) for shape, layered in share)
-        for share in _shares(outline, ranks, tp)
+        for share in _rank_shapes(outline, ranks, tp)
     )

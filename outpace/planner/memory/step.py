@@ -51,7 +51,6 @@ def start_timelines(question: MemoryQuestion, columns: PlanBatch) -> Iterator[Me
 
 
 def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
-    """Return the timeline of a step on one rank of each plan."""
     setup, place = rank.setup, rank.place
     timeline = MemoryTimeline(len(place.layers), records_kinds)
     add_permanent_tensors(timeline, rank)

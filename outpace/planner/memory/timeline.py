@@ -52,12 +52,12 @@ class MemoryTimeline:
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
         """Change memory without checking for a new peak; negative values free it."""
-        self._change(kind, self._of_plans(nbytes))
+        self._record_change(kind, self._mask_unselected(nbytes))
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
         """Allocate memory on the host or on disk; negative values free it."""
-        nbytes = self._of_plans(nbytes)
-        self._change("offloaded", nbytes)
+        nbytes = self._mask_unselected(nbytes)
+        self._record_change("offloaded", nbytes)
         self._host += np.where(on_disk, 0.0, nbytes)
         self._disk += np.where(on_disk, nbytes, 0.0)
         np.maximum(self.host_peak, self._host, out=self.host_peak)
@@ -71,13 +71,13 @@ class MemoryTimeline:
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
         """Allocate memory, check for a new peak, and free the memory again."""
-        nbytes = self._of_plans(nbytes)
+        nbytes = self._mask_unselected(nbytes)
         if not self._records_kinds:
             np.maximum(self.peak, self._live + nbytes, out=self.peak)
             return
-        self._change(kind, nbytes)
+        self._record_change(kind, nbytes)
         self.record_peak()
-        self._change(kind, -nbytes)
+        self._record_change(kind, -nbytes)
 
     def clear(self, *kinds: Kind) -> None:
         """Free all memory of these kinds."""
@@ -91,11 +91,10 @@ class MemoryTimeline:
             found[kind] += np.where(number <= self._at, nbytes, 0.0)
         return found
 
-    def _of_plans(self, nbytes: Amount) -> Amount:
-        """Return a change that is 0 for plans outside of the selection."""
+    def _mask_unselected(self, nbytes: Amount) -> Amount:
         return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
 
-    def _change(self, kind: Kind, nbytes: Amount) -> None:
+    def _record_change(self, kind: Kind, nbytes: Amount) -> None:
         self._changes.append((kind, nbytes))
         if kind != "offloaded":
             self._live += nbytes

@@ -31,7 +31,7 @@ def block_weights(spec: ModelSpec) -> int:
     return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
 
 
-def _recomputed_weights(spec: ModelSpec) -> int:
+def _recomputed_matmul_weights(spec: ModelSpec) -> int:
     """Return the weight elements of a block whose matmuls full checkpointing repeats.
 
     torch stops recomputing at the last tensor that the backward reads. The block's last matmul, the
@@ -53,15 +53,17 @@ def keys_reached(keys: int, window: int | None, causal: bool) -> int:
     return min(keys, (1 if causal else 2) * (window - 1) + 1)
 
 
-def _layer_matmul(spec: ModelSpec, seq_len: int, layer: int) -> int:
-    """Return the FLOPs of one (S, C) by (C, keys) matmul over all heads of a layer, per sample."""
+def _layer_score_flops(spec: ModelSpec, seq_len: int, layer: int) -> int:
+    """Return the FLOPs per sample of one of attention's matmuls, over all heads of a layer.
+
+    It multiplies (S, C) by (C, keys), as the scores do.
+    """
     keys = keys_reached(seq_len, spec.layer_window(layer), spec.causal)
     return 2 * spec.heads * spec.head_dim * seq_len * keys
 
 
-def _attention_matmul(spec: ModelSpec, seq_len: int) -> int:
-    """Return the FLOPs of `_layer_matmul` summed over all layers."""
-    return sum(_layer_matmul(spec, seq_len, layer) for layer in range(spec.layers))
+def _model_score_flops(spec: ModelSpec, seq_len: int) -> int:
+    return sum(_layer_score_flops(spec, seq_len, layer) for layer in range(spec.layers))
 
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
@@ -70,7 +72,7 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
     Without `head`, only one position of each sequence is read, as in a classifier.
     """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
-    attention = _FORWARD_MATMULS * _attention_matmul(spec, seq_len)
+    attention = _FORWARD_MATMULS * _model_score_flops(spec, seq_len)
     unread = 0 if head else _unread_flops(spec, seq_len, block_weights(spec), _FORWARD_MATMULS)
     return samples * (2 * seq_len * weights + attention - unread)
 
@@ -83,7 +85,7 @@ def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> 
     number of matmuls in attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
-    a_place = _layer_matmul(spec, seq_len, spec.layers - 1) // seq_len
+    a_place = _layer_score_flops(spec, seq_len, spec.layers - 1) // seq_len
     return (seq_len - 1) * (2 * (weights - keys_and_values) + matmuls * a_place)
 
 
@@ -120,23 +122,23 @@ def step_flops(
     if checkpointing is None:
         return matmuls
     modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing
-    scores = (_FUSED_BACKWARD_MATMULS - _BACKWARD_MATMULS) * _attention_matmul(spec, seq_len)
+    scores = (_FUSED_BACKWARD_MATMULS - _BACKWARD_MATMULS) * _model_score_flops(spec, seq_len)
     again = sum(recomputed_flops(spec, seq_len, mode, at) for at, mode in enumerate(modes))
     share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
     again += round(share * 2 * seq_len * (adapters or 0))
     if not head:
-        last = _layer_matmul(spec, seq_len, spec.layers - 1)
+        last = _layer_score_flops(spec, seq_len, spec.layers - 1)
         scores -= (_FUSED_BACKWARD_MATMULS - _BACKWARD_MATMULS) * (last - last // seq_len)
-        again -= _spared_flops(spec, seq_len, modes[-1])
+        again -= _unread_recomputed_flops(spec, seq_len, modes[-1])
     return matmuls + samples * (scores + again)
 
 
-def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
+def _unread_recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
     """Return the part of `recomputed_flops` that the last block saves if one position is read."""
     if mode in ("none", "selective"):
         return 0
     matmuls = 0 if mode == "attention" else _FORWARD_MATMULS
-    return _unread_flops(spec, seq_len, _recomputed_weights(spec), matmuls)
+    return _unread_flops(spec, seq_len, _recomputed_matmul_weights(spec), matmuls)
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
@@ -147,7 +149,7 @@ def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: 
     """
     if mode in ("none", "selective"):
         return 0
-    matmuls = 2 * seq_len * _recomputed_weights(spec)
+    matmuls = 2 * seq_len * _recomputed_matmul_weights(spec)
     if mode == "attention":
         return matmuls
-    return matmuls + _FORWARD_MATMULS * _layer_matmul(spec, seq_len, layer)
+    return matmuls + _FORWARD_MATMULS * _layer_score_flops(spec, seq_len, layer)

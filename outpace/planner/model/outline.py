@@ -98,11 +98,11 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
     own tokens.
     """
     if stack.attention is not None:
-        yield from _attention(stack.attention, hidden, "")
+        yield from _attention_weights(stack.attention, hidden, "")
     if stack.cross_attention is not None:
-        yield from _attention(stack.cross_attention, hidden, "cross ")
+        yield from _attention_weights(stack.cross_attention, hidden, "cross ")
     if stack.mlp is not None:
-        yield from _mlp(stack.mlp, hidden)
+        yield from _mlp_weights(stack.mlp, hidden)
     for matmul in stack.other:
         if matmul.weighted:
             for _ in range(matmul.count):
@@ -130,7 +130,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
         if weight.experts:
             shares[weight.name] = 0.5
             continue
-        parts, repeated = _parts(stack, weight), 0
+        parts, repeated = _unfused_outputs(stack, weight), 0
         for outputs in parts:
             count += 1
             repeated += outputs if count % 2 == 0 else 0
@@ -138,7 +138,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
     return shares
 
 
-def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
+def _unfused_outputs(stack: Stack, weight: Weight) -> Sequence[int]:
     """Return the output sizes of the separate matmuls into which other programs split a weight."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
@@ -149,24 +149,26 @@ def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
     return (weight.outputs,)
 
 
-def _attention(attention: AttentionShape, hidden: int, which: str) -> Iterator[Weight]:
+def _attention_weights(attention: AttentionShape, hidden: int, prefix: str) -> Iterator[Weight]:
     if not attention.projected:
         return
     bias = attention.qkv_bias
     queries = attention.heads * attention.head_dim
     keyed = attention.kv_heads * (attention.head_dim + attention.value_dim)
     if attention.kv_rank is not None:
-        yield from _latent(attention, attention.kv_rank, hidden)
-    elif which:
-        yield Weight(f"{which}q", hidden, queries, "outputs", bias)
-        yield Weight(f"{which}kv", hidden, keyed, "outputs", bias)
+        yield from _latent_attention_weights(attention, attention.kv_rank, hidden)
+    elif prefix:
+        yield Weight(f"{prefix}q", hidden, queries, "outputs", bias)
+        yield Weight(f"{prefix}kv", hidden, keyed, "outputs", bias)
     else:
         yield Weight("qkv", hidden, queries + keyed, "outputs", bias)
     mixed = attention.heads * attention.value_dim
-    yield Weight(f"{which}out", mixed, hidden, "inputs", attention.out_bias)
+    yield Weight(f"{prefix}out", mixed, hidden, "inputs", attention.out_bias)
 
 
-def _latent(attention: AttentionShape, kv_rank: int, hidden: int) -> Iterator[Weight]:
+def _latent_attention_weights(
+    attention: AttentionShape, kv_rank: int, hidden: int
+) -> Iterator[Weight]:
     queries = attention.heads * attention.head_dim
     if attention.query_rank is None:
         yield Weight("q", hidden, queries, "outputs")
@@ -178,7 +180,7 @@ def _latent(attention: AttentionShape, kv_rank: int, hidden: int) -> Iterator[We
     yield Weight("kv up", kv_rank, attention.heads * (keys + attention.value_dim), "outputs")
 
 
-def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
+def _mlp_weights(mlp: Mlp, hidden: int) -> Iterator[Weight]:
     times = 2 if mlp.gated else 1
     if not mlp.experts:
         yield Weight("up", hidden, times * mlp.width, "outputs", mlp.bias)

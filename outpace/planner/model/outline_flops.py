@@ -14,7 +14,7 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
     not. Experts count only for the tokens routed to them, and the router counts too. Stacks with a
     fixed length keep it. A decoder's cross-attention reads the encoder's output.
     """
-    total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
+    total, seen, length = _matmul_flops(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
         length = stack.seq_len or seq_len
         total += stack.layers * layer_flops(
@@ -23,7 +23,7 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
         if stack.cross_attention is None:
             seen = length
     predicted = outline.predicted or length
-    total += _matmuls(outline.head_matmuls, predicted)
+    total += _matmul_flops(outline.head_matmuls, predicted)
     total += 2 * predicted * outline.table_width * outline.outputs
     return samples * total
 
@@ -53,7 +53,7 @@ def masked_flops(outline: Outline, seq_len: int, samples: int) -> int:
         if attention is None or not attention.causal:
             continue
         if keys_reached(length, attention.window, causal=True) == length:
-            total += stack.layers * _scores_and_mix(attention, length, length) // 2
+            total += stack.layers * _attention_flops(attention, length, length) // 2
     return 3 * samples * total
 
 
@@ -94,7 +94,7 @@ def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
     shares, total = second_matmuls(stack, hidden), 0.0
     for weight in weights(stack, hidden):
         rows = seen if weight.name == "cross kv" else length
-        total += shares[weight.name] * 2 * rows * _token_elements(weight)
+        total += shares[weight.name] * 2 * rows * _weight_elements_per_token(weight)
     return total
 
 
@@ -102,29 +102,28 @@ def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
     """Return a layer's FLOPs per sample of `length` tokens; cross-attention has `seen` keys."""
-    total = _matmuls(stack.other, length)
+    total = _matmul_flops(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
         rows = seen if weight.name == "cross kv" else length
-        total += 2 * rows * _token_elements(weight)
+        total += 2 * rows * _weight_elements_per_token(weight)
     if not attention:
         return total
     if stack.attention is not None:
-        total += _scores_and_mix(stack.attention, length, length)
+        total += _attention_flops(stack.attention, length, length)
     if stack.cross_attention is not None:
-        total += _scores_and_mix(stack.cross_attention, length, seen)
+        total += _attention_flops(stack.cross_attention, length, seen)
     return total
 
 
-def _token_elements(weight: Weight) -> int:
-    """Return the number of weight elements that each token is multiplied by."""
+def _weight_elements_per_token(weight: Weight) -> int:
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 
-def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
+def _attention_flops(attention: AttentionShape, queries: int, keys: int) -> int:
     seen = keys_reached(keys, attention.window, attention.causal)
     return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
 
 
-def _matmuls(matmuls: Sequence[MatmulShape], rows: int) -> int:
+def _matmul_flops(matmuls: Sequence[MatmulShape], rows: int) -> int:
     return sum(2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in matmuls)

@@ -82,19 +82,19 @@ def _is_pcie(link: Network) -> bool:
     return link.name.startswith("PCIe")
 
 
-def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
+def network_needs(problem: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
     """Return, for each plan, the cost of each network and the slowest one within the tolerance.
 
     Device links are compared with an infinitely fast network between nodes. Raises BadInputError if
     a plan's traffic is unknown or a plan does not divide the batch.
     """
-    steps = NetworkSteps(asked, entries)
+    steps = NetworkSteps(problem, entries)
     node, device = steps.node_costs(), steps.device_costs()
     least_node, least_device = steps.least_node(), steps.least_device()
-    question = MemoryQuestion(asked.outline, asked.seq_len, asked.cluster.device.kind)
+    question = MemoryQuestion(problem.outline, problem.seq_len, problem.cluster.device.kind)
     anatomy = peak.anatomy(question, steps.columns)
     states = np.sum([anatomy[kind] for kind in _STATES], axis=0)
-    fits = asked.fits(steps.columns)
+    fits = problem.fits(steps.columns)
     found = []
     for at, entry in enumerate(entries):
         traffic = PlanTraffic(entry, steps, at)
@@ -109,24 +109,23 @@ def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> lis
             least_node_bytes_per_s=float(least_node[at]),
             least_device_bytes_per_s=float(least_device[at]),
             costs=node[at],
-            cheapest=_cheapest(node[at], asked.tolerance),
-            present_cost=_cost_of(asked.present, node[at]),
+            cheapest=_slowest_sufficient_network(node[at], problem.tolerance),
+            present_cost=_present_cost(problem.present, node[at]),
             device_costs=device[at],
-            cheapest_inside=_cheapest(device[at], asked.tolerance),
-            present_device_cost=_cost_of(asked.present_link, device[at]),
+            cheapest_inside=_slowest_sufficient_network(device[at], problem.tolerance),
+            present_device_cost=_present_cost(problem.present_link, device[at]),
             states_bytes=round(float(states[at])),
             fits=fits[at],
         ))  # fmt: skip
     return found
 
 
-def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
-    """Return the slowest network within the tolerance, or None if none is."""
+def _slowest_sufficient_network(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
     enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
 
 
-def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
+def _present_cost(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
     """Return the cost of the machine's own network, under its name; None if it was not compared."""
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
@@ -137,12 +136,12 @@ def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkC
 class NetworkSteps:
     """Step times of each plan on each of several networks."""
 
-    def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
-        self._asked = asked
+    def __init__(self, problem: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
+        self._problem = problem
         self.question = StepTimeQuestion(
-            asked.outline, asked.seq_len, asked.cluster.device, asked.cluster.fabric
+            problem.outline, problem.seq_len, problem.cluster.device, problem.cluster.fabric
         )
-        rows = [of_plans([e.plan], e.global_batch, asked.outline.layers) for e in entries]
+        rows = [of_plans([e.plan], e.global_batch, problem.outline.layers) for e in entries]
         self.columns = PlanBatch(**{
             field.name: np.concatenate([getattr(row, field.name) for row in rows])
             for field in fields(PlanBatch)
@@ -151,7 +150,7 @@ class NetworkSteps:
         self.times = estimate(self.question, self.columns)
         simulated_s = steps_s(self.question, self.columns) - self.times.step_s
         self._simulated_s = simulated_s[:, None]
-        self.crossings = [_crossings(asked, entry) for entry in entries]
+        self.crossings = [_place_traffic(problem, entry) for entry in entries]
         counts = [[(one.link_bytes, one.node_bytes) for one in placed] for placed in self.crossings]
         sums = np.array([np.sum(placed, axis=0) if placed else (0, 0) for placed in counts])
         self._link_bytes, self._node_bytes = sums.astype(float).T[..., None]
@@ -159,7 +158,7 @@ class NetworkSteps:
     @property
     def inside_bytes_per_s(self) -> float:
         """Return the rate of the machine's own device links in bytes/s."""
-        return self._asked.cluster.fabric.inside_bytes_per_s
+        return self._problem.cluster.fabric.inside_bytes_per_s
 
     def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
         """Return each plan's step times in seconds, (plans, n), for links that reach these bytes/s.
@@ -190,11 +189,11 @@ class NetworkSteps:
     @property
     def node_share(self) -> float:
         """Return the fraction of its nominal rate that the machine's network reaches."""
-        return 1.0 if self._asked.present is None else network_share(self._asked.present)
+        return 1.0 if self._problem.present is None else network_share(self._problem.present)
 
     def device_share(self, link: Network) -> float:
         """Return the fraction of its nominal rate that a device link reaches on this machine."""
-        own = self._asked.present_link
+        own = self._problem.present_link
         if own is None or _is_pcie(own) != _is_pcie(link):
             return link_share(link)
         return self.inside_bytes_per_s / own.bytes_per_s
@@ -204,7 +203,7 @@ class NetworkSteps:
 
         The network is assumed to reach the same fraction of its rate as the machine's.
         """
-        found = self._least(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
+        found = self._least_rates(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
         return found / self.node_share
 
     def least_device(self) -> Floats:
@@ -212,13 +211,17 @@ class NetworkSteps:
 
         The link is assumed to reach the same fraction of its rate as the machine's.
         """
-        own = self._asked.present_link
-        found = self._least(self.compute_s, lambda rates: self.seconds(rates, math.inf))
+        own = self._problem.present_link
+        found = self._least_rates(self.compute_s, lambda rates: self.seconds(rates, math.inf))
         return found if own is None else found / self.device_share(own)
 
-    def _least(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
-        """Return the lowest rates that keep steps within the tolerance; 0 if all rates do."""
-        allowed = (1 + self._asked.tolerance) * of_s[:, None]
+    def _least_rates(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
+        """Return the lowest rates that keep steps within the tolerance; 0 if all rates do.
+
+        `seconds` returns the step times for rates, both (plans, n). The tolerance is a fraction of
+        the step times `of_s`.
+        """
+        allowed = (1 + self._problem.tolerance) * of_s[:, None]
         low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
         for _ in range(_ROUNDS):
             rates = np.linspace(low, high, _RATES, axis=1)
@@ -231,21 +234,20 @@ class NetworkSteps:
 
     def node_costs(self) -> list[tuple[NetworkCost, ...]]:
         """Return the cost of each network between nodes for every plan."""
-        rates = [one.bytes_per_s * network_share(one) for one in self._asked.networks]
+        rates = [one.bytes_per_s * network_share(one) for one in self._problem.networks]
         steps = self.seconds(self.inside_bytes_per_s, np.array([rates or [math.inf]]))
-        return self._costs(self._asked.networks, steps, self.ideal_s)
+        return self._make_costs(self._problem.networks, steps, self.ideal_s)
 
     def device_costs(self) -> list[tuple[NetworkCost, ...]]:
         """Return the cost of each link between devices of a node for every plan."""
-        links = self._asked.device_links
+        links = self._problem.device_links
         rates = [one.bytes_per_s * self.device_share(one) for one in links]
         steps = self.seconds(np.array([rates or [math.inf]]), math.inf)
-        return self._costs(links, steps, self.compute_s)
+        return self._make_costs(links, steps, self.compute_s)
 
-    def _costs(
+    def _make_costs(
         self, networks: Sequence[Network], steps: Floats, ideal: Floats
     ) -> list[tuple[NetworkCost, ...]]:
-        """Return step times and their slowdown relative to an infinitely fast network."""
         return [
             tuple(
                 NetworkCost(network=one, step_s=step_s, slowdown=max(0.0, step_s / least_s - 1))
@@ -270,7 +272,7 @@ class PlanTraffic:
     def record(self, crossing: Crossing) -> Traffic:
         """Return a crossing as a record, with the computation that can hide it."""
         flow = crossing.flow
-        behind, hide_s = self._hiding_pass(flow.part)
+        behind, hide_s = self._hiding_computation(flow.part)
         return Traffic(
             part=flow.part,
             axis=flow.axis,
@@ -281,7 +283,8 @@ class PlanTraffic:
             hide_s=hide_s,
         )
 
-    def _hiding_pass(self, part: Part) -> tuple[str, float]:
+    def _hiding_computation(self, part: Part) -> tuple[str, float]:
+        """Return the name and the seconds of the computation that can hide this traffic."""
         busy_s = self._forward_s + self._backward_s
         if part == "gathers":
             first = self.plan.strategy == "zero2"
@@ -295,7 +298,7 @@ class PlanTraffic:
         return ("attention", self._attention_s) if part == "ring" else (_NOTHING, 0.0)
 
 
-def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
+def _place_traffic(problem: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
     """Return a plan's traffic, placed on nodes.
 
     For each purpose and axis, it is the traffic of the stage with the most bytes on a link.
@@ -305,7 +308,7 @@ def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
     most: dict[tuple[Part, Where], Flow] = {}
     for stage in sorted({0, plan.pp // 2, plan.pp - 1}):
         mine: dict[tuple[Part, Where], Flow] = {}
-        work = StepOnRank(plan, asked.spec, entry.global_batch, asked.seq_len, stage * apart)
+        work = StepOnRank(plan, problem.spec, entry.global_batch, problem.seq_len, stage * apart)
         for flow in flows(work):
             sent, link = flow.sent_bytes, flow.link_bytes
             if (flow.part, flow.axis) in mine:
@@ -315,4 +318,4 @@ def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
         for key, flow in mine.items():
             if key not in most or flow.link_bytes > most[key].link_bytes:
                 most[key] = flow
-    return [place_flow(plan, flow, asked.cluster.fabric.per_node) for flow in most.values()]
+    return [place_flow(plan, flow, problem.cluster.fabric.per_node) for flow in most.values()]

@@ -84,28 +84,27 @@ class Site:
         assumed = None if self.node is None else self.node.assumed
         self.notes: list[str] = [] if assumed is None else [assumed]
         self.nodes: int = asked.nodes
-        self.per_node: int = asked.devices_per_node or self._devices()
+        self.per_node: int = asked.devices_per_node or self._count_devices()
         self.own = self._default_network()
 
-    def _devices(self) -> int:
+    def _count_devices(self) -> int:
         if self.node is not None:
             return self.node.processes
         assert self.probe is not None
-        if self.probe.devices or self._results is None:
+        if self.probe.devices or self._probe_record is None:
             return len(self.probe.devices) or 1
-        if self._results.ranks_per_host is None:
+        if self._probe_record.ranks_per_host is None:
             raise BadInputError(
-                f"{self._asked.probe} is from {self._results.world_size} ranks on "
-                f"{self._results.hosts} hosts, not the same number on each. Give "
+                f"{self._asked.probe} is from {self._probe_record.world_size} ranks on "
+                f"{self._probe_record.hosts} hosts, not the same number on each. Give "
                 "--devices-per-node."
             )
-        return self._results.ranks_per_host
+        return self._probe_record.ranks_per_host
 
     def _default_network(self) -> Network | None:
-        """Return the machine's network: requested, measured, listed in the catalog, or assumed."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])
-        rate = None if self._results is None else self._results.node_network_bytes_per_s()
+        rate = None if self._probe_record is None else self._probe_record.node_network_bytes_per_s()
         if rate is not None:
             return Network(name="measured (all-reduce)", bytes_per_s=rate,
                            origin="measured", source="outpace probe")  # fmt: skip
@@ -118,7 +117,7 @@ class Site:
         return own
 
     @property
-    def _results(self) -> ProbeRecord | None:
+    def _probe_record(self) -> ProbeRecord | None:
         return None if self.probe is None else self.probe.probed
 
     @property
@@ -153,7 +152,7 @@ class Site:
                 "that file with --probe."
             )
         if self._asked.share is not None and self.probe is None:
-            found = replace(found, device=self._share_of_peak(found.device, precision))
+            found = replace(found, device=self._use_share_of_peak(found.device, precision))
         link, fabric = self.device_network(), found.fabric
         told = link is None or link.origin != "catalog" or self._asked.inside is not None
         if told or self.node is None:
@@ -164,14 +163,13 @@ class Site:
         return replace(found, nodes=self.nodes, fabric=fabric)
 
     def _machine_with_devices(self, chip: Accelerator | None) -> Machine:
-        """Return the probed machine, with accelerators of this type if it has none."""
         assert self.probe is not None
         if chip is None or self.probe.devices:
             return self.probe
         device = Device(name=chip.driver_name, memory_bytes=chip.usable_bytes)
         return self.probe.model_copy(update={"devices": (device,) * self.per_node})
 
-    def _share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
+    def _use_share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
         """Return the device with all matmuls at the requested fraction of the peak.
 
         Such a fraction describes a whole pass, so norms, memory traffic and launches take no
@@ -208,15 +206,14 @@ class Site:
         return low if chip is not None and "bf16" in chip.peak.flops_per_s else "fp32"
 
     def _measured_rates(self) -> dict[Precision, float]:
-        """Return the best measured matmul rate of each precision for training."""
-        if self._results is None:
+        if self._probe_record is None:
             return {}
-        best = {dtype: self._results.best_rate(dtype) for dtype in _MIXED}
+        best = {dtype: self._probe_record.best_rate(dtype) for dtype in _MIXED}
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
         """Return the matmul FLOP/s and memory bytes/s behind the times, with their sources."""
-        dtype, probed = dtype_of(precision), self._results
+        dtype, probed = dtype_of(precision), self._probe_record
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)
         if rate is None or rate.value is None:
@@ -240,7 +237,7 @@ class Site:
             return read_network(self._asked.inside, "--inside ")
         if self.per_node == 1:
             return None
-        measured = None if self._results is None else self._results.inside_bytes_per_s()
+        measured = None if self._probe_record is None else self._probe_record.inside_bytes_per_s()
         if measured is not None:
             return Network(name="measured within the node", bytes_per_s=measured,
                            origin="measured", source="outpace probe")  # fmt: skip

@@ -63,14 +63,15 @@ def ranks_of(
     """
     tried = {0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp))
     ranks = {
-        rank: _rank(name, pp, rank, stages_per_rank, microbatches, layers, every) for rank in tried
+        rank: _make_rank(name, pp, rank, stages_per_rank, microbatches, layers, every)
+        for rank in tried
     }
     between = [rank for rank in sorted(ranks) if 0 < rank < pp - 1]
-    fullest = max(between, key=lambda r: _weight(ranks[r]), default=0)
+    fullest = max(between, key=lambda r: _memory_sort_key(ranks[r]), default=0)
     return tuple(ranks[rank] for rank in sorted({0, fullest, pp - 1}))
 
 
-def _weight(rank: Rank) -> tuple[float, int]:
+def _memory_sort_key(rank: Rank) -> tuple[float, int]:
     """Return a sort key for memory: blocks with kept activations, weighted, then all blocks."""
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
@@ -89,17 +90,23 @@ def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bo
     return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
 
 
-def _rank(
-    name: str, pp: int, rank: int, each: int, microbatches: int, layers: tuple[int, ...], every: int
+def _make_rank(
+    name: str,
+    pp: int,
+    rank: int,
+    per_rank: int,
+    microbatches: int,
+    layers: tuple[int, ...],
+    every: int,
 ) -> Rank:
     schedule = SCHEDULES[name]
-    ranks = [schedule.rank_of(stage, pp) for stage in range(pp * each)]
-    mine = [stage for stage in range(pp * each) if ranks[stage] == rank]
+    ranks = [schedule.rank_of(stage, pp) for stage in range(pp * per_rank)]
+    mine = [stage for stage in range(pp * per_rank) if ranks[stage] == rank]
     held = [layers[stage] for stage in mine]
     blocks = [sum(layers[:stage]) + n for stage in mine for n in range(layers[stage])]
-    last = mine.index(pp * each - 1) if pp * each - 1 in mine else -1
-    chunks, losses, later_chunks, later_losses, done = _most(
-        _operations(name, pp, rank, each, microbatches, mine),
+    last = mine.index(pp * per_rank - 1) if pp * per_rank - 1 in mine else -1
+    chunks, losses, later_chunks, later_losses, done = _max_kept_chunks(
+        _iterate_operations(name, pp, rank, per_rank, microbatches, mine),
         held,
         last,
         schedule.splits_backward,
@@ -113,7 +120,7 @@ def _rank(
         for other in (stage - 1, stage + 1)
     )
     return Rank(
-        sum(held), sum(held) / each, each, 0 in mine, last >= 0,
+        sum(held), sum(held) / per_rank, per_rank, 0 in mine, last >= 0,
         chunks, later_chunks, losses, later_losses, borders,
         done if schedule.splits_backward else 0,
         {"zb": rank, "zbv": 1}.get(name, 0),
@@ -121,12 +128,15 @@ def _rank(
     )  # fmt: skip
 
 
-def _most(
+def _max_kept_chunks(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the most chunks kept and their losses, before and after all stages have gradients.
+    """Return the largest numbers of kept chunks and their losses, during a rank's operations.
 
-    The last number is the number of input gradients that exist at the later maximum.
+    In order: the chunks, and the losses among them, before all of the rank's stages have gradients;
+    both of these afterwards; and the number of input gradients that exist at the later maximum.
+    `layers` has the number of layers of each of the rank's stages. `last` and `first` are the
+    positions of the model's last and first stage among these; -1 if they are on another rank.
     """
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
@@ -149,13 +159,16 @@ def _most(
     return early[1], early[2], later[1], later[2], at_most
 
 
-def _operations(
-    name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
+def _iterate_operations(
+    name: str, pp: int, rank: int, per_rank: int, microbatches: int, stages: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations. If backwards are split, a whole one yields "B" and "W"."""
+    """Yield the kind of each of a rank's operations, and the position of its stage on the rank.
+
+    If the schedule splits backwards, an undivided backward yields "B" and "W".
+    """
     splits = SCHEDULES[name].splits_backward
-    for action in order(name, rank, pp, microbatches, each):
-        stage = mine.index(action.stage)
+    for action in order(name, rank, pp, microbatches, per_rank):
+        stage = stages.index(action.stage)
         if action.kind == "F" or action.kind == "W":
             yield action.kind, stage
             continue

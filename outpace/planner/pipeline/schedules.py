@@ -26,7 +26,7 @@ def orders(
     If `stages_per_rank` is None, it is the schedule's default. Raises BadInputError if the schedule
     does not allow these numbers.
     """
-    each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
+    each = _check_stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
 
 
@@ -45,7 +45,7 @@ def schedule_graph(
     return wire(orders(schedule, ranks, microbatches, stages_per_rank))
 
 
-def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
+def _check_stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
     """Return the requested number of stages per rank, or the schedule's default.
 
     Raises BadInputError if the schedule does not allow these numbers.
@@ -73,49 +73,49 @@ def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | 
     return number
 
 
-def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_gpipe(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
     return [Action(kind, rank, number) for kind in ("F", "B") for number in range(microbatches)]
 
 
-def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order forwards until the first backward is ready, then alternate backwards and forwards.
 
     See Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
     """
     numbers = [(rank, number) for number in range(microbatches)]
-    return _in_turn(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
+    return _alternate_passes(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
 
 
-def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order 1f1b in rounds, in each of which every stage runs one micro-batch per rank.
 
     See Narayanan et al., arXiv 2104.04473, §2.2.2. If n does not divide m, rounds are longer.
     """
-    forwards, backwards = _rounds(rank, ranks, microbatches, each)
+    forwards, backwards = _order_rounds(rank, ranks, microbatches, per_rank)
     # Forwards before the first backward: the round without its last stage, and two more (there and
     # back) for each later rank.
-    ahead = _first_rounds(ranks, microbatches, each) + 2 * (ranks - 1 - rank)
-    return _in_turn(forwards, backwards, min(ahead, len(forwards)))
+    ahead = _first_round_forwards(ranks, microbatches, per_rank) + 2 * (ranks - 1 - rank)
+    return _alternate_passes(forwards, backwards, min(ahead, len(forwards)))
 
 
-def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order like `interleaved`, with one weight gradient delayed for each preceding rank.
 
     This is ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for input gradients, so
     a rank is one forward ahead of the next rank instead of two.
     """
-    forwards, backwards = _rounds(rank, ranks, microbatches, each)
-    ahead = _first_rounds(ranks, microbatches, each) + ranks - 1 - rank
-    return _in_turn(forwards, backwards, min(ahead, len(forwards)), put_off=rank)
+    forwards, backwards = _order_rounds(rank, ranks, microbatches, per_rank)
+    ahead = _first_round_forwards(ranks, microbatches, per_rank) + ranks - 1 - rank
+    return _alternate_passes(forwards, backwards, min(ahead, len(forwards)), delay=rank)
 
 
-def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_breadth_first(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order the forwards of all micro-batches stage by stage, then the backwards in reverse.
 
     See Lamy-Poirier, arXiv 2211.05953, §3.
     """
-    stages = range(rank, ranks * each, ranks)
+    stages = range(rank, ranks * per_rank, ranks)
     forwards = [Action("F", stage, number) for stage in stages for number in range(microbatches)]
     return [*forwards, *(Action("B", stage, number) for _, stage, number in reversed(forwards))]
 
@@ -124,19 +124,21 @@ _Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Return the micro-batches per round: n, or more where that makes rounds equal in size."""
+    """Return the number of micro-batches per round: n, or more if that makes all rounds equal."""
     return microbatches // max(1, microbatches // ranks)
 
 
-def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
+def _first_round_forwards(ranks: int, microbatches: int, per_rank: int) -> int:
     """Return the number of forwards in a rank's first round, without those on its last stage."""
-    return (each - 1) * _round_size(ranks, microbatches)
+    return (per_rank - 1) * _round_size(ranks, microbatches)
 
 
-def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Places, _Places]:
+def _order_rounds(
+    rank: int, ranks: int, microbatches: int, per_rank: int
+) -> tuple[_Places, _Places]:
     """Return a rank's forwards and backwards, round by round and stage by stage within a round."""
     size = _round_size(ranks, microbatches)
-    stages = range(rank, ranks * each, ranks)
+    stages = range(rank, ranks * per_rank, ranks)
 
     def list_rounds(stages: range) -> _Places:
         firsts = range(0, microbatches, size)
@@ -145,27 +147,27 @@ def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Place
     return list_rounds(stages), list_rounds(stages[::-1])
 
 
-def _in_turn(
-    forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
+def _alternate_passes(
+    forwards: _Places, backwards: _Places, ahead: int, delay: int | None = None
 ) -> list[Action]:
     """Return `ahead` forwards, then alternating forwards and backwards, then the other backwards.
 
-    With `put_off`, backwards compute only input gradients, and each weight gradient follows
-    `put_off` backwards later.
+    With a `delay`, backwards compute only input gradients, and each weight gradient follows `delay`
+    backwards later.
     """
-    kind: Kind = "B" if put_off is None else "I"
+    kind: Kind = "B" if delay is None else "I"
     order = [Action("F", *place) for place in forwards[:ahead]]
     for turn, place in enumerate(backwards):
         if ahead + turn < len(forwards):
             order.append(Action("F", *forwards[ahead + turn]))
         order.append(Action(kind, *place))
-        if put_off is not None and turn >= put_off:
-            order.append(Action("W", *backwards[turn - put_off]))
-    late = backwards[-put_off:] if put_off else []
+        if delay is not None and turn >= delay:
+            order.append(Action("W", *backwards[turn - delay]))
+    late = backwards[-delay:] if delay else []
     return order + [Action("W", *place) for place in late]
 
 
-class _Writer:
+class _OrderWriter:
     """Builder of the action order of a rank with two stages: 0 is the earlier, 1 the later.
 
     An action is a letter and a stage. "F0" is stage 0's next forward, "B0" its next backward, and
@@ -180,13 +182,13 @@ class _Writer:
         self._put_off: list[Action] = []
 
     def write(self, turn: str, times: int = 1) -> None:
-        """Append a turn's actions to the order, `times` times."""
+        """Append the actions of `turn`, such as "F0 I1 W1", `times` times."""
         words = turn.split()
         for _ in range(times):
             for word in words:
-                self._add(word)
+                self._append_action(word)
 
-    def _add(self, word: str) -> None:
+    def _append_action(self, word: str) -> None:
         kind: Kind = word[0]  # type: ignore[assignment]
         if kind == "W":
             stages = [self._stages[int(place)] for place in word[1:]] or self._stages
@@ -202,7 +204,7 @@ class _Writer:
             self._put_off.append(action)
 
 
-def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_zero_bubble_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order stages in a V: the last stage is on rank 0, which can start its backward immediately.
 
     See Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with
@@ -210,7 +212,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
     """
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank
-    writer = _Writer(rank, ranks)
+    writer = _OrderWriter(rank, ranks)
     # The first micro-batch goes down the V and back before it reaches this rank's later stage.
     writer.write("F0", 2 * behind + 1)
     writer.write("F1 F0", rank)
@@ -225,7 +227,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
     return [action for action in writer.order if action.microbatch < microbatches]
 
 
-def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _order_dual_pipe_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
     The steps are steps 1 to 8 of github.com/deepseek-ai/DualPipe. They pair a forward of one stage
@@ -233,7 +235,7 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
     """
     behind = ranks - 1 - rank
     main = microbatches - ranks - behind
-    writer = _Writer(rank, ranks)
+    writer = _OrderWriter(rank, ranks)
     writer.write("F0", 2 * behind)
     writer.write("F0 F1", rank + 1)
     writer.write("I1 W F1", behind)
@@ -248,12 +250,12 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 _MAKERS: Mapping[str, _Maker] = {
-    "mp": _gpipe,
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "interleaved": _interleave,
-    "loopedbfs": _breadth_first,
-    "zb": _zero_bubble,
-    "zbv": _zero_bubble_v,
-    "dualpipev": _dual_pipe_v,
+    "mp": _order_gpipe,
+    "gpipe": _order_gpipe,
+    "1f1b": _order_1f1b,
+    "interleaved": _order_interleaved,
+    "loopedbfs": _order_breadth_first,
+    "zb": _order_zero_bubble,
+    "zbv": _order_zero_bubble_v,
+    "dualpipev": _order_dual_pipe_v,
 }

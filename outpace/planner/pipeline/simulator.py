@@ -121,10 +121,10 @@ def wire(orders: Sequence[Order]) -> Wiring:
 
     Raises BadInputError if ranks wait for each other.
     """
-    return _Wirer(orders).wiring()
+    return _TopologicalSorter(orders).wiring()
 
 
-class _Wirer:
+class _TopologicalSorter:
     """Builder of a topological order, which runs each rank until it must wait for another.
 
     Every result that an action can wait for has a number, which keeps large tables fast: even for a
@@ -166,14 +166,14 @@ class _Wirer:
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
         """Run the action if its inputs are ready, and wake waiting ranks. Return whether it ran."""
         after: tuple[int, ...] = ()
-        for need in self._needs(action):
+        for need in self._required_results(action):
             place = self._places[need]
             if place < 0:
                 self._waiting.setdefault(need, []).append(rank)
                 return False
             if self._taken_by[place] != rank:  # a rank's own actions have ended
                 after += (place,)
-        for done in self._completions(action):
+        for done in self._produced_results(action):
             self._places[done] = len(self._actions)
             if done in self._waiting:
                 ready += self._waiting.pop(done)
@@ -182,8 +182,7 @@ class _Wirer:
         self._after.append(after)
         return True
 
-    def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs; "B" needs the same results as "I"."""
+    def _required_results(self, action: Action) -> tuple[int, ...]:
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -192,8 +191,7 @@ class _Wirer:
             return (forward + 1,)
         return (forward, forward + self._row + 1) if stage < self._last else (forward,)
 
-    def _completions(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action completes."""
+    def _produced_results(self, action: Action) -> tuple[int, ...]:
         kind, stage, microbatch = action
         return () if kind == "W" else (stage * self._row + 2 * microbatch + (kind != "F"),)
 

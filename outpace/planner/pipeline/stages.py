@@ -32,7 +32,7 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
     more activations (Narayanan et al., PipeDream, SOSP 2019, §3.3).
     """
     return min(
-        _spreads(layers, stages),
+        _distributions_by_last_stage(layers, stages),
         key=lambda counts: sorted((*counts[:-1], counts[-1] + head), reverse=True),
     )
 
@@ -43,7 +43,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (place < more) for place in range(stages))
 
 
-def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+def _distributions_by_last_stage(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     """Yield, for each number of layers in the last stage, an even distribution of the others."""
     if stages == 1:
         yield (layers,)

@@ -36,11 +36,11 @@ class Acceptance:
         batch = row.micro_batch * row.microbatches * row.passes * row.data_parallel
         return self.obstacle(to_plan(row, 0), int(batch[0]))
 
-    def _accepted_mask(self, columns: PlanBatch, of: str, keys: Ints) -> Bools:
+    def _accepted_mask(self, columns: PlanBatch, kind: str, keys: Ints) -> Bools:
         rows, first, back = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         answers = []
         for row, at in zip(rows, first, strict=True):
-            key = of, row.tobytes()
+            key = kind, row.tobytes()
             if key not in self._known:
                 self._known[key] = not self.describe_obstacle(columns, int(at))
             answers.append(self._known[key])

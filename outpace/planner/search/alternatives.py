@@ -65,9 +65,9 @@ def find_alternatives(
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes, wanted.accepts)
     trained = _keep_trained(question, found, every) if trained_by_outpace(question) else found
-    simple, simple_s = _simplest(every, trained, question.other_program)
+    simple, simple_s = _find_simplest(every, trained, question.other_program)
     roomy, lean_s = ROOMY * memory_bytes, LEAN * least_s
-    offloads = _offloads(found.columns.select([found.fastest]))
+    offloads = _count_offloaded_kinds(found.columns.select([found.fastest]))
     allowed = every if offloads else replace(every, chosen=with_offloads(options, 0))
     lean = found.layouts.select(found.bound <= lean_s)
     small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
@@ -128,7 +128,7 @@ def _keep_trained(
     return replace(found, ranked=ranked, layouts=every.plain.select(mine), bound=found.bound[mine])
 
 
-def _simplest(
+def _find_simplest(
     every: PlanChoice, found: SearchResult, trains_all: bool
 ) -> tuple[PlanBatch | None, float]:
     """Return the simplest plan about as fast as the fastest, and the limit on its step time.
@@ -137,22 +137,22 @@ def _simplest(
     """
     assert found.layouts is not None
     least_s, own = float(found.times.step_s[found.fastest]), found.columns.select([found.fastest])
-    offloads, options = _offloads(own), every.chosen
+    offloads, options = _count_offloaded_kinds(own), every.chosen
     plain = replace(every, plain=found.layouts)
     by_offloads = [replace(plain, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
-    choice, simple_s = _simple_choice(by_offloads, found, least_s)
+    choice, simple_s = _group_of_simplest(by_offloads, found, least_s)
     near = found.layouts.select(found.bound <= simple_s)
     simple = simplest(replace(choice, plain=near), simple_s, every.memory_bytes, trains_all)
     worth_room = (
         simple is not None
         and found.needs[found.fastest] <= CROWDED * every.memory_bytes
-        and offloads <= _offloads(simple)
+        and offloads <= _count_offloaded_kinds(simple)
         and is_worth_room(own, simple, options[0], trains_all)
     )
     return (None if worth_room else simple), simple_s
 
 
-def _simple_choice(
+def _group_of_simplest(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
     """Return the plans from which to choose the simplest, and the limit on its step time.
@@ -180,11 +180,9 @@ def _simple_choice(
 
 
 def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:
-    """Return the step time of the fastest plan that fits; infinity if it exceeds `most_s`."""
     plan = quickest(choice, found.bound, most_s)
     return np.inf if plan is None else float(choice.seconds(plan)[0])
 
 
-def _offloads(columns: PlanBatch) -> int:
-    """Return the number of kinds of tensors that at least one of the plans offloads."""
+def _count_offloaded_kinds(columns: PlanBatch) -> int:
     return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)

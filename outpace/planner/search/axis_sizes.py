@@ -21,18 +21,18 @@ def divisors(number: int) -> list[int]:
 def meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
     """Yield possible (tp, cp, pp); tp stays within a node, and cp keeps enough tokens per rank."""
     world = wanted.world
-    for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
+    for tp, cp, pp in product(*(_possible_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
             yield tp, cp, pp
 
 
-def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
+def _possible_sizes(wanted: SearchRequest, axis: str) -> list[int]:
     return [n for n in divisors(wanted.world) if refused_size(wanted, axis, n) is None]
 
 
 def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
     """Return the possible sizes of an axis: tp, cp, pp or ep."""
-    return expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
+    return expert_axes(wanted.world, wanted) if axis == "ep" else _possible_sizes(wanted, axis)
 
 
 def refused_size(wanted: SearchRequest, axis: str, size: int) -> str | None:

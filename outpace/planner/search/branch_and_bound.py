@@ -109,7 +109,7 @@ def search(
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
         order = mine[np.argsort(bound[mine], kind="stable")]
-        taken += _family(
+        taken += _search_family(
             question, plain, order, bound, kind, chosen, needs, floors, memory_bytes, count,
             wanted.accepts,
         )  # fmt: skip
@@ -117,7 +117,7 @@ def search(
         return _empty_result(plain, question)
     together = join_batches(taken)
     considered = len(plain) * len(chosen)
-    found = _finish_search(question, together, needs, memory_bytes, count, considered)
+    found = _make_result(question, together, needs, memory_bytes, count, considered)
     return replace(found, layouts=plain, bound=bound, known=known)
 
 
@@ -165,7 +165,7 @@ def step_seconds(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
     return lambda columns: estimate(question, columns).step_s
 
 
-def _family(
+def _search_family(
     question: StepTimeQuestion,
     plain: PlanBatch,
     order: Ints,
@@ -205,7 +205,7 @@ def _family(
             part = part.select(able)
             seconds = seconds_of(part)
         began, own_kinds = True, kinds(part)
-        for piece in _pieces(seconds):
+        for piece in _chunk_by_time(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
             # As long as nothing fits, also search for the smallest plan.
             piece = _select_fitting(part, piece, floors, memory_bytes if fastest else np.inf)
@@ -214,9 +214,11 @@ def _family(
             tried = part.select(piece)
             need = needs(tried)
             if not fastest:
-                least = _smaller(tried, need, least)
+                least = _keep_smaller(tried, need, least)
             fits = piece[need <= memory_bytes]
-            keep = fits[_first_of(own_kinds[fits], _ranking_s(part.select(fits), seconds[fits]))]
+            keep = fits[
+                _fastest_by_kind(own_kinds[fits], _ranking_s(part.select(fits), seconds[fits]))
+            ]
             for place in keep:
                 own, took = int(own_kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
@@ -240,12 +242,11 @@ def _select_fitting(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: f
 _Least = tuple[float, PlanBatch]  # bytes, and the plan
 
 
-def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least memory, or `least` if none needs less."""
+def _keep_smaller(plans: PlanBatch, need: Floats, smallest: _Least | None) -> _Least | None:
     small = int(np.argmin(need))
-    if least is None or need[small] < least[0]:
+    if smallest is None or need[small] < smallest[0]:
         return float(need[small]), plans.select([small])
-    return least
+    return smallest
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
@@ -260,14 +261,14 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
         if least is not None and floor[places[0]] >= least[0]:
             break
         some = plans.select(places)
-        least = _smaller(some, needs(some), least)
+        least = _keep_smaller(some, needs(some), least)
     return least
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
     """Return, for each of `kinds`, the longest step time at which plans are still considered."""
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
-    worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
+    worst_s, whole_s = _nth_fastest_s(fastest, count), _nth_fastest_s(whole, _whole_count(count))
     each, place = np.unique(kinds, return_inverse=True)
     limits = [
         min(worst_s if _has_pipeline(own) else max(worst_s, whole_s), fastest.get(own, np.inf))
@@ -276,8 +277,7 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
     return np.array(limits, float)[place] * _NEAR
 
 
-def _worst_s(fastest: dict[int, float], count: int) -> float:
-    """Return the step time of the `count`-th fastest kind; infinity if there are fewer kinds."""
+def _nth_fastest_s(fastest: dict[int, float], count: int) -> float:
     return sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
 
 
@@ -289,14 +289,13 @@ def _whole_count(count: int) -> int:
     return max(1, count // 2)
 
 
-def _pieces(seconds: Floats) -> Iterator[Ints]:
-    """Yield indices of plans in chunks, fastest first."""
+def _chunk_by_time(seconds: Floats) -> Iterator[Ints]:
     order = np.argsort(seconds, kind="stable")
     for begin in range(0, len(order), _PIECE):
         yield order[begin : begin + _PIECE]
 
 
-def _first_of(kinds: Ints, seconds: Floats) -> Ints:
+def _fastest_by_kind(kinds: Ints, seconds: Floats) -> Ints:
     """Return each kind's fastest plan; among equals, the first, which has the fewest options."""
     order = np.argsort(seconds, kind="stable")
     _, first = np.unique(kinds[order], return_index=True)
@@ -312,7 +311,6 @@ def kinds(c: PlanBatch) -> Ints:
 
 
 def _has_pipeline(kind: int) -> bool:
-    """Return whether plans of a kind (see `kinds`) have several stages."""
     return bool(kind // 4 % 2)
 
 
@@ -332,7 +330,7 @@ def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
     return seconds * (1 + 1e-4 * pulled)
 
 
-def _finish_search(
+def _make_result(
     question: StepTimeQuestion, columns: PlanBatch, needs: Needs, memory_bytes: float, count: int,
     considered: int,
 ) -> SearchResult:  # fmt: skip
@@ -341,7 +339,7 @@ def _finish_search(
     fits = need <= memory_bytes
     inside = np.nonzero(fits)[0]
     order_s = _ranking_s(columns, seconds)
-    ranked = inside[_first_of(kinds(columns)[inside], order_s[inside])]
+    ranked = inside[_fastest_by_kind(kinds(columns)[inside], order_s[inside])]
     ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
     finalists = np.zeros(len(ranked), bool)
     finalists[:count] = True

@@ -27,7 +27,7 @@ def simulate_pipelines(
     found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
         row = columns.select([int(place)])
-        if row.pp[0] == 1 or row.schedule_in("mp")[0] or _actions(row) > _MOST_ACTIONS:
+        if row.pp[0] == 1 or row.schedule_in("mp")[0] or _count_actions(row) > _MOST_ACTIONS:
             continue
         pipeline = stages_of(question, row)
         table = schedule_graph(
@@ -50,7 +50,7 @@ def simulate_pipelines(
     return StepTimes(**found)
 
 
-def _actions(row: PlanBatch) -> int:
+def _count_actions(row: PlanBatch) -> int:
     return int(3 * row.pp[0] * row.stages_per_rank[0] * row.microbatches[0])
 
 

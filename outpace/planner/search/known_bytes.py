@@ -19,7 +19,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
     """
 
     def look_up(columns: PlanBatch) -> Floats:
-        keys = _keys(columns)
+        keys = _plan_keys(columns)
         missing = [place for place, key in enumerate(keys) if key not in known]
         if missing:
             found = needs(columns.select(np.array(missing)))
@@ -29,7 +29,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
     return look_up
 
 
-def _keys(columns: PlanBatch) -> list[bytes]:
+def _plan_keys(columns: PlanBatch) -> list[bytes]:
     """Return a byte string per plan as its key, without adapters, which do not vary in a search."""
     values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
     numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]

@@ -16,17 +16,17 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
     if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()
     given, candidates = wanted.global_batch, set[int]()
-    for unit in _units(wanted):
+    for unit in _batch_units(wanted):
         below = given // unit * unit
         candidates |= {below, below + unit}
     smaller = sorted((n for n in candidates if 0 < n < given), reverse=True)
     larger = sorted(n for n in candidates if n > given)
-    found = (_first(wanted, smaller), _first(wanted, larger))
+    found = (_first_possible_batch(wanted, smaller), _first_possible_batch(wanted, larger))
     return tuple(n for n in found if n is not None)
 
 
-def _units(wanted: SearchRequest) -> set[int]:
-    """Return the numbers whose multiples are possible global batches, by number of replicas."""
+def _batch_units(wanted: SearchRequest) -> set[int]:
+    """Return, for each possible number of replicas, numbers whose multiples are global batches."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))
@@ -35,7 +35,7 @@ def _units(wanted: SearchRequest) -> set[int]:
     return {n * each * more for n in replicas for more in stages}
 
 
-def _first(wanted: SearchRequest, batches: list[int]) -> int | None:
+def _first_possible_batch(wanted: SearchRequest, batches: list[int]) -> int | None:
     for batch in batches[:_TRIED]:
         if len(layouts(replace(wanted, global_batch=batch))):
             return batch

@@ -80,7 +80,7 @@ def simplest(
     are not penalised.
     """
     parts = []
-    for part, took in _quick_plans(choice, most_s):
+    for part, took in _plans_within_time(choice, most_s):
         parts.append((part, took, count_effort(part, choice.chosen[0], trains_all)))
     best: tuple[float, float, float, PlanBatch] | None = None
     for cost in sorted({int(cost) for _, _, costs in parts for cost in np.unique(costs)}):
@@ -101,7 +101,7 @@ def simplest(
 def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
     """Return the plan with the least device memory that fits and takes at most `most_s`."""
     best: _Least | None = None
-    for part, took in _quick_plans(choice, most_s):
+    for part, took in _plans_within_time(choice, most_s):
         best = _least_of(choice, part, took, 0.0, best)
     return None if best is None else best[2]
 
@@ -114,7 +114,7 @@ def leaner(
     `listed` has the seconds and bytes of plans that are already listed. Returns None if there are
     no further plans.
     """
-    parts = list(_quick_plans(choice, most_s))
+    parts = list(_plans_within_time(choice, most_s))
     if not parts:
         return None
     plans, took = join_batches([part for part, _ in parts]), np.concatenate([s for _, s in parts])
@@ -188,8 +188,7 @@ def _least_of(
     return best
 
 
-def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
-    """Yield the plans that take at most `most_s`, with their seconds, a few layouts at a time."""
+def _plans_within_time(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         some = choice.plain.select(slice(begin, begin + _LAYOUTS))
         part, took = expand_timed(some, choice.chosen, choice.seconds, accepts=choice.accepts)
@@ -214,10 +213,10 @@ def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
 
     `plainest` are options with the default optimizer. `trains_all`: see `simplest`.
     """
-    return _layout_costs(c, trains_all) + _options_costs(c, plainest)
+    return _layout_effort(c, trains_all) + _options_effort(c, plainest)
 
 
-def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
+def _layout_effort(c: PlanBatch, trains_all: bool) -> Ints:
     """Return the effort of each layout relative to DDP: 1 for sharding, 2 for most other axes.
 
     Plans that outpace cannot train count 3 more, unless another program trains them.
@@ -235,8 +234,7 @@ def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
     return found if trains_all else found + 3 * untrained_mask(c)
 
 
-def _options_costs(c: PlanBatch, plainest: Options) -> Ints:
-    """Return the effort of each plan's options, of which offloading counts most."""
+def _options_effort(c: PlanBatch, plainest: Options) -> Ints:
     disk = OFFLOADS.index("disk")
     found = np.zeros(len(c), np.int64)
     for name in OFFLOADED:

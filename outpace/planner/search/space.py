@@ -64,10 +64,10 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
     Required memory options are left out too, because they only make a layout slower. Varied
     settings that make some layouts faster and others slower form separate layouts.
     """
-    rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
+    rows = np.array([*_layout_rows(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
-    optimizer, in_backward = _optimizers(wanted)[0]
-    plain = _option(wanted, ("none", 1), OFFLOAD_PLACES[0], False, optimizer, in_backward)
+    optimizer, in_backward = _optimizer_choices(wanted)[0]
+    plain = _make_options(wanted, ("none", 1), OFFLOAD_PLACES[0], False, optimizer, in_backward)
     count = len(rows)
     keep = wanted.keep
     among = values["dp_shard"] * values["cp"]
@@ -76,7 +76,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
         etp=np.where(among % values["ep"] == 0, values["tp"], 1),
         **{
             "precision": np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
-            **{name: _repeat(value, count) for name, value in plain.items()},
+            **{name: _repeat_value(value, count) for name, value in plain.items()},
         },
         compile=np.full(count, bool(keep.get("compile", False))),
         sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
@@ -85,8 +85,8 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
         adapters=np.full(count, wanted.adapters, dtype=object),
     )
-    found = _vary(found, wanted.vary)
-    fine = _keep_mask(found, keep) & options_match(found) & adapters_match(found)
+    found = _vary_settings(found, wanted.vary)
+    fine = _requirements_mask(found, keep) & options_match(found) & adapters_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     found = found.select(fine)
@@ -95,7 +95,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
     return found.select(wanted.accepts.accepts_layouts(found))
 
 
-def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
+def _vary_settings(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
     """Combine each layout with every varied value, or the first one if they make no difference."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
@@ -119,7 +119,7 @@ def has_plans(wanted: SearchRequest) -> bool:
     return bool(len(found) and chosen and _allowed_options(found, chosen, wanted.accepts).any())
 
 
-def _repeat(value: Any, count: int) -> Any:
+def _repeat_value(value: Any, count: int) -> Any:
     array = np.asarray(value)
     return np.broadcast_to(array, (count, *array.shape)).copy()
 
@@ -158,7 +158,7 @@ def expand_timed(
 
 
 def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option: Ints) -> PlanBatch:
-    """Return the layouts at indices `place`, each with the option at the same entry of `option`."""
+    """Return layouts with options: entry i has layout `place[i]` and the option `option[i]`."""
     values = {
         f.name: getattr(columns, f.name)[place]
         for f in fields(PlanBatch)
@@ -200,8 +200,7 @@ def _allowed_options(
     return found.reshape(count, len(chosen))[kind.reshape(-1)]
 
 
-def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
-    """Return which layouts meet the user's requirements."""
+def _requirements_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
         if name in _WORDS:
@@ -225,12 +224,12 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
         modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
     losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
     for (name, now), three, mode, chunked in product(
-        _optimizers(wanted), offload_places(wanted), modes, losses
+        _optimizer_choices(wanted), offload_places(wanted), modes, losses
     ):
-        yield _option(wanted, mode, three, chunked, name, now)
+        yield _make_options(wanted, mode, three, chunked, name, now)
 
 
-def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
+def _optimizer_choices(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
     """Return pairs of an optimizer and whether it runs in the backward, fastest first."""
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
@@ -240,7 +239,7 @@ def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
     return [*product(names, whens)]
 
 
-def _option(
+def _make_options(
     wanted: SearchRequest,
     mode: tuple[str, int],
     places: tuple[Offload, Offload, Offload],
@@ -270,16 +269,15 @@ def _option(
     }
 
 
-def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield a row for each distribution of ranks over axes, with each schedule and micro-batch."""
+def _layout_rows(wanted: SearchRequest) -> Iterator[_Row]:
     for tp, cp, pp in meshes(wanted):
         replicas = wanted.world // (tp * cp * pp)
         if wanted.global_batch % replicas:
             continue
         share = wanted.global_batch // replicas
-        sizes = _micro_batches(share, wanted.keep)
-        for rep, shard, zero in _data_axes(replicas, tp, cp, wanted):
-            strategy = _name(rep, shard, zero, tp, cp, pp)
+        sizes = _micro_batch_sizes(share, wanted.keep)
+        for rep, shard, zero in _data_parallel_axes(replicas, tp, cp, wanted):
+            strategy = _strategy_of_axes(rep, shard, zero, tp, cp, pp)
             if wanted.trained and strategy == "3d" and zero in (1, 2):
                 continue
             for ep, micro in product(expert_axes(shard * cp * tp, wanted), sizes):
@@ -289,10 +287,10 @@ def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
                     continue
                 yield from _schedule_rows(name, axes, micro, share // micro, wanted)
     if wanted.naive:
-        yield from _naive(wanted)
+        yield from _baseline_rows(wanted)
 
 
-def _data_axes(
+def _data_parallel_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (dp_replicate, dp_shard, ZeRO stage): replicas, then shards, then replicated shards."""
@@ -312,7 +310,7 @@ def _data_axes(
             yield replicas // size, size, 3
 
 
-def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
+def _strategy_of_axes(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
     """Return the strategy that splits these axes; a pipeline gets its schedule's name later."""
     alone: dict[str, Strategy] = {"tp": "tp", "cp": "cp", "pp": "1f1b"}
     axes = [name for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1]
@@ -324,7 +322,7 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
     return names[zero]
 
 
-def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
+def _micro_batch_sizes(share: int, keep: Mapping[str, Any]) -> list[int]:
     """Return micro-batch sizes for a rank's samples: divisors, or powers of two if there are many.
 
     A required micro-batch is the only one, and must divide the samples.
@@ -341,7 +339,6 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
 def _schedule_rows(
     strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: SearchRequest
 ) -> Iterator[_Row]:
-    """Yield a row for each schedule of `parts` micro-batches; a single row without a pipeline."""
     layers, pp = wanted.outline.layers, axes[5]
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
@@ -356,12 +353,12 @@ def _schedule_rows(
         name: Strategy = schedule if strategy == "1f1b" else strategy  # type: ignore[assignment]
         for count in many:
             even = layers % (pp * count) == 0 or count == own
-            if even and pp * count <= layers and _schedule_fits(schedule, pp, count, parts):
+            if even and pp * count <= layers and _schedule_allows(schedule, pp, count, parts):
                 place = SCHEDULE_NAMES.index(schedule)
                 yield (STRATEGIES.index(name), *axes, place, count, micro, parts, 1, 0)
 
 
-def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
+def _schedule_allows(schedule: str, pp: int, count: int, parts: int) -> bool:
     """Return whether a schedule allows that many micro-batches (`records.pipelines.refusal`)."""
     if schedule == "1f1b":
         return parts >= pp
@@ -372,11 +369,10 @@ def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
     return True
 
 
-def _naive(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield rows for the baseline strategies dp, ps, ring and mp."""
+def _baseline_rows(wanted: SearchRequest) -> Iterator[_Row]:
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
-        for micro in _micro_batches(batch, wanted.keep):
+        for micro in _micro_batch_sizes(batch, wanted.keep):
             axes = (1, 1, 0, 1, 1, world, 1)
             yield (STRATEGIES.index("mp"), *axes, 1, 1, micro, 1, batch // micro, 0)
     named: tuple[tuple[Strategy, int], ...] = (("dp", 0), ("ring", 0), ("ps", 1))
@@ -384,7 +380,7 @@ def _naive(wanted: SearchRequest) -> Iterator[_Row]:
         ranks = world - servers
         if ranks < 2 or batch % ranks or (strategy == "dp" and world > wanted.per_node):
             continue
-        for micro in _micro_batches(batch // ranks, wanted.keep):
+        for micro in _micro_batch_sizes(batch // ranks, wanted.keep):
             passes = batch // ranks // micro
             axes = (ranks, 1, 0, 1, 1, 1, 1)
             yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, passes, servers)
@@ -393,7 +389,7 @@ def _naive(wanted: SearchRequest) -> Iterator[_Row]:
 def to_plan(c: PlanBatch, place: int) -> Plan:
     """Return the plan at index `place` as a Plan."""
     strategy = STRATEGIES[c.strategy[place]]
-    mode, every = _mode(c.modes[place])
+    mode, every = _mode_and_interval(c.modes[place])
     schedule = SCHEDULE_NAMES[c.schedule[place]]
     count = int(c.stages_per_rank[place])
     values: dict[str, Any] = {
@@ -426,7 +422,7 @@ def to_plan(c: PlanBatch, place: int) -> Plan:
     return Plan.parse(values, "plan")
 
 
-def _mode(shares: Any) -> tuple[str, int]:
+def _mode_and_interval(shares: Any) -> tuple[str, int]:
     for place in range(len(MODES) - 1, 0, -1):
         if shares[place]:
             return MODES[place], round(1 / float(shares[place]))

@@ -139,7 +139,9 @@ def adapter_s(
         return count * sustained_matmul_s(device, rate, rows, columns, inner, item)
 
     inputs, outputs = count * tokens * k, tokens * n * share
-    (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
+    (input_ahead, output_ahead), (input_back, output_back) = _adapter_bytes_per_element(
+        adapters, item
+    )
     ahead = matmul(tokens, rank, k) + matmul(tokens, each, rank)
     # A tensor of shape tokens × rank.
     scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank
@@ -152,7 +154,7 @@ def adapter_s(
     return ahead, back, own
 
 
-def _moved_bytes(
+def _adapter_bytes_per_element(
     adapters: Adapters, item: Floats
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """Return the bytes moved per element of an adapter's input and output, forward and backward.

@@ -32,7 +32,6 @@ class _Pass:
     matmuls: Floats
 
     def of_layers(self, count: Floats) -> "_Pass":
-        """Return the pass through `count` layers of this kind."""
         return _Pass(count * self.seconds, self.matmuls)
 
 
@@ -72,17 +71,17 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
     full = c.modes[:, MODES.index("full")]
     ahead = passes.forward("attention_s") * layers
     back = passes.backward("attention_s") * layers - full * ahead
-    keys_s, grads_s, (merged_s, merged_back_s) = _ring_parts(setup)
+    keys_s, grads_s, (merged_s, merged_back_s) = _ring_seconds(setup)
     others: Floats = (c.cp - 1).astype(np.float64)
     one = np.ones_like(others)
-    forward_s = _beside_parts_s(setup, keys_s, ahead, one if stack.gathers_keys else others)
+    forward_s = _exposed_ring_s(setup, keys_s, ahead, one if stack.gathers_keys else others)
     if stack.gathers_keys:
         last_s = grads_s / c.cp
-        gathered_s = _beside_parts_s(setup, keys_s, back, one)
-        backward_s = gathered_s + last_s + _beside_parts_s(setup, grads_s - last_s, back, others)
+        gathered_s = _exposed_ring_s(setup, keys_s, back, one)
+        backward_s = gathered_s + last_s + _exposed_ring_s(setup, grads_s - last_s, back, others)
     else:
         last_s = grads_s / c.cp * (stack.ring != "engine")
-        backward_s = last_s + _beside_parts_s(setup, keys_s + grads_s - last_s, back, others)
+        backward_s = last_s + _exposed_ring_s(setup, keys_s + grads_s - last_s, back, others)
     forward_s = forward_s + merged_s
     backward_s = full * forward_s + backward_s + merged_back_s
     idle_s, idle_back_s = layers * passes.forward("idle_s"), layers * passes.backward("idle_s")
@@ -95,7 +94,7 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
     ))  # fmt: skip
 
 
-def _beside_parts_s(
+def _exposed_ring_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
     """Return the communication that attention to the keys of `parts` ranks does not hide."""
@@ -104,7 +103,7 @@ def _beside_parts_s(
     return exposed
 
 
-def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
+def _ring_seconds(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
     """Return a micro-batch's seconds of context parallelism in all layers, without overlap.
 
     The first two are for sending keys and values to all ranks once, and for sending their gradients
@@ -204,7 +203,7 @@ def exposed_data_s(
     parallelism's `keys` are exposed, these collectives run too, except on a shared link, where they
     wait.
     """
-    c, collectives = setup.columns, _collectives(setup)
+    c, collectives = setup.columns, _estimate_collectives(setup)
     near = c.tp * c.cp <= setup.fabric.per_node
     shared = near == (c.tp * c.cp * c.data_parallel <= setup.fabric.per_node)
     ahead, back = (
@@ -229,7 +228,7 @@ def exposed_data_s(
         ],
         axis=0,
     )
-    exposed = exposed + _launch_s(setup)
+    exposed = exposed + _unit_launch_s(setup)
     exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
     return np.where(c.strategy_in("dp", "ps"), _one_to_all_s(setup, collectives.grads), exposed)
 
@@ -237,7 +236,7 @@ def exposed_data_s(
 def whole_data_s(setup: StepTimeSetup) -> Floats:
     """Return the time of reducing gradients and gathering parameters if nothing hides it."""
     none = _Pass(np.zeros(len(setup.columns)), np.zeros(len(setup.columns)))
-    return _zero_exposed_s(setup, _collectives(setup), none, none)
+    return _zero_exposed_s(setup, _estimate_collectives(setup), none, none)
 
 
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
@@ -254,7 +253,7 @@ def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     return found
 
 
-def _collectives(setup: StepTimeSetup) -> _Collectives:
+def _estimate_collectives(setup: StepTimeSetup) -> _Collectives:
     c, fabric, adapters = setup.columns, setup.fabric, setup.question.adapters
     together = c.dp_shard * c.cp  # context-parallel ranks reduce and shard as well
     gathered, reduced = c.shard_bytes()
@@ -273,7 +272,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     each = grads / np.where(c.zero > 0, c.dp_shard, 1)
     replicas = fabric.sum_s(each, c.dp_replicate, far)
     replicas = replicas + np.where(c.zero == 0, fabric.sum_s(grads, c.cp, c.tp), 0.0)
-    units, buckets = _pieces(setup), _buckets(setup, grads)
+    units, buckets = _count_collectives(setup), _count_buckets(setup, grads)
     sent = fabric.broadcasts_s if setup.question.stack.broadcasts else fabric.gather_s
     return _Collectives(
         grads=grads,
@@ -289,7 +288,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     )
 
 
-def _pieces(setup: StepTimeSetup) -> Floats:
+def _count_collectives(setup: StepTimeSetup) -> Floats:
     """Return the number of collectives for parameters or gradients: one per block or parameter.
 
     Each has its own latency, which grows with the number of ranks.
@@ -305,38 +304,40 @@ def _pieces(setup: StepTimeSetup) -> Floats:
     return np.maximum(setup.layers, 1.0) * each + 1
 
 
-def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
+def _zero_exposed_s(setup: StepTimeSetup, comms: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
     """Return the exposed time of data-parallel collectives by ZeRO stage.
 
     `ahead` and `back` are one micro-batch's passes, which can hide them.
     """
     c = setup.columns
-    buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
+    buckets, units = _count_buckets(setup, comms.grads), np.maximum(setup.layers, 1.0)
     # The micro-batches of a pipeline share gathers and reductions.
     shared = np.where(c.pp > 1, c.microbatches, 1)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
     # Megatron reduce-scatters, and its gathers overlap with the next forward. With
     # ZeroRedundancyOptimizer, ranks all-reduce, and wait for broadcasts of weights.
     product = c.strategy_in("3d")
-    states = np.where(product, of.scatter, of.sum)
-    gather_s = _beside_stages_s(setup, of.gather, ahead, units)
-    own_gather = np.where(product, gather_s, of.weights)
-    plain = _beside_stages_s(setup, of.replicas, back, buckets)
+    states = np.where(product, comms.scatter, comms.sum)
+    gather_s = _exposed_stages_s(setup, comms.gather, ahead, units)
+    own_gather = np.where(product, gather_s, comms.weights)
+    plain = _exposed_stages_s(setup, comms.replicas, back, buckets)
     if setup.question.stack.stage_gathers == "micro-batches":  # outpace's replicas are shards of 1
-        plain = np.where(c.pp > 1, rounds * of.replicas, plain)
-    zero1 = _beside_stages_s(setup, states, back, buckets) + plain
+        plain = np.where(c.pp > 1, rounds * comms.replicas, plain)
+    zero1 = _exposed_stages_s(setup, states, back, buckets) + plain
     # Per layer: a gather before each forward and backward, a reduction after it.
-    sums = of.scatter + of.replicas
-    gathered = _beside_s(setup, of.gather, ahead, shared, units + 1)
-    zero3 = rounds * (gathered + _beside_s(setup, of.gather + sums, back, shared, units + 1))
+    sums = comms.scatter + comms.replicas
+    gathered = _exposed_s(setup, comms.gather, ahead, shared, units + 1)
+    zero3 = rounds * (gathered + _exposed_s(setup, comms.gather + sums, back, shared, units + 1))
     if setup.question.stack.stage_gathers != "twice":
-        zero3 = np.where(c.pp > 1, rounds * _stage_exposed_s(setup, of, ahead, back), zero3)
-    zero2 = rounds * (gathered + _beside_s(setup, sums, back, shared, units + 1))
+        zero3 = np.where(c.pp > 1, rounds * _stage_exposed_s(setup, comms, ahead, back), zero3)
+    zero2 = rounds * (gathered + _exposed_s(setup, sums, back, shared, units + 1))
     levels = [c.zero == level for level in (1, 2, 3)]
     return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
 
-def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
+def _stage_exposed_s(
+    setup: StepTimeSetup, comms: _Collectives, ahead: _Pass, back: _Pass
+) -> Floats:
     """Return the exposed time per pass of pipelines that reduce gradients after the last backward.
 
     Parameters are either gathered in the first forward and kept, or dropped after each forward and
@@ -345,24 +346,24 @@ def _stage_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back:
     """
     c, units = setup.columns, np.maximum(setup.layers, 1.0) + 1
     one = np.ones(len(c))
-    in_forward = _beside_s(setup, of.gather, ahead, one, units)
-    found = in_forward + of.scatter + of.replicas
+    in_forward = _exposed_s(setup, comms.gather, ahead, one, units)
+    found = in_forward + comms.scatter + comms.replicas
     if setup.question.stack.stage_gathers == "micro-batches":
-        in_backward = _beside_s(setup, of.gather, back, one, units)
+        in_backward = _exposed_s(setup, comms.gather, back, one, units)
         first = c.schedule_in("gpipe")
         found = found + np.where(first, in_backward, in_forward) - in_forward
         found = found + c.microbatches * np.where(first, in_forward, in_backward)
     return found
 
 
-def _beside_s(
+def _exposed_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
     """Return the time of collectives that `times` repetitions of a pass do not hide."""
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 
-def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
+def _exposed_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
     """Return the time of reductions, or of gathers, that a micro-batch's passes do not hide.
 
     Interleaved stages have separate collectives: a stage's parameters are gathered during the
@@ -373,13 +374,13 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units:
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
     stages = np.where(apart, c.stages_per_rank, 1)
-    first = _beside_s(setup, comm_s / stages, beside, 1 / stages, np.maximum(units / stages, 1.0))
+    first = _exposed_s(setup, comm_s / stages, beside, 1 / stages, np.maximum(units / stages, 1.0))
     others = (stages - 1) / stages
     hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * beside.seconds) * others
     return first + comm_s * others - setup.hides(beside.matmuls) * hidden_s
 
 
-def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
+def _count_buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     """Return the number of buckets in which replicas all-reduce gradients.
 
     The embedding's gradient is complete last, and its bucket is at least as large as the embedding.
@@ -391,7 +392,7 @@ def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     return np.minimum(buckets, 1 / np.maximum(last, 1e-9))
 
 
-def _launch_s(setup: StepTimeSetup) -> Floats:
+def _unit_launch_s(setup: StepTimeSetup) -> Floats:
     """Return the host's time to gather shards and reduce gradients, unit by unit."""
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)

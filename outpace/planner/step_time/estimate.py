@@ -83,7 +83,6 @@ class _Passes:
 
     @property
     def device_s(self) -> Floats:
-        """Return the total seconds of device work."""
         return self.matmuls + self.attention + self.tensor + self.memory
 
     @property
@@ -97,7 +96,7 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
-    parts = _parts(setup, passes, pipeline)
+    parts = _sum_passes(setup, passes, pipeline)
     products_s, attention_s = parts.matmuls * parts.fit, parts.attention * parts.fit
     slowest = slowest_s(setup, (parts.matmuls + parts.attention) * parts.fit)
     keys = ring(setup, passes)
@@ -107,20 +106,22 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         attention_s=attention_s,
         memory_s=parts.memory * parts.fit,
         host_s=np.maximum(parts.busy - parts.device_s, 0.0),
-        bubble_s=columns.passes * bubble_s(setup, pipeline, _weights_share(passes)),
+        bubble_s=columns.passes * bubble_s(setup, pipeline, _weight_gradient_share(passes)),
         tensor_s=parts.tensor * parts.fit,
         context_s=setup.micro * keys.exposed_s,
         pipeline_s=sends_s(setup),
         expert_s=experts_s(setup, parts.busy),
         data_s=exposed_s + slowest,
         optimizer_s=nothing,
-        offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s, keys)).seconds,
+        offload_s=offloading_parts(
+            setup, _free_host_link_s(setup, parts.busy, exposed_s, keys)
+        ).seconds,
         loading_s=nothing,
     )
     # How far the host is ahead of the GPU when it reaches the optimizer.
-    ahead_s = np.maximum(found.step_s - _mean_s(setup, passes, "host_s"), 0.0)
+    ahead_s = np.maximum(found.step_s - _mean_over_ranks_s(setup, passes, "host_s"), 0.0)
     found = replace(found, optimizer_s=optimizer_step_s(setup, ahead_s))
-    return replace(found, loading_s=_loading_s(setup, found.step_s))
+    return replace(found, loading_s=_loader_wait_s(setup, found.step_s))
 
 
 def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
@@ -136,10 +137,10 @@ def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
     pipeline = pipeline_time(setup, passes)
     keys = ring(setup, passes)
     busy, exposed_s = setup.micro * pipeline.pace_s, exposed_data_s(setup, passes, pipeline, keys)
-    return offloading_parts(setup, _free_link_s(setup, busy, exposed_s, keys))
+    return offloading_parts(setup, _free_host_link_s(setup, busy, exposed_s, keys))
 
 
-def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ring) -> Floats:
+def _free_host_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ring) -> Floats:
     """Return the seconds of a step during which the host's link is free for copies.
 
     `busy` is the seconds of passes, `exposed_s` those of collectives that neither passes nor
@@ -156,9 +157,9 @@ def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats, keys: Ri
     return busy - np.clip(whole_data_s(setup) - exposed_s + sent_s, 0.0, busy)
 
 
-def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:
+def _sum_passes(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:
     matmuls, attention, tensor, device = (
-        _mean_s(setup, passes, name)
+        _mean_over_ranks_s(setup, passes, name)
         for name in ("products_s", "attention_s", "tensor_s", "device_s")
     )
     moved = np.maximum(device - matmuls - attention, 0.0)
@@ -171,19 +172,18 @@ def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> 
     )
 
 
-def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
+def _mean_over_ranks_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
     """Return the mean seconds over ranks of one part of all passes, by its name in `PassTime`."""
     layers = passes.forward(name) + passes.backward(name)
     return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 
 
-def _weights_share(passes: StepPasses) -> Floats:
-    """Return the fraction of a layer's passes that computes weight gradients."""
+def _weight_gradient_share(passes: StepPasses) -> Floats:
     both_s = passes.forward("seconds") + passes.backward("seconds")
     return passes.backward("deferred_s") / np.maximum(both_s, 1e-30)
 
 
-def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
+def _loader_wait_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
     """Return the seconds that a step waits for loaders, which prefetch samples during the step."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel

@@ -160,7 +160,7 @@ _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
 # with one bound (2 + 1, 1 + 2 + 2), of the other with two (2 + 1, 2 + 1, 1 + 1 + 1, 1 + 2 + 2:
 # FunctionsManual.cpp, clamp_backward), and the halves' concatenation (2 + 2).
 _CLAMP = (4.0 + 4, (8.0 + 14) / 2 + 4)
-# Operators besides matmuls of any layer with experts, as `_operators` counts them.
+# Operators besides matmuls of any layer with experts, as `_count_operators` counts them.
 _EXPERT_OPERATORS = 20.0
 # Further operators of Megatron-Core's experts (d98e8a64, transformer/moe). Of 71, the router has 11
 # and its balancing loss 12 (router.py, moe_utils.py); counts by expert and rank, with 5 copies to
@@ -208,35 +208,35 @@ def layer(
     shares = second_matmuls(stack, outline.hidden)
     for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
         rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
-        one, inputs, grads = _weight(device, cells, weight, rows)
+        one, inputs, grads = _weight_matmuls_s(device, cells, weight, rows)
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
-        second = second + np.where(_in_float8(device, cells), 0.0, shares[weight.name] * one)
+        second = second + np.where(_uses_fp8(device, cells), 0.0, shares[weight.name] * one)
         if cells.adapters is not None and weight.name in cells.adapters.targets:
             waits = unit_waits_s(device, cells.adapters, weight, one, inputs + grads)
             units, units_back = units + waits[0], units_back + waits[1]
         if weight.name == "down" and not reads_last_matmul(stack):
             last = one
-    for one, inputs, grads in _matmuls(device, cells, stack.other, length):
+    for one, inputs, grads in _unsplit_matmuls_s(device, cells, stack.other, length):
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
     matmuls = forward
     inner = inner_back = np.zeros_like(tokens)
     for attention, keys in ((stack.attention, length), (stack.cross_attention, seen)):
         if attention is None:
             continue
-        ahead, back = _attention(device, cells, attention, length, keys, kernel)
+        ahead, back = _attention_s(device, cells, attention, length, keys, kernel)
         inner, inner_back = inner + ahead, inner_back + back
     fused = kernel != "unfused"
     moved, moved_back = _layer_traffic(device, outline, stack, cells, fused)
     rate = device.memory_bytes_per_s
-    small, small_back = _small_kernels(stack, cells)
+    small, small_back = _count_routing_kernels(stack, cells)
     forward = forward + inner + tokens * moved / rate + small * device.fixed_s
     backward = backward + inner_back + tokens * moved_back / rate + small_back * device.fixed_s
-    operators, inner_operators = _operators(outline, stack, fused)
-    calls, calls_back = _calls(device, outline, stack, cells, operators)
-    kernels, kernels_back = _kernels(outline, stack, inner_operators)
+    operators, inner_operators = _count_operators(outline, stack, fused)
+    calls, calls_back = _launched_operators(device, outline, stack, cells, operators)
+    kernels, kernels_back = _count_compiled_kernels(outline, stack, inner_operators)
     tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine does not compile
     launched_back = np.where(tight, kernels_back, calls_back)
-    deferred = _weights_operators(outline, stack)  # and as many that store gradients
+    deferred = _count_weight_gradient_operators(outline, stack)  # and as many that store gradients
     return LayerWork(
         forward_s=forward,
         backward_s=backward,
@@ -256,14 +256,14 @@ def layer(
     )
 
 
-def _calls(
+def _launched_operators(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, operators: float
 ) -> tuple[Floats, Floats]:
     """Return the number of operators launched for an uncompiled layer, forward and backward.
 
     `operators` is the number in its forward on one rank, in 16 bits, with all weights trained.
     """
-    more: Floats | float = _backward_operators(outline, stack)
+    more: Floats | float = _count_more_backward_operators(outline, stack)
     names = [weight.name for weight in weights(stack, outline.hidden)]
     # RMS norms of DTensors: five operators instead of one.
     apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
@@ -277,15 +277,14 @@ def _calls(
     calls, more = calls + by_experts, more + by_experts_back
     engine = cells.casts != "separate"
     each = _ENGINE_CASTS[cells.casts][2] if engine else _SCALING_OPERATORS
-    scaled = np.where(_in_float8(device, cells), float(each * len(names)), 0.0)
+    scaled = np.where(_uses_fp8(device, cells), float(each * len(names)), 0.0)
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
-    return _outside_graphs(device, stack, cells, calls, calls + more)
+    return _operators_outside_graphs(device, stack, cells, calls, calls + more)
 
 
-def _outside_graphs(
+def _operators_outside_graphs(
     device: DeviceRates, stack: Stack, cells: Cells, calls: Floats, calls_back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the number of operators that the host launches outside of a layer's CUDA graphs."""
     experts = stack.mlp is not None and stack.mlp.experts
     if cells.graphs == "blocks" and not experts:
         return np.zeros_like(calls), np.zeros_like(calls)
@@ -298,7 +297,7 @@ def _outside_graphs(
     return calls, calls_back
 
 
-def _weight(
+def _weight_matmuls_s(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the seconds of a weight's forward, its input gradient and its weight gradient."""
@@ -315,16 +314,16 @@ def _weight(
     # A gradient that the matmul accumulates in a buffer is read and written there in fp32.
     summed = batch * k * n * (8 - cells.item) if cells.fuses_accumulation else 0.0
     one, inputs, grads = (
-        _matmul(device, cells, weight, shape, batch, more)
+        _weight_matmul_s(device, cells, weight, shape, batch, more)
         for shape, more in (
             ((tokens, n, k), 0.0), ((tokens, k, n), 0.0), ((k, n, tokens), summed)
         )
     )  # fmt: skip
     if weight.experts and cells.experts == "loop":
-        grads = grads + _slices_s(device, batch, batch * n * k * cells.item)
-    eight = _in_float8(device, cells)
+        grads = grads + _sum_slice_gradients_s(device, batch, batch * n * k * cells.item)
+    eight = _uses_fp8(device, cells)
     if eight.any():
-        scaling = _scaling_s(device, cells, (tokens, n, k))
+        scaling = _fp8_cast_s(device, cells, (tokens, n, k))
         one, inputs, grads = (
             seconds + np.where(eight, batch * more, 0.0)
             for seconds, more in zip((one, inputs, grads), scaling, strict=True)
@@ -332,11 +331,11 @@ def _weight(
     if weight.bias:
         grads = grads + batch * tokens * n * cells.item / device.memory_bytes_per_s
     if cells.adapters is not None:
-        return _frozen_weight(device, cells, weight, (tokens, n, k), (one, inputs))
+        return _frozen_weight_matmuls_s(device, cells, weight, (tokens, n, k), (one, inputs))
     return one, inputs, grads
 
 
-def _matmul(
+def _weight_matmul_s(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
@@ -359,7 +358,7 @@ def _matmul(
     return seconds
 
 
-def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
+def _sum_slice_gradients_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
     """Return the seconds to combine the gradients of all slices of a weight.
 
     Each slice's gradient is written into zeros of the whole weight's size, `nbytes`, and these are
@@ -370,14 +369,14 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
 
 
 def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the number of expert operators beyond `_operators`, forward and backward."""
+    """Return the number of expert operators beyond `_count_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
     if cells.experts == "grouped":
         if cells.elementwise != "fused":
             return none, none
-        ahead, back = _expert_launches(device, stack.mlp, cells)
+        ahead, back = _count_expert_launches(device, stack.mlp, cells)
         return _MEGATRON_OPERATORS + ahead, back - ahead
     if cells.experts == "triton":
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
@@ -385,7 +384,7 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
     return _LOOP_AHEAD * matmuls, _LOOP_BACK * matmuls
 
 
-def _small_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
+def _count_routing_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
     """Return the number of kernels that route tokens, forward and backward.
 
     Each takes at least as long as the smallest matmul, however few elements it has.
@@ -398,21 +397,20 @@ def _small_kernels(stack: Stack, cells: Cells) -> tuple[float, float]:
     return count, count - _COUNTING_OPERATORS
 
 
-def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the number of launches of experts' matmuls and casts, forward and backward."""
+def _count_expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
     local = mlp.experts / cells.ep
     ahead, back = (
-        local * (matmuls + np.where(_in_float8(device, cells), casts, 0.0))
+        local * (matmuls + np.where(_uses_fp8(device, cells), casts, 0.0))
         for matmuls, casts in zip(_EXPERT_MATMULS, _EXPERT_CASTS, strict=True)
     )
     return ahead * efficiency.BACKWARD_SHARE, back
 
 
-def _frozen_weight(
+def _frozen_weight_matmuls_s(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the terms of `_weight` for a frozen weight, including its adapters."""
+    """Return the terms of `_weight_matmuls_s` for a frozen weight, including its adapters."""
     assert cells.adapters is not None
     one, inputs = matmuls
     grads = np.zeros_like(one)
@@ -428,12 +426,11 @@ def _frozen_weight(
     return one, inputs, grads
 
 
-def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
-    """Return which plans have fp8 matmuls, whose operands are scaled and cast every time."""
+def _uses_fp8(device: DeviceRates, cells: Cells) -> Bools:
     return device.is_fp8(cells.rate)
 
 
-def _scaling_s(
+def _fp8_cast_s(
     device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats, Floats]:
     """Return the seconds to cast operands to fp8, for a matmul and for both of its gradients.
@@ -473,19 +470,19 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
     return (read + copy * (2 if twice else 1)) / rate, kernels * device.fixed_s
 
 
-def _matmuls(
+def _unsplit_matmuls_s(
     device: DeviceRates, cells: Cells, matmuls: Sequence[MatmulShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield the terms of `_weight` for matmuls that tensor parallelism does not split."""
+    """Yield the terms of `_weight_matmuls_s` for matmuls that tensor parallelism does not split."""
     for matmul in matmuls:
         tokens = cells.samples * (matmul.positions or length) / cells.cp
         weight = Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
         times = matmul.count * matmul.uses
-        one, inputs, grads = _weight(device, cells, weight, tokens)
+        one, inputs, grads = _weight_matmuls_s(device, cells, weight, tokens)
         yield times * one, times * inputs, times * grads
 
 
-def _attention(
+def _attention_s(
     device: DeviceRates,
     cells: Cells,
     attention: AttentionShape,
@@ -498,14 +495,14 @@ def _attention(
     own = length / cells.cp  # queries of this rank; keys of all ranks arrive one after the other
     widths = attention.head_dim + attention.value_dim
     if kernel != "unfused":
-        seen = _keys_seen(device, attention, keys)
+        seen = _scored_keys(device, attention, keys)
         causal = attention.causal and seen == length
         flops = 2.0 * cells.samples * heads * own * seen * widths * (0.5 if causal else 1.0)
         # FlexAttention's efficiencies are relative to FlashAttention-2's rate on every chip.
         by_blocks = device.kind == "cuda" and seen < keys
         named = "flash2" if by_blocks else kernel
-        forward, backward, narrow, half = _attention_shares(device, named)
-        speed = _attention_rate(device, cells) * _width_share(attention.head_dim, narrow)
+        forward, backward, narrow, half = _kernel_efficiency(device, named)
+        speed = _attention_rate(device, cells) * _head_width_factor(attention.head_dim, narrow)
         speed = speed * seen / (seen + half * (1.0 if causal else _WHOLE))
         flex = (efficiency.FLEX_FORWARD, efficiency.FLEX_BACKWARD) if by_blocks else (1.0, 1.0)
         ahead = flops / (speed * forward * flex[0])
@@ -538,7 +535,6 @@ def _scores_matmuls_s(
     keys: int,
     batch: Floats,
 ) -> Floats:
-    """Return the seconds of a forward's batched matmuls: scores, and the weighted sum of values."""
     every = np.full_like(queries, float(keys))
     wide, mixed = (
         np.full_like(queries, width) for width in (attention.head_dim, attention.value_dim)
@@ -548,10 +544,11 @@ def _scores_matmuls_s(
     return scores + mix
 
 
-def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return a kernel's forward and backward rates, factor for head width 64, and half length.
+def _kernel_efficiency(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
+    """Return a kernel's efficiencies, forward and backward, narrow-head factor, and half length.
 
-    At the half length, in keys, causal attention reaches half of its rate.
+    The factor is for heads of width 64. At the half length, in keys, causal attention reaches half
+    of its rate.
     """
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
@@ -562,7 +559,7 @@ def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float
     return own[0] / slower, own[1] / slower, own[2], own[3]
 
 
-def _width_share(head_dim: int, narrow: float) -> float:
+def _head_width_factor(head_dim: int, narrow: float) -> float:
     """Return the rate at a head width, relative to the rate at width 128.
 
     Between 64 and 128, the rate grows linearly with the width (72 and 80: aiconfigurator 095f58a5,
@@ -571,8 +568,11 @@ def _width_share(head_dim: int, narrow: float) -> float:
     return narrow + (1 - narrow) * min(max(head_dim - 64, 0) / 64, 1.0)
 
 
-def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return the number of keys per query with scores; on GPUs, windows cover whole blocks."""
+def _scored_keys(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
+    """Return the number of keys for which a query has scores.
+
+    On GPUs, a window covers whole blocks.
+    """
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -583,7 +583,6 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """Return attention's FLOP/s: the 16-bit rate for 8- and 16-bit matmuls, else the fp32 rate."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -599,7 +598,7 @@ def _layer_traffic(
     if cells.adapters is not None and cells.adapters.widened:
         four = np.full_like(cells.item, 4.0)
         cells = replace(cells, item=four, wide=four)
-        widened = _attention_inputs(stack) / cells.tp * CAST_BYTES
+        widened = _query_key_value_width(stack) / cells.tp * CAST_BYTES
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
     ahead, back = ahead + widened, back + widened
     if device.kind == "cuda":
@@ -610,8 +609,7 @@ def _layer_traffic(
     return ahead + routed + repeated, back + routed_back + repeated
 
 
-def _attention_inputs(stack: Stack) -> int:
-    """Return the number of elements per token of queries, keys and values."""
+def _query_key_value_width(stack: Stack) -> int:
     a = stack.attention
     return 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
 
@@ -653,7 +651,7 @@ def _routing_traffic(
     if cells.dispatcher == "alltoall":
         sorts = np.where((cells.ep > 1) & (mlp.experts > cells.ep), 4.0 * mlp.active, 0.0)
     if cells.pads_tokens and cells.dispatcher == "alltoall":  # HybridEP sends padded tokens
-        sorts = sorts + np.where(_in_float8(device, cells), 4.0 * mlp.active, 0.0)
+        sorts = sorts + np.where(_uses_fp8(device, cells), 4.0 * mlp.active, 0.0)
     ahead, back = width * (2 + 2 * mlp.active + sorts), width * (2 + 3 * mlp.active + sorts)
     if cells.elementwise == "fused":
         back = back + own * _ROUTER_BACK
@@ -666,7 +664,7 @@ def _routing_traffic(
     return ahead, back
 
 
-def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+def _inner_norm_widths(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
     """Return the widths per token of attention's own norms: those of heads, and those of latents.
 
     Heads are queries and keys, which tp divides; latents are divided like the residual stream.
@@ -680,7 +678,6 @@ def _inner_norms(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
 
 
 def _count_inner_norms(stack: Stack) -> int:
-    """Return the number of attention's own norms: of queries, of keys, and of each latent."""
     a = stack.attention
     if a is None:
         return 0
@@ -706,7 +703,7 @@ def _compiled_traffic(
     ahead = stack.norms * (2 * wide + 2 * low)
     back = stack.norms * (3 * wide + 2 * low + (wide + low))
     if stack.mlp is not None:
-        width = _width(stack.mlp) * cells.item / cells.tp
+        width = _mlp_width(stack.mlp) * cells.item / cells.tp
         ahead = ahead + width * (3 if stack.mlp.gated else 2)
         back = back + width * (5 if stack.mlp.gated else 3)
     if stack.attention is not None:
@@ -717,7 +714,7 @@ def _compiled_traffic(
             ahead, back = ahead + 2 * keys, back + 2 * keys
         if not fused:
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
-    heads, latents = _inner_norms(stack, cells)
+    heads, latents = _inner_norm_widths(stack, cells)
     # A rotation is part of the kernel that normalises, so only the backward moves more.
     apart = 2.0 if outline.learned_positions else 0.0
     ahead = ahead + (apart * heads + 2 * latents) * cells.item
@@ -725,7 +722,7 @@ def _compiled_traffic(
     return ahead, back
 
 
-def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
+def _count_compiled_kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
     """Return the number of kernels of a compiled layer, forward and backward, including matmuls.
 
     In the backward, a matmul has two kernels, a norm two, a bias one for its sum, and attention one
@@ -768,12 +765,12 @@ def _eager_traffic(
         each = stack.norms * outline.hidden / cells.norm_split
         ahead = ahead + each * (_RMS_OPERATORS[0] - norm * cells.wide)
         back = back + each * (_RMS_OPERATORS[1] - norm_back * cells.wide)
-    heads, latents = _inner_norms(stack, cells)
+    heads, latents = _inner_norm_widths(stack, cells)
     if operators:
         ahead = ahead + (heads + latents) * _RMS_OPERATORS[0]
         back = back + (heads + latents) * _RMS_OPERATORS[1]
     else:
-        rows, rows_back = _narrow_rows(device, stack, cells)
+        rows, rows_back = _narrow_row_slowdown(device, stack, cells)
         ahead = ahead + (heads * rows + latents) * norm * cells.item
         back = back + (heads * rows_back + latents) * norm_back * cells.item
     if device.kind == "cuda":
@@ -785,7 +782,7 @@ def _eager_traffic(
         written = 0.0 if cells.fuses_dropout else 2.0  # otherwise a separate operator
         ahead, back = ahead + adds * (written * wide + mask), back + adds * (2 * wide + mask)
     if stack.mlp is not None:
-        width = _width(stack.mlp) * cells.item / cells.tp
+        width = _mlp_width(stack.mlp) * cells.item / cells.tp
         eager = 5.0 if stack.mlp.gated else 2.0
         eager_back = 9.0 if stack.mlp.gated else 3.0
         tight = 3.0 if stack.mlp.gated else 2.0
@@ -806,7 +803,7 @@ def _eager_traffic(
     return ahead, back
 
 
-def _narrow_rows(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
+def _narrow_row_slowdown(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
     """Return the slowdown of head norms by narrow rows, forward and backward.
 
     The slowdown applies to torch's kernel on a GPU; otherwise, the factors are 1.
@@ -817,11 +814,11 @@ def _narrow_rows(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float
     return ahead, back
 
 
-def _width(mlp: Mlp) -> int:
+def _mlp_width(mlp: Mlp) -> int:
     return mlp.width * (mlp.active if mlp.experts else 1) + mlp.shared
 
 
-def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
+def _count_operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
     """Return the number of operators, with views, of a layer's forward and of its attention."""
     count = float(stack.norms + _count_inner_norms(stack))
     inner = 0.0
@@ -842,19 +839,18 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
     return count + inner + sum(p.count for p in stack.other), inner
 
 
-def _backward_operators(outline: Outline, stack: Stack) -> float:
+def _count_more_backward_operators(outline: Outline, stack: Stack) -> float:
     """Return how many more operators a layer's backward has than its forward.
 
     A matmul has two gradients, a bias needs a sum, and each parameter's gradient is stored or
     accumulated.
     """
-    matmuls = _weights_operators(outline, stack)
+    matmuls = _count_weight_gradient_operators(outline, stack)
     norms = stack.norms * (2 if stack.norm_bias else 1) + _count_inner_norms(stack)
     return 2 * matmuls + norms
 
 
-def _weights_operators(outline: Outline, stack: Stack) -> float:
-    """Return the number of operators that compute gradients of matmul weights and biases."""
+def _count_weight_gradient_operators(outline: Outline, stack: Stack) -> float:
     own = list(weights(stack, outline.hidden))
     return float(len(own) + sum(weight.bias for weight in own))
 
@@ -889,8 +885,8 @@ def head(
     if outpace_loss and outline.vocab:  # tokens are predicted, not classes
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
     weight = Weight("head", outline.table_width, outputs, "outputs")
-    one, inputs, grads = _weight(device, cells, weight, tokens)
-    for ahead, back, own in _matmuls(device, cells, outline.head_matmuls, length):
+    one, inputs, grads = _weight_matmuls_s(device, cells, weight, tokens)
+    for ahead, back, own in _unsplit_matmuls_s(device, cells, outline.head_matmuls, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
     columns = outline.outputs / cells.tp
     low = cells.item < 4
@@ -921,7 +917,7 @@ def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int)
     hidden = outline.hidden * cells.wide
     rate = device.memory_bytes_per_s
     one = back_s = np.zeros_like(tokens)
-    for ahead, inputs, grads in _matmuls(device, cells, outline.embed_matmuls, length):
+    for ahead, inputs, grads in _unsplit_matmuls_s(device, cells, outline.embed_matmuls, length):
         one, back_s = one + ahead, back_s + inputs + grads
     moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
     table = outline.vocab / cells.tp * outline.table_width * cells.wide

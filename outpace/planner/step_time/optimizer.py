@@ -54,7 +54,7 @@ def optimizer_s(
         spread = (c.zero > 1) | (c.tp > 1)  # tensors are sharded
         compiled = c.compile & ~(spread & ~_COMPILES_PARTS[c.optimizer])
         fused = (_KERNEL_BYTES[c.optimizer] > 0) & ~spread
-        moved, operators = _on_gpu(c, moved, spread, compiled, fused)
+        moved, operators = _gpu_bytes_and_operators(c, moved, spread, compiled, fused)
     rate = device.memory_bytes_per_s * device.optimizer_share
     busy = stepped * moved / rate
     muon = c.optimizer == OPTIMIZERS.index("muon")
@@ -68,7 +68,7 @@ def optimizer_s(
     return together + besides
 
 
-def _on_gpu(
+def _gpu_bytes_and_operators(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
     """Return the bytes per parameter and operators per step of outpace's optimizers on a GPU.
@@ -91,7 +91,7 @@ def _on_gpu(
 
 
 @lru_cache(maxsize=256)
-def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
+def _muon_elements_and_flops(outline: Outline, ep: int) -> tuple[float, float]:
     """Return the elements of the layers' matrices, and the FLOPs to orthogonalise all of them.
 
     For an (r, k) matrix with r ≤ k, each iteration has X·Xᵀ, its square, and one matmul with X:
@@ -115,7 +115,9 @@ def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch)
     matrices.
     """
     each, place = np.unique(c.ep, return_inverse=True)
-    found = np.array([_matrices(outline, int(ep)) for ep in each], float).reshape(-1, 2)[place]
+    found = np.array([_muon_elements_and_flops(outline, int(ep)) for ep in each], float).reshape(
+        -1, 2
+    )[place]
     elements, flops = found.T / c.pp
     whole = np.where(c.zero == 1, c.dp_shard, 1)
     parts = c.tp * np.where(c.zero > 1, c.dp_shard * c.cp, 1)

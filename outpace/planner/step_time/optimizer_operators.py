@@ -52,18 +52,17 @@ def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) 
             whole = np.where(zero == 1, shards, 1)
             found[chosen] = _count_muon(each, layers, ends, c.pp[chosen], whole, on_gpu)
         elif name == "adafactor":
-            found[chosen] = _count_stacked(each, counts, on_gpu and not as_function)
+            found[chosen] = _count_adafactor(each, counts, on_gpu and not as_function)
         elif traits.kept is not None:
             sizes = {shape: prod(shape) / parts for shape in counts}
-            found[chosen] = _count_joined(each, traits.kept, counts, sizes, kind)
+            found[chosen] = _count_low_bit_adamw(each, traits.kept, counts, sizes, kind)
         else:
-            found[chosen] = sum(_count_alone(each, shape) * n for shape, n in counts.items())
+            found[chosen] = sum(_count_single(each, shape) * n for shape, n in counts.items())
     return found
 
 
 @lru_cache(maxsize=256)
 def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
-    """Return the number of tensors of each shape in all layers."""
     found: Counter[Shape] = Counter()
     for stack in outline.stacks:
         for shape, count in Counter(layer_shapes(stack, outline.hidden, tp, ep)).items():
@@ -72,7 +71,6 @@ def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
 
 
 def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
-    """Return the number of tensors of each shape outside of layers: embeddings, head and a norm."""
     rows = [outline.vocab // tp, outline.learned_positions]
     rows += [] if outline.tied else [outline.outputs // tp]
     found: Counter[Shape] = Counter((count, outline.hidden) for count in rows if count)
@@ -80,12 +78,12 @@ def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
     return found
 
 
-def _count_alone(each: Operators, shape: Shape) -> float:
-    return each.matrix if len(shape) > 1 else each.vector
+def _count_single(ops: Operators, shape: Shape) -> float:
+    return ops.matrix if len(shape) > 1 else ops.vector
 
 
 def _count_muon(
-    each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
+    ops: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
     """Return the number of Muon's operators, with AdamW's for all tensors that are not matrices.
@@ -96,15 +94,15 @@ def _count_muon(
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
         most = max(1, MUON_BATCH_BYTES // (2 * prod(shape))) if on_gpu else 1
-        found += np.ceil(count / most) * (each.matrices if on_gpu else each.matrix)
+        found += np.ceil(count / most) * (ops.matrices if on_gpu else ops.matrix)
     if not on_gpu:
         vectors = sum(count for shape, count in layers.items() if len(shape) == 1)
-        found += each.vector * (vectors / pp + ends.total()) / parts
+        found += ops.vector * (vectors / pp + ends.total()) / parts
     return found
 
 
-def _count_stacked(
-    each: Operators, counts: Mapping[Shape, Floats], stacked: bool
+def _count_adafactor(
+    ops: Operators, counts: Mapping[Shape, Floats], stacked: bool
 ) -> Floats | float:  # fmt: skip
     """Return the number of Adafactor's operators.
 
@@ -113,21 +111,21 @@ def _count_stacked(
     found: Floats | float = 0.0
     for is_matrix in (True, False):
         shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
-        most = _joined_limit(max(map(prod, shapes), default=0), "cuda")
+        most = _max_batched_values(max(map(prod, shapes), default=0), "cuda")
         for shape in shapes:
             size, count = prod(shape), counts[shape]
-            alone = count * _count_alone(each, shape)
+            alone = count * _count_single(ops, shape)
             if stacked and size <= most // 2:
                 batches = np.ceil(count / (most // size))
-                joined = batches * (each.matrices if is_matrix else each.vectors)
+                joined = batches * (ops.matrices if is_matrix else ops.vectors)
                 found = found + np.where(count > 1, joined, alone)
             else:
                 found = found + alone
     return found
 
 
-def _count_joined(
-    each: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
+def _count_low_bit_adamw(
+    ops: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
     kind: str,
 ) -> Floats:  # fmt: skip
     """Return the number of low-bit AdamW's operators, which update small tensors in batches.
@@ -139,10 +137,10 @@ def _count_joined(
         shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
         if not shapes:
             continue
-        most = _joined_limit(np.max([sizes[shape] for shape in shapes], axis=0), kind)
-        for alike in _group_by_block(kept, shapes):
+        most = _max_batched_values(np.max([sizes[shape] for shape in shapes], axis=0), kind)
+        for alike in _group_by_scale_block(kept, shapes):
             wide = is_matrix and (kept == "bf16" or _block_length(kept, alike[0]) is not None)
-            alone, batch = (each.matrix, each.matrices) if wide else (each.vector, each.vectors)
+            alone, batch = (ops.matrix, ops.matrices) if wide else (ops.vector, ops.vectors)
             for counted in (True, False):
                 tensors = np.zeros_like(found)
                 values = np.zeros_like(found)
@@ -150,21 +148,20 @@ def _count_joined(
                     size = sizes[shape]
                     here = (size <= COUNTED_VALUES.get(kind, 0)) == counted
                     small = here & (size <= most // 2)
-                    single = alone + (each.counted if counted else 0.0)
+                    single = alone + (ops.counted if counted else 0.0)
                     found += np.where(here & ~small, counts[shape] * single, 0.0)
                     tensors += np.where(small, counts[shape], 0.0)
                     values += np.where(small, counts[shape] * size, 0.0)
                 mean = np.maximum(values, 1) / np.maximum(tensors, 1)
                 batches = np.ceil(tensors / np.maximum(most // mean, 1))
-                more = each.counted if counted else 0.0
-                own = each.each + (0.0 if counted else each.drawn)
+                more = ops.counted if counted else 0.0
+                own = ops.each + (0.0 if counted else ops.drawn)
                 joined = batches * (batch + more) + tensors * own
                 found += np.where(tensors > 1, joined, tensors * (alone + more))
     return found
 
 
-def _group_by_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
-    """Group shapes by the length of the blocks in which values share a scale."""
+def _group_by_scale_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
     kinds: dict[int | None, list[Shape]] = {}
     for shape in shapes:
         kinds.setdefault(_block_length(kept, shape), []).append(shape)
@@ -175,6 +172,5 @@ def _block_length(kept: Kept, shape: Shape) -> int | None:
     return None if kept == "bf16" else block(shape, kept)
 
 
-def _joined_limit(largest: Floats | int, kind: str) -> Floats:
-    """Return the most values that are updated at once, given the `largest` parameter's size."""
+def _max_batched_values(largest: Floats | int, kind: str) -> Floats:
     return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

@@ -110,7 +110,7 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
     own = setup.parameters.owned / setup.shards
     link = setup.device.host_bytes_per_s
     weights = np.where(c.offload_parameters > 0, setup.gathers * own * kept, 0.0)
-    saved = 2 * setup.micro * _offloaded_bytes(setup)
+    saved = 2 * setup.micro * _offloaded_activation_bytes(setup)
     activations = np.where(c.offload_activations > 0, saved, 0.0)
     state = np.where(c.offload_optimizer > 0, own * (kept + FP32), 0.0)
     elsewhere = np.maximum(c.offload_optimizer, c.offload_parameters)
@@ -133,7 +133,7 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
     )
 
 
-def _offloaded_bytes(setup: StepTimeSetup) -> Floats:
+def _offloaded_activation_bytes(setup: StepTimeSetup) -> Floats:
     """Return the bytes that a rank's blocks offload per micro-batch for the backward.
 
     They are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their

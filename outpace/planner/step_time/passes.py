@@ -38,7 +38,7 @@ class PassTime:
 
     @property
     def seconds(self) -> Floats:
-        return self.deferred_s + self._slower(
+        return self.deferred_s + self._pass_s(
             self.device_s + self.tensor_s - self.weights_s, self.host_s - self.weights_host_s
         )
 
@@ -52,9 +52,9 @@ class PassTime:
     @property
     def deferred_s(self) -> Floats:
         """Return the seconds of a pass for deferred weight gradients; 0 if there are none."""
-        return self._slower(self.weights_s, self.weights_host_s)
+        return self._pass_s(self.weights_s, self.weights_host_s)
 
-    def _slower(self, device_s: Floats, host_s: Floats) -> Floats:
+    def _pass_s(self, device_s: Floats, host_s: Floats) -> Floats:
         return device_s + host_s if self.alone else np.maximum(device_s, host_s)
 
 
@@ -113,11 +113,11 @@ class StepPasses:
 
     def forward(self, name: str) -> Floats:
         """Return one field of `PassTime`, by name, for an average layer's forward."""
-        return _mean(self.forwards, self.shares, name)
+        return _mean_over_layers(self.forwards, self.shares, name)
 
     def backward(self, name: str) -> Floats:
         """Return one field of `PassTime`, by name, for an average layer's backward."""
-        return _mean(self.backwards, self.shares, name)
+        return _mean_over_layers(self.backwards, self.shares, name)
 
     def ends_part(self, name: str) -> Floats:
         """Return one field of `PassTime`, by name, summed over embedding and head."""
@@ -137,9 +137,9 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
             setup.question.attention,
         )  # fmt: skip
         w = LayerWork(**{f.name: setup.spread(getattr(work, f.name)) for f in fields(work)})
-        count, inputs = _count_sums(setup, stack), _count_adapter_inputs(setup, stack)
-        alone = _count_sums_of_matmuls(setup, stack)
-        gathered_s, beside_s, whole_s = _hidden_copies_s(setup)
+        count, inputs = _count_tp_reductions(setup, stack), _count_adapter_gathers(setup, stack)
+        alone = _count_unoverlapped_scatters(setup, stack)
+        gathered_s, beside_s, whole_s = _hidden_state_copies_s(setup)
         tensor = _TensorCollectives(
             sums_s=count * one.sums_s,
             calls=count * one.calls + inputs,
@@ -151,21 +151,19 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
             copied_back_s=count * gathered_s + (count - alone) * beside_s + alone * whole_s,
             last_copied_s=beside_s,
         )
-        forwards.append(_forward(setup, w, tensor))
-        backwards.append(_backward(setup, w, tensor))
+        forwards.append(_forward_pass(setup, w, tensor))
+        backwards.append(_backward_pass(setup, w, tensor))
     return StepPasses(counts / counts.sum(), forwards, backwards, _end_passes(setup))
 
 
-def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
-    """Return the mean over all layers, with each stack weighted by its fraction of the layers."""
+def _mean_over_layers(passes: list[PassTime], shares: Floats, name: str) -> Floats:
     found: Floats = np.sum(
         [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
     )
     return found
 
 
-def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return the number of tp reductions in a layer: after attention, and after a split MLP."""
+def _count_tp_reductions(setup: StepTimeSetup, stack: Stack) -> Floats:
     mlp, c = stack.mlp, setup.columns
     cut = np.full(len(c), mlp is not None)
     if mlp is not None and mlp.experts and not mlp.shared:
@@ -174,7 +172,7 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
     return attention + np.where(cut, 1.0, 0.0)
 
 
-def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
+def _count_unoverlapped_scatters(setup: StepTimeSetup, stack: Stack) -> Floats:
     """Return the number of reduce-scatters in a layer's backward that no matmul can overlap.
 
     Input gradients are sums over several matmuls: queries, keys and values, or both matmuls of a
@@ -184,13 +182,12 @@ def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
     if setup.question.stack.scatters_sums:
         return np.zeros(len(c))
     gated = stack.mlp is not None and stack.mlp.gated
-    cut = _count_sums(setup, stack) - (stack.attention is not None)
+    cut = _count_tp_reductions(setup, stack) - (stack.attention is not None)
     count = (stack.attention is not None) + (cut if gated else 0.0)
     return np.where(c.async_tp & c.sequence_parallel, count, 0.0)
 
 
-def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return the number of adapters that gather their inputs over tp by themselves."""
+def _count_adapter_gathers(setup: StepTimeSetup, stack: Stack) -> Floats:
     c, adapters = setup.columns, setup.question.adapters
     if adapters is None or not setup.question.stack.gathers_for_adapters:
         return np.zeros(len(c))
@@ -200,20 +197,20 @@ def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
     return np.where(c.sequence_parallel & c.async_tp, float(count), 0.0)
 
 
-def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
+def _forward_pass(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
     return PassTime(
         device_s=w.forward_s + tensor.copied_s + setup.wraps_adapters * w.units_s,
-        host_s=_launched_s(setup, w.forward_operators + tensor.calls),
-        tensor_s=_tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s,
+        host_s=_launch_s(setup, w.forward_operators + tensor.calls),
+        tensor_s=_exposed_tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s,
         products_s=w.products_s,
         attention_s=w.attention_s,
         weights_s=np.zeros_like(w.forward_s),
         weights_host_s=np.zeros_like(w.forward_s),
-        alone=_is_alone(setup),
+        alone=_alternates_with_host(setup),
     )
 
 
-def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
+def _backward_pass(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
     """Return a layer's backward, including recomputation, by the fractions of recomputation modes.
 
     "full" blocks recompute everything, "attention" blocks everything except attention, and
@@ -234,34 +231,35 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     again_s = again_s + second_s + most * copied_s + tensor.copied_back_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
     sums_s = tensor.sums_s - np.where(last_s > 0, tensor.last_s, 0.0)
-    again_tensor_s = _tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
+    again_tensor_s = _exposed_tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
     # Frozen weights have no gradients.
     own = 2.0 if setup.question.adapters is None else 1.0
     beside_s = tensor.sums_s - tensor.alone_s
-    tensor_s = _tensor_s(setup, beside_s, own * w.products_s) + tensor.alone_s + tensor.scatter_s
+    tensor_s = (
+        _exposed_tensor_s(setup, beside_s, own * w.products_s) + tensor.alone_s + tensor.scatter_s
+    )
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
     splits = setup.columns.splits_backward()
     deferred = np.where(splits, w.weights_operators * efficiency.BACKWARD_SHARE, 0.0)
     units_s = setup.wraps_adapters * (w.units_back_s + most * w.units_s)
     return PassTime(
         device_s=w.backward_s + again_s + units_s,
-        host_s=_launched_s(setup, launched),
+        host_s=_launch_s(setup, launched),
         tensor_s=tensor_s + most * again_tensor_s,
         products_s=(own + most) * w.products_s - most * last_s + second_s,
         attention_s=w.attention_back_s + full * w.attention_s,
         weights_s=np.where(splits, w.weights_s, 0.0),
-        weights_host_s=_launched_s(setup, deferred),
-        alone=_is_alone(setup),
+        weights_host_s=_launch_s(setup, deferred),
+        alone=_alternates_with_host(setup),
     )
 
 
-def _is_alone(setup: StepTimeSetup) -> bool:
+def _alternates_with_host(setup: StepTimeSetup) -> bool:
     """Return whether the device is the host itself, or the host waits for every kernel."""
     return setup.device.kind == "cpu" or setup.question.stack.blocks_launches
 
 
-def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
-    """Return the host's seconds to launch operators; 0 if whole passes are CUDA graphs."""
+def _launch_s(setup: StepTimeSetup, operators: Floats) -> Floats:
     return np.where(setup.replays, 0.0, operators * setup.device.operator_s)
 
 
@@ -288,7 +286,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, none, none, none, none)
 
 
-def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
+def _hidden_state_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
     """Return the seconds to copy hidden states for a gather and for a reduce-scatter.
 
     The last two values are for the reduce-scatter: with an overlapping matmul, where ranks add up
@@ -308,7 +306,7 @@ def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
     return gathered / rate, beside / rate, 2 * nbytes / rate
 
 
-def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
+def _exposed_tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
     """Return the exposed time of a layer's tp reductions.
 
     With async_tp, each one is sent in tp parts during its matmul.
@@ -319,7 +317,6 @@ def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Float
 
 
 def _end_passes(setup: StepTimeSetup) -> EndPasses:
-    """Return the forward and backward passes of the embedding and the head."""
     zero = np.zeros(len(setup.columns))
     found = []
     for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):
@@ -329,7 +326,7 @@ def _end_passes(setup: StepTimeSetup) -> EndPasses:
             (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
         ):
             device_s, products_s = setup.spread(seconds), setup.spread(matmuls)
-            host_s = _launched_s(setup, setup.spread(work.operators) * share)
-            alone = _is_alone(setup)
+            host_s = _launch_s(setup, setup.spread(work.operators) * share)
+            alone = _alternates_with_host(setup)
             found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, zero, alone))
     return EndPasses(*found)

@@ -80,7 +80,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
             even(layers, int(count)) if evenly else balance(layers, int(count), head)
             for count in unique
         ]
-        cuts = np.array([[*_ends_of(spread)] for spread in spreads], float).reshape(-1, 3)
+        cuts = np.array([[*_first_middle_last(spread)] for spread in spreads], float).reshape(-1, 3)
         first[rows], middle[rows], last[rows] = cuts[places].T
     return first, middle, last
 
@@ -167,6 +167,5 @@ def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
     return one, (posted * setup.device.operator_s).astype(np.float64)
 
 
-def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the blocks of the first stage, the largest stage in between, and the last stage."""
+def _first_middle_last(counts: tuple[int, ...]) -> tuple[int, int, int]:
     return counts[0], max(counts[1:-1], default=0), counts[-1]

@@ -195,14 +195,14 @@ def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
     planned = c.common_adapters
     if planned is not None:
         question = replace(question, adapters=adapter_matmuls(planned, question.outline))
-    numbers = _numbers(question, c)
-    cells, cell = _cells(question, c, numbers)
+    numbers = _make_numbers(question, c)
+    cells, cell = _distinct_cells(question, c, numbers)
     return StepTimeSetup(
         question=question,
         columns=c,
         numbers=numbers,
-        parameters=_parameters(question, c),
-        replays=_replays(question, c),
+        parameters=_count_parameters(question, c),
+        replays=_replays_graphs(question, c),
         cells=cells,
         cell=cell,
         tokens=c.micro_batch * question.seq_len / c.cp,
@@ -210,7 +210,7 @@ def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
     )
 
 
-def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
+def _make_numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
     c = columns
     item = items(c.precision)
     several = c.dp_replicate * c.dp_shard * c.cp > 1
@@ -232,7 +232,7 @@ def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
     )
 
 
-def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
+def _replays_graphs(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
     """Return which plans' passes are replayed as CUDA graphs (`graph_obstacle`)."""
     c = columns
     away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
@@ -250,7 +250,7 @@ def _recomputes(columns: PlanBatch) -> Bools:
     return columns.modes[:, MODES.index("none")] < 1
 
 
-def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameters:
+def _count_parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameters:
     c, outline = columns, question.outline
     layers, more, matrices = np.zeros(len(c)), np.zeros(len(c)), np.zeros(len(c))
     for stack in outline.stacks:
@@ -276,7 +276,9 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
     return RankParameters(present, owned=trained, trained=trained, packed=packed)
 
 
-def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:
+def _distinct_cells(
+    question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers
+) -> tuple[Cells, Ints]:
     """Return the distinct inputs of a layer's time, and the index of each plan's inputs."""
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])

@@ -146,20 +146,21 @@ def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[
             keys = tuple(figure.key for pair, figure in largest.items() if rank.who in pair)
             whose = f"rank {rank.who}" if within else f"rank {rank.who}'s node"
             text = (
-                f"all links of {whose} are slow: {rank} than those of the others. {_remedy(within)}"
+                f"all links of {whose} are slow: {rank} than those of the others. "
+                f"{_suggest_link_check(within)}"
             )
             found.append(Advice(about="slow link", text=text, of=keys))
         for link in slow.links[:_FIRST_NAMED]:
             a, b = link.who
             text = (
                 f"the link between ranks {a} and {b} is slow: {link} than the others. "
-                f"{_remedy(within)}"
+                f"{_suggest_link_check(within)}"
             )
             found.append(Advice(about="slow link", text=text, of=(largest[link.who].key,)))
     return found
 
 
-def _remedy(within: bool) -> str:
+def _suggest_link_check(within: bool) -> str:
     if within:
         return "`outpace topology` shows how they are connected"
     return "Check the cable, the port's speed and its errors, and the switch between them"

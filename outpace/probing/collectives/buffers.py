@@ -88,7 +88,10 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe the error in a sum of ranks' data from element `offset` on; None if correct."""
+    """Describe the first wrong element of a sum of the ranks' data; None if all are right.
+
+    `found` should be the sum, from element `offset` on, for this `draw`.
+    """
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))

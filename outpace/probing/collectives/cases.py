@@ -74,7 +74,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
         return held[0][0]
 
     check = check_on_all(place, lambda found: held[0][1](found))  # noqa: PLW0108  (not held yet)
-    return Case(_key(collective, place, count * ITEM_BYTES), "s", make_call, check=check)
+    return Case(_case_key(collective, place, count * ITEM_BYTES), "s", make_call, check=check)
 
 
 def check_on_all(
@@ -91,7 +91,7 @@ def check_on_all(
     return check
 
 
-def _key(collective: str, place: AxisPlace, size: int) -> Key:
+def _case_key(collective: str, place: AxisPlace, size: int) -> Key:
     of = {
         "axis": place.axis.name, "backend": place.backend, "device": place.buffers.device.type,
         "ranks": place.axis.ranks, "bytes": size,
@@ -118,7 +118,7 @@ def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
     buffers.renew()
 
 
-def _all_reduce(place: AxisPlace, count: int) -> Made:
+def _prepare_all_reduce(place: AxisPlace, count: int) -> Made:
     def reduce(room: Tensor) -> Tensor:
         dist.all_reduce(room, group=place.group)
         return room
@@ -128,14 +128,17 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe the error in equal chunks, one per rank, from element `offset` on, if any."""
+    """Describe the first wrong element of data gathered from all ranks; None if all are right.
+
+    `found` has an equal chunk of each rank's data, from element `offset` on.
+    """
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong
     return None
 
 
-def _all_gather(place: AxisPlace, count: int) -> Made:
+def _prepare_all_gather(place: AxisPlace, count: int) -> Made:
     source, room = place.buffers.get(count)
     part = source[: count // len(place.members)]
 
@@ -146,7 +149,7 @@ def _all_gather(place: AxisPlace, count: int) -> Made:
     return call, lambda found: parts_wrong(place, found, 0)
 
 
-def _reduce_scatter(place: AxisPlace, count: int) -> Made:
+def _prepare_reduce_scatter(place: AxisPlace, count: int) -> Made:
     source, room = place.buffers.get(count)
     part = count // len(place.members)
     out = room[:part]
@@ -160,7 +163,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> Made:
     )
 
 
-def _all_to_all(place: AxisPlace, count: int) -> Made:
+def _prepare_all_to_all(place: AxisPlace, count: int) -> Made:
     source, room = place.buffers.get(count)
     offset = count // len(place.members) * place.number
 
@@ -171,7 +174,7 @@ def _all_to_all(place: AxisPlace, count: int) -> Made:
     return call, lambda found: parts_wrong(place, found, offset)
 
 
-def _broadcast(place: AxisPlace, count: int) -> Made:
+def _prepare_broadcast(place: AxisPlace, count: int) -> Made:
     source, room = place.buffers.get(count)
     root = place.members[0]
     room.copy_(source)
@@ -183,7 +186,7 @@ def _broadcast(place: AxisPlace, count: int) -> Made:
     return call, lambda found: compare(found, [root], 0, place.buffers.draw)
 
 
-def _send_recv(place: AxisPlace, count: int) -> Made:
+def _prepare_send_recv(place: AxisPlace, count: int) -> Made:
     before = place.members[place.number - 1]
     after = place.members[(place.number + 1) % len(place.members)]
     return send_and_receive(place, count, after, before)
@@ -207,12 +210,12 @@ def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> M
 
 
 _MAKERS: dict[str, Callable[[AxisPlace, int], Made]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
-    "broadcast": _broadcast,
-    "send/recv": _send_recv,
+    "all-reduce": _prepare_all_reduce,
+    "all-gather": _prepare_all_gather,
+    "reduce-scatter": _prepare_reduce_scatter,
+    "all-to-all": _prepare_all_to_all,
+    "broadcast": _prepare_broadcast,
+    "send/recv": _prepare_send_recv,
 }
 
 

@@ -76,9 +76,9 @@ def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
     yield from _round_robin([node[0] for node in nodes])
 
 
-def _round_robin(players: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
+def _round_robin(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
     """Yield rounds of disjoint pairs that together contain every pair (circle method)."""
-    ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
+    ring: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     for _ in range(len(ring) - 1):
         facing = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
         round_ = [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]

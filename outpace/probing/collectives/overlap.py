@@ -28,7 +28,10 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the hidden fraction of the shorter time; negative if running both takes longer."""
+    """Return the fraction of the shorter of two times that overlap hides.
+
+    It is negative if running both together takes longer than one after the other.
+    """
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -40,12 +43,12 @@ def probe_overlap(
     The computation consists of enough matmuls to take about as long as the collective. Raises
     WrongResultError if a result is wrong before or after timing.
     """
-    matmul, right = _matmul(place.buffers.device)
+    matmul, right = _make_matmul(place.buffers.device)
     clock.seconds(matmul, 1)
     matmul_s = min(clock.seconds(matmul, 1) for _ in range(3))
     begun = [_BEGUN[name](place, place.count(size)) for name in OVERLAPPED for size in sizes]
     timed = _Matmul(matmul, right, matmul_s)
-    cases = [case for one in begun for case in _cases(one, place, timed, clock)]
+    cases = [case for one in begun for case in _overlap_cases(one, place, timed, clock)]
     place.buffers.release_dependents()
     found = yield from measure(cases, clock, effort)
     check_again(cases, place.buffers)
@@ -77,16 +80,15 @@ class _PendingCollective:
 
 @dataclass(frozen=True)
 class _Matmul:
-    """A matmul, a check of its result, and its duration."""
-
     call: Callable[[], Tensor]
     wrong: Callable[[Tensor], str | None]
     seconds: float
 
 
-def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock) -> list[Case]:
-    """Return the cases for computation, the collective, and both together."""
-    alone = _compute_meanwhile(one, compute_nothing)
+def _overlap_cases(
+    pending: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock
+) -> list[Case]:
+    alone = _overlap_with(pending, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     matmuls = max(1, round(collective_s / max(matmul.seconds, _LEAST_S)))
 
@@ -95,34 +97,34 @@ def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Cl
             found = matmul.call()
         return found
 
-    both = _compute_meanwhile(one, compute)
-    check = check_on_all(place, one.wrong)
+    both = _overlap_with(pending, compute)
+    check = check_on_all(place, pending.wrong)
     return [
         Case(
-            one.key(place, "computing"),
+            pending.key(place, "computing"),
             "s",
             lambda: compute,
             check=check_on_all(place, matmul.wrong),
         ),
-        Case(one.key(place, one.collective), "s", lambda: _ready(alone), check=check),
-        Case(one.key(place, "both"), "s", lambda: _ready(both), check=check),
+        Case(
+            pending.key(place, pending.collective), "s", lambda: _prepare_once(alone), check=check
+        ),
+        Case(pending.key(place, "both"), "s", lambda: _prepare_once(both), check=check),
     ]
 
 
-def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
-    """Return a call that starts the collective, computes, and then waits for the collective."""
-
+def _overlap_with(pending: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
     def call() -> Tensor:
         room: Tensor
-        room, work = one.begin()
+        room, work = pending.begin()
         compute()
         work.wait()
         return room
 
-    return PreparedCall(call, one.begin.prepare)
+    return PreparedCall(call, pending.begin.prepare)
 
 
-def _ready(call: PreparedCall) -> PreparedCall:
+def _prepare_once(call: PreparedCall) -> PreparedCall:
     call.prepare(1)  # earlier sums are not valid input for the check
     return call
 
@@ -132,7 +134,7 @@ def compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden fraction from rounds of computation, collective, and both together."""
+    """Return the hidden fraction from the figures of computation, collective, and both."""
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)
@@ -149,7 +151,7 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     )  # fmt: skip
 
 
-def _all_reduce(place: AxisPlace, count: int) -> _PendingCollective:
+def _pending_all_reduce(place: AxisPlace, count: int) -> _PendingCollective:
     buffers = place.buffers
 
     def begin(room: Tensor) -> tuple[Tensor, Any]:
@@ -163,7 +165,7 @@ def _all_reduce(place: AxisPlace, count: int) -> _PendingCollective:
     )
 
 
-def _all_gather(place: AxisPlace, count: int) -> _PendingCollective:
+def _pending_all_gather(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
@@ -174,11 +176,11 @@ def _all_gather(place: AxisPlace, count: int) -> _PendingCollective:
         return room, work
 
     return _PendingCollective(
-        "all-gather", count, _leave_data(begin), lambda found: parts_wrong(place, found, 0)
+        "all-gather", count, _without_preparation(begin), lambda found: parts_wrong(place, found, 0)
     )
 
 
-def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
+def _pending_reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
@@ -190,30 +192,31 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
     def find_error(found: Tensor) -> str | None:
         return compare(found, place.members, part * place.number, place.buffers.draw)
 
-    return _PendingCollective("reduce-scatter", count, _leave_data(begin), find_error)
+    return _PendingCollective("reduce-scatter", count, _without_preparation(begin), find_error)
 
 
-def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
+def _without_preparation(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
     """Return a call that needs no preparation because it does not change its data."""
     return PreparedCall(begin, lambda calls: None)
 
 
 _BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
+    "all-reduce": _pending_all_reduce,
+    "all-gather": _pending_all_gather,
+    "reduce-scatter": _pending_reduce_scatter,
 }
 
 
-def _matmul(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
-    """Return a matmul and a check of its result."""
+def _make_matmul(
+    device: torch.device,
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
 
-    def find_error(found: Tensor) -> str | None:
-        said = wrong_matmul(found, a, b, "fp32")
+    def find_error(result: Tensor) -> str | None:
+        error = wrong_matmul(result, a, b, "fp32")
         out.zero_()  # so that this result is not mistaken for the next one
-        return said
+        return error
 
     return lambda: torch.mm(a, b, out=out), find_error

@@ -127,7 +127,7 @@ def pair_figures(
     timed = yield from by_rank([call for call, _ in slot_calls], clock, rounds, _TIMED * budget_s)
     for (slot, size), (call, check) in zip(slots, slot_calls, strict=True):
         place.buffers.renew(size)
-        _check_call(slot, call, check, place)
+        _check_transfer(slot, call, check, place)
     place.buffers.renew()
     found: dict[Pair, list[Figure]] = {}
     for (slot, size), of in zip(slots, timed, strict=True):
@@ -149,11 +149,11 @@ def _slot_call(
     if own is not None:
         other = own[1] if own[0] == place.rank else own[0]
         call, check = between(place, max(1, size // ITEM_BYTES), other, other)
-    _check_call(slot, call, check, place)
+    _check_transfer(slot, call, check, place)
     return call, check
 
 
-def _check_call(
+def _check_transfer(
     slot: tuple[Pair, ...], call: Callable[[], Any], check: Check, place: AxisPlace
 ) -> None:
     found = call()

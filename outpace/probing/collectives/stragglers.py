@@ -24,7 +24,10 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown: `times` slower than the others; a repeated probe gives `low` to `high`."""
+    """A slowdown relative to the others, by the factor `times`.
+
+    A repeated probe would measure a factor from `low` to `high`.
+    """
 
     who: Who
     times: float
@@ -51,7 +54,7 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
     }
     middles = {rank: median(of) for rank, of in ratios.items()}
     found = []
-    for one in _slower_ones(ratios, _RANK_SLOWER):
+    for one in _find_slower(ratios, _RANK_SLOWER):
         others = [middle for rank, middle in middles.items() if rank != one.who]
         if one.times - median(others) > _APART * normal_deviation(others):
             found.append(one)
@@ -84,7 +87,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
         pair: [own / common for own, common in zip(of, usual, strict=False)]
         for pair, of in seconds.items()
     }
-    slow = _slower_ones(ratios, _LINK_SLOWER)
+    slow = _find_slower(ratios, _LINK_SLOWER)
     ranks = []
     for rank in sorted({rank for pair in seconds for rank in pair}):
         own = [one for one in slow if rank in one.who]
@@ -97,8 +100,11 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
     return SlowLinks(tuple(ranks), tuple(one for one in slow if not blamed & set(one.who)))
 
 
-def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return those that are slower by the factor `slower` beyond noise, slowest first."""
+def _find_slower(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
+    """Return the ranks or links that are `slower` times slower beyond noise, slowest first.
+
+    `ratios` has the times of each, relative to those of the others, one per round.
+    """
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:

@@ -41,9 +41,9 @@ def probe_matmul(
     `features` are those of the host's processor. `tokens` is the number of rows in a model's
     matmuls; None chooses a number that keeps calls short. Raises WrongResultError.
     """
-    dtypes = matmul.dtypes_of(device, features, _capability(device))
+    dtypes = matmul.dtypes_of(device, features, _compute_capability(device))
     on = matmul.bench(device, dtypes, quick)
-    cases, left_out = _cases(on, dtypes, spec, quick, tokens, budget_s)
+    cases, left_out = _list_cases(on, dtypes, spec, quick, tokens, budget_s)
     cases += [one for dtype in dtypes for one in matmul.best_cases(on, dtype, cases)]
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(cases, clock_of(device), effort, progress)
@@ -51,24 +51,27 @@ def probe_matmul(
     advice = [
         *model_shapes.vocabulary_advice(figures, spec),
         *model_shapes.heads_advice(figures, spec),
-        *_slow_sizes(figures),
-        *_granularity(figures, device, features),
+        *_report_slow_sizes(figures),
+        *_report_granularity(figures, device, features),
     ]
-    notes = (*_notes(device, figures, quick), *left_out)
+    notes = (*_list_notes(device, figures, quick), *left_out)
     return ProbeSection(
-        tuple(figures), tuple(advice), notes, said=_clock_words(device, features, figures)
+        tuple(figures),
+        tuple(advice),
+        notes,
+        said=_describe_implied_clocks(device, features, figures),
     )
 
 
-def _capability(device: torch.device) -> float:
+def _compute_capability(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     major, minor = torch.cuda.get_device_capability(device)
     return major + minor / 10
 
 
-def _cases(
-    on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool, given: int | None,
+def _list_cases(
+    on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool, requested_tokens: int | None,
     budget_s: float,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
     """Return all cases except the candidates for the best shape, and notes on omitted cases."""
@@ -78,7 +81,7 @@ def _cases(
     base = matmul.largest(on, main, at_most=4096 if on.device.type == "cuda" else 512)
     some = (main,) if quick else tuple(dtypes)
     for dtype in some:
-        tokens = matmul.tokens_for(on, dtype, spec, given)
+        tokens = matmul.tokens_for(on, dtype, spec, requested_tokens)
         cases += matmul.unlucky_cases(on, dtype, base, quick)
         own, left = matmul.model_cases(on, dtype, spec, tokens, forward_only=quick,
                                        within_s=_ONE_OF_EACH * budget_s / len(some))  # fmt: skip
@@ -98,8 +101,7 @@ def _cases(
     return cases, notes
 
 
-def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Yield notes on the device, on its dtypes, and on cases that were not measured."""
+def _list_notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
     if quick:
         yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
@@ -109,17 +111,16 @@ def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iter
             yield "this processor has no bf16 instructions, so bf16 is not timed"
 
 
-def _clock_words(
+def _describe_implied_clocks(
     device: torch.device, features: Collection[str], figures: Sequence[Figure]
 ) -> tuple[str, ...]:
-    """Describe the processor clock that the best rates imply."""
     if device.type == "cuda":
         return ()
     best = [f for f in figures if f.key.what == "best"]
-    return tuple(note for figure in best if (note := _by_clock(figure, features)))
+    return tuple(note for figure in best if (note := _describe_implied_clock(figure, features)))
 
 
-def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
+def _describe_implied_clock(figure: Figure, features: Collection[str]) -> str | None:
     """Return the clock that explains the best rate if all units were always busy, or None."""
     dtype: Dtype = figure.key.of["dtype"]  # type: ignore[assignment]
     span = flops_per_cycle(features, dtype)
@@ -135,7 +136,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
     )
 
 
-def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
+def _report_slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
     """Report the cost of the worst size just above a round one, per dtype and dimension."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
@@ -163,7 +164,7 @@ def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
     return found
 
 
-def _granularity(
+def _report_granularity(
     figures: Sequence[Figure], device: torch.device, features: Collection[str]
 ) -> list[Advice]:
     """Report the tiles that fine sweeps show, with waves on a GPU and thread blocks on a CPU."""
@@ -173,36 +174,34 @@ def _granularity(
         sweep = [f for f in fine if "threads" not in f.key.of]
         if len(sweep) < 2:  # all others are unstable
             continue
-        said = [*_steps(sweep, dim, device, features)]
+        sentences = [*_describe_steps(sweep, dim, device, features)]
         if device.type == "cuda":
-            said += _waves(sweep, device) if dim == "n" else []
+            sentences += _describe_waves(sweep, device) if dim == "n" else []
         else:
-            said += _shares(sweep, [f for f in fine if f not in sweep], dim)
-        found.append(_tiles(sweep, dim, said or ["no steps above the noise"]))
+            sentences += _describe_thread_blocks(sweep, [f for f in fine if f not in sweep], dim)
+        found.append(_make_tile_advice(sweep, dim, sentences or ["no steps above the noise"]))
     return found
 
 
-def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
-    """Report what a sweep shows, and the gain of its best size over its worst."""
+def _make_tile_advice(sweep: Sequence[Figure], dim: str, sentences: Sequence[str]) -> Advice:
     worst, best = (pick(sweep, key=lambda f: f.value or 0.0) for pick in (min, max))
     by = gain(worst, best, len(sweep) * (len(sweep) - 1) // 2)
     sizes = [int(figure.key.of[dim]) for figure in sweep]
     if by is not None and by.is_certain:
         ends = f"{dim} = {worst.key.of[dim]} to {dim} = {best.key.of[dim]}"
-        said = [*said, f"from {ends} operations are {by} faster"]
+        sentences = [*sentences, f"from {ends} operations are {by} faster"]
     text = f"{dim} from {min(sizes)} to {max(sizes)} ({sweep[0].key.of['dtype']}): "
     known = {} if by is None else {"gain": by.value, "low": by.low, "high": by.high}
     return Advice(
-        about="tiles", text=text + "; ".join(said), of=tuple(f.key for f in sweep), **known
+        about="tiles", text=text + "; ".join(sentences), of=tuple(f.key for f in sweep), **known
     )
 
 
-def _steps(
+def _describe_steps(
     sweep: Sequence[Figure], dim: str, device: torch.device, features: Collection[str]
 ) -> Iterator[str]:
-    """Describe the width of the steps in a sweep, on a CPU also in registers."""
     sizes = [int(figure.key.of[dim]) for figure in sweep]
-    steps = find_tile(sizes, [_seconds(figure) for figure in sweep])
+    steps = find_tile(sizes, [_matmul_s(figure) for figure in sweep])
     if steps is None:
         return
     yield (
@@ -216,9 +215,9 @@ def _steps(
         yield words
 
 
-def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
+def _describe_waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    sizes, seconds = [int(f.key.of["n"]) for f in sweep], [_seconds(f) for f in sweep]
+    sizes, seconds = [int(f.key.of["n"]) for f in sweep], [_matmul_s(f) for f in sweep]
     if waves := find_waves(sizes, seconds, int(sweep[0].key.of["m"]), count):
         (high, wide), share = waves
         yield (
@@ -227,10 +226,12 @@ def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
         )
 
 
-def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Iterator[str]:
+def _describe_thread_blocks(
+    sweep: Sequence[Figure], alone: Sequence[Figure], dim: str
+) -> Iterator[str]:
     """Describe the cost of sizes that threads cannot divide evenly."""
-    together = {f.key.of[dim]: _seconds(f) for f in sweep}
-    one = {int(f.key.of[dim]): _seconds(f) for f in alone if f.key.of[dim] in together}
+    together = {f.key.of[dim]: _matmul_s(f) for f in sweep}
+    one = {int(f.key.of[dim]): _matmul_s(f) for f in alone if f.key.of[dim] in together}
     threads = torch.get_num_threads()
     if found := find_threads([*one], [*one.values()], [together[size] for size in one], threads):
         wide, share = found
@@ -240,7 +241,7 @@ def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Itera
         )
 
 
-def _seconds(figure: Figure) -> float:
+def _matmul_s(figure: Figure) -> float:
     m, n, k = (int(figure.key.of[name]) for name in "mnk")
     assert figure.value is not None
     return 2.0 * m * n * k / figure.value

@@ -97,7 +97,6 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
 
 
 def _pool_size(device: torch.device, quick: bool) -> int:
-    """Return the number of elements for large matmuls, a small fraction of a GPU's memory."""
     if device.type != "cuda":
         return 1 << (26 if quick else 27)
     free, _ = torch.cuda.mem_get_info(device)
@@ -127,7 +126,7 @@ def _in_tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
+def _make_check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
     """Return a check of a matmul's first and last row in double precision."""
     m, n, k = shape
 
@@ -168,7 +167,8 @@ def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) ->
     m, n, k = shape
     key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
     return Case(key, "FLOP/s", lambda: matmul(on, dtype, shape), 2.0 * m * n * k,
-                _check(on, dtype, shape), _in_tf32 if dtype == "tf32" else nullcontext)  # fmt: skip
+                _make_check(on, dtype, shape),
+                _in_tf32 if dtype == "tf32" else nullcontext)  # fmt: skip
 
 
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
@@ -176,21 +176,20 @@ def _rough_rate(on: Bench, dtype: Dtype) -> float:
     for size in _CURVE[4:]:
         if not on.supports(dtype, (size, size, size)):
             break
-        rate = _rate(on, dtype, (size, size, size))
+        rate = _estimate_rate(on, dtype, (size, size, size))
         if 2.0 * size**3 / rate >= _LEAST_TIMED_S:
             break
     return rate
 
 
-def _rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
-    """Estimate the FLOP/s of a matmul by the host's clock."""
+def _estimate_rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
     m, n, k = shape
     call = matmul(on, dtype, shape)
     with _in_tf32() if dtype == "tf32" else nullcontext():
-        return 2.0 * m * n * k / min(_host_s(call, on.device) for _ in range(4))
+        return 2.0 * m * n * k / min(_time_call_s(call, on.device) for _ in range(4))
 
 
-def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
+def _time_call_s(call: Callable[[], Tensor], device: torch.device) -> float:
     begin_s = time.perf_counter()
     call()
     if device.type == "cuda":
@@ -232,7 +231,9 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     if on.device.type == "cuda":
         sweeps[1] += range(16 * 64, 16 * 64 + 64 * 48, 64)  # several waves of tiles along n
     shapes = [
-        (dim, _shape_of(base, dim, offset)) for dim, sweep in enumerate(sweeps) for offset in sweep
+        (dim, _offset_shape(base, dim, offset))
+        for dim, sweep in enumerate(sweeps)
+        for offset in sweep
     ]
     return [
         case(on, dtype, shape, "fine", dim="mnk"[dim])
@@ -243,7 +244,9 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     """Return the coarse steps of m and n on a CPU again, on a single thread."""
-    shapes = [(dim, _shape_of(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
+    shapes = [
+        (dim, _offset_shape(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)
+    ]
     return [
         replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
         for dim, shape in shapes
@@ -256,7 +259,7 @@ def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
-        (dim, _shape_of(base, dim, offset))
+        (dim, _offset_shape(base, dim, offset))
         for dim in range(3)
         for offset in (_STEPS[:1] if quick else sorted(above))
     ]
@@ -267,7 +270,7 @@ def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]
     ]
 
 
-def _shape_of(base: int, dim: int, offset: int) -> Shape:
+def _offset_shape(base: int, dim: int, offset: int) -> Shape:
     m, n, k = (base + offset if number == dim else base for number in range(3))
     return m, n, k
 
@@ -306,15 +309,15 @@ def model_cases(
     shapes = model_shapes(spec, tokens)
     shapes |= {} if forward_only else backward_shapes(shapes)
     left_s, taken = within_s, set()
-    for part, shape in sorted(shapes.items(), key=lambda one: _work(one[1])):
-        left_s -= _work(shape) / on.rates[dtype]
+    for part, shape in sorted(shapes.items(), key=lambda one: _matmul_flops(one[1])):
+        left_s -= _matmul_flops(shape) / on.rates[dtype]
         if left_s >= 0 and on.supports(dtype, shape):
             taken.add(part)
     cases = [case(on, dtype, s, "model", part=p) for p, s in shapes.items() if p in taken]
     return cases, [part for part in shapes if part not in taken]
 
 
-def _work(shape: Shape) -> float:
+def _matmul_flops(shape: Shape) -> float:
     m, n, k = shape
     return 2.0 * m * n * k
 
@@ -325,15 +328,15 @@ def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -
     Candidates are timed again, because the best of many timings is partly due to luck.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
-    tried = dict.fromkeys(_shape(key) for key in of)
-    shapes = sorted(tried, key=lambda shape: -_rate(on, dtype, shape))[:count]
+    tried = dict.fromkeys(_shape_of_key(key) for key in of)
+    shapes = sorted(tried, key=lambda shape: -_estimate_rate(on, dtype, shape))[:count]
     m, n, k = shapes[0]
     larger = [(2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (2 * m, 2 * n, 2 * k)]
     shapes += [one for one in larger if on.supports(dtype, one) and one not in shapes]
     return [case(on, dtype, shape, "candidate") for shape in shapes]
 
 
-def _shape(key: Key) -> Shape:
+def _shape_of_key(key: Key) -> Shape:
     m, n, k = (int(key.of[name]) for name in "mnk")
     return m, n, k
 

@@ -34,15 +34,15 @@ def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> l
         Case(
             Key(kind="vocabulary", what="time",
                 of={"dtype": dtype, "vocab": vocab, "hidden": spec.hidden, "tokens": tokens}),
-            "s", partial(_head, on, dtype, vocab, spec.hidden, tokens),
-            check=partial(_wrong_head, on, dtype, vocab, spec.hidden, tokens),
+            "s", partial(_make_head_call, on, dtype, vocab, spec.hidden, tokens),
+            check=partial(_find_head_error, on, dtype, vocab, spec.hidden, tokens),
         )
         for vocab in sizes
         if on.supports(dtype, (tokens, vocab, spec.hidden))
     ]  # fmt: skip
 
 
-def _of_head(
+def _head_operands(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Return the head's input, (tokens, hidden), and its weight, (vocab, hidden)."""
@@ -53,8 +53,10 @@ def _of_head(
 Head = tuple[Tensor, Tensor, Tensor]  # output, gradient of the weight, gradient of the input
 
 
-def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Callable[[], Head]:
-    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
+def _make_head_call(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
+) -> Callable[[], Head]:
+    x_TH, w_VH = _head_operands(on, dtype, vocab, hidden, tokens)
     g_TV = torch.empty(tokens, vocab, device=on.device, dtype=TORCH[dtype])
 
     def call() -> Head:
@@ -64,12 +66,11 @@ def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Call
     return call
 
 
-def _wrong_head(
-    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
+def _find_head_error(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, result: Head
 ) -> str | None:
-    """Describe the first wrong matmul of the head; None if all are right."""
-    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
-    g_TV, dw_VH, dx_TH = found
+    x_TH, w_VH = _head_operands(on, dtype, vocab, hidden, tokens)
+    g_TV, dw_VH, dx_TH = result
     return (
         wrong_matmul(g_TV, x_TH, w_VH.t(), dtype)
         or wrong_matmul(dw_VH, g_TV.t(), x_TH, dtype)
@@ -99,21 +100,22 @@ def attention_cases(
             Key(kind="attention", what=what,
                 of={"dtype": dtype, "heads": count, "head_dim": width // count,
                     "seq_len": seq_len}),
-            "s", partial(_attention, on, dtype, count, width // count, seq_len, spec.causal, what),
-            check=partial(_wrong_attention, dtype),
+            "s", partial(_make_attention_call, on, dtype, count, width // count, seq_len,
+                         spec.causal, what),
+            check=partial(_find_attention_error, dtype),
         )
         for count in counts
-        if _has_attention(on, dtype, count, width // count, seq_len, spec.causal)
+        if _supports_attention(on, dtype, count, width // count, seq_len, spec.causal)
         for what in (_WHOLE if quick else ("forward", _WHOLE[0]))
     ]  # fmt: skip
 
 
-def _has_attention(
+def _supports_attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
 ) -> bool:
     """Return whether this attention runs on the device, by running it."""
     try:
-        _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
+        _make_attention_call(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
     except RuntimeError:  # no memory, or no kernel
         return False
     return True
@@ -129,14 +131,14 @@ class _AttentionRun:
     grads: tuple[Tensor, ...] = ()
 
 
-def _attention(
-    on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool, what: str
+def _make_attention_call(
+    on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool, pass_name: str
 ) -> Callable[[], _AttentionRun]:
     count = heads * seq_len * head_dim
     shape = (1, heads, seq_len, head_dim)
     q, k, v, g = (on.pools[dtype][n * count : (n + 1) * count].view(shape) for n in range(4))
     given = (q, k, v, g)
-    if what == "forward":
+    if pass_name == "forward":
         return lambda: _AttentionRun(
             F.scaled_dot_product_attention(q, k, v, is_causal=causal), given, causal
         )
@@ -149,18 +151,18 @@ def _attention(
     return forward_and_backward
 
 
-def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
+def _find_attention_error(dtype: Dtype, run: _AttentionRun) -> str | None:
     """Check the outputs and gradients of the first and last head in double precision."""
-    ends = [0, found.out.shape[1] - 1]
-    q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
+    ends = [0, run.out.shape[1] - 1]
+    q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in run.given)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    if found.causal:
+    if run.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -torch.inf)
     out = scores.softmax(-1) @ v
-    true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
+    true = [out, *(torch.autograd.grad(out, (q, k, v), g) if run.grads else ())]
     names = ("the output", "dQ", "dK", "dV")
-    for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
+    for name, one, right in zip(names, (run.out, *run.grads), true, strict=False):
         # Relative to the largest value, because each value accumulates many rounding errors.
         away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()
         if not away <= _ATTENTION_OFF[dtype]:
@@ -171,32 +173,32 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
 def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
     """Advise whether to pad the vocabulary, per dtype."""
     return [
-        found for dtype in _dtypes(figures, "vocabulary")
-        if (found := _vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
+        found for dtype in _list_dtypes(figures, "vocabulary")
+        if (found := _advise_on_vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
     ]  # fmt: skip
 
 
-def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advice | None:
+def _advise_on_vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advice | None:
     own = next((f for f in figures if f.key.has(vocab=spec.vocab)), None)
-    padded = _best(own, [f for f in figures if f is not own])
+    padded = _largest_gain(own, [f for f in figures if f is not own])
     if own is None or padded is None:
         return None
     better, by = padded
     size = int(better.key.of["vocab"])
     change = f"vocabulary {spec.vocab} → {size} ({dtype}, {own.key.of['tokens']} tokens)"
     text = f"{change}: the head's matmuls {by}"
-    return _advice("vocabulary", text, by, own, better)
+    return _make_advice("vocabulary", text, by, own, better)
 
 
 def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
     """Advise whether a different number of heads is faster at the same width, per dtype."""
     found = []
-    for dtype in _dtypes(figures, "attention"):
+    for dtype in _list_dtypes(figures, "attention"):
         mine = [f for f in _select(figures, "attention", dtype)
                 if f.key.what == "forward and backward"]  # fmt: skip
         own = next((f for f in mine if f.key.has(heads=spec.heads)), None)
         near = [f for f in mine if f is not own and _is_near(int(f.key.of["heads"]), spec.heads)]
-        best = _best(own, near)
+        best = _largest_gain(own, near)
         if own is None or best is None:
             continue
         better, by = best
@@ -205,7 +207,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
             f"{better.key.of['head_dim']} ({dtype}, {own.key.of['seq_len']} tokens)"
         )
         text = f"{change}: attention {by}; the effect on learning is not considered"
-        found.append(_advice("heads", text, by, own, better))
+        found.append(_make_advice("heads", text, by, own, better))
     return found
 
 
@@ -214,14 +216,14 @@ def _is_near(count: int, spec_count: int) -> bool:
     return spec_count / 2 <= count <= 2 * spec_count
 
 
-def _advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
+def _make_advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
     if not by.is_certain or by.value < _WORTH:
         text += " — no certain gain: leave it unchanged"
     return Advice(about=about, text=text, gain=by.value, low=by.low, high=by.high,
                   of=(present.key, better.key))  # fmt: skip
 
 
-def _dtypes(figures: Sequence[Figure], kind: str) -> list[str]:
+def _list_dtypes(figures: Sequence[Figure], kind: str) -> list[str]:
     return list(dict.fromkeys(str(f.key.of["dtype"]) for f in figures if f.key.kind == kind))
 
 
@@ -229,8 +231,7 @@ def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
     return [f for f in figures if f.key.kind == kind and f.key.has(dtype=dtype)]
 
 
-def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
-    """Return the figure with the largest gain over `present`, with that gain, or None."""
+def _largest_gain(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
     if present is None:
         return None
     gains = [

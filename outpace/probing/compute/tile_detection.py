@@ -44,11 +44,11 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
         return None
     line = _residual(n, t)
     tried = [
-        (tile, *_fit(np.ceil(n / tile), t))
+        (tile, *_fit_line(np.ceil(n / tile), t))
         for tile in TILES
         if n.max() - n.min() >= 2 * tile and np.diff(np.sort(n)).min() * 2 <= tile
     ]
-    found = _pick([(tile, left) for tile, left, slope in tried if slope > 0])
+    found = _pick_tile([(tile, left) for tile, left, slope in tried if slope > 0])
     if found is None or line == 0 or found[1] > _EXPLAINS * line:
         return None
     slope = next(slope for tile, _, slope in tried if tile == found[0])
@@ -97,16 +97,16 @@ def find_threads(
         blocks = np.ceil(n / wide)
         return np.asarray(blocks / threads / np.ceil(blocks / threads))
 
-    tried = [(wide, *_fit(busy(wide), sooner)) for wide in (1, *TILES)
+    tried = [(wide, *_fit_line(busy(wide), sooner)) for wide in (1, *TILES)
              if n.max() - n.min() >= 2 * wide * threads]  # fmt: skip
     line = _residual(n, sooner)
-    found = _pick([(wide, left) for wide, left, slope in tried if slope > 0])
+    found = _pick_tile([(wide, left) for wide, left, slope in tried if slope > 0])
     if found is None or line == 0 or found[1] > _EXPLAINS * line:
         return None
     return found[0], 1 - found[1] / line
 
 
-def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+def _pick_tile(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """Return the largest tile that fits clearly better than all smaller ones."""
     chosen: tuple[int, float] | None = None
     for tile, left in tried:
@@ -116,10 +116,10 @@ def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
 
 
 def _residual(x: np.ndarray, t: np.ndarray) -> float:
-    return _fit(x, t)[0]
+    return _fit_line(x, t)[0]
 
 
-def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
+def _fit_line(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
     """Fit a straight line to t(x) by least squares; return the residual and the slope."""
     design = np.stack([np.ones_like(x), x], axis=1)
     solved, *_ = np.linalg.lstsq(design, t, rcond=None)

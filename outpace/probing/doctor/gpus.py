@@ -14,7 +14,7 @@ _UUIDS, _NUMBER = ("GPU-", "MIG-"), re.compile(r"\+?[0-9]+")
 _HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
 
 
-def _gpus(inventory: Inventory) -> tuple[GpuState, ...]:
+def _require_gpus(inventory: Inventory) -> tuple[GpuState, ...]:
     if not inventory.gpus:
         raise UnknownFactError(inventory.gpus_unknown or "there is no GPU")
     return inventory.gpus
@@ -27,10 +27,10 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 def pcie(inventory: Inventory) -> Iterator[Finding]:
     """Find cards whose slot or riser has fewer lanes or an older PCIe generation than the card."""
     name = "PCIe width"
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
     if not known:
-        raise UnknownFactError(_refusal(gpus, "CurrPcieLinkWidth"))
+        raise UnknownFactError(_describe_refusal(gpus, "CurrPcieLinkWidth"))
     for width, most in sorted({(gpu.pcie_width or 0, gpu.pcie_width_max or 0) for gpu in known}):
         if width >= most:
             continue
@@ -76,7 +76,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
+def _describe_refusal(gpus: tuple[GpuState, ...], question: str) -> str:
     reasons = {gpu.not_told[question] for gpu in gpus if question in gpu.not_told}
     return (
         f"the driver does not report it: {join_names(sorted(reasons))}"
@@ -87,10 +87,10 @@ def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
 
 def power(inventory: Inventory) -> Iterator[Finding]:
     """Find a power limit below the card's default."""
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     known = [gpu for gpu in gpus if gpu.power_limit_w and gpu.power_limit_default_w]
     if not known:
-        raise UnknownFactError(_refusal(gpus, "EnforcedPowerLimit"))
+        raise UnknownFactError(_describe_refusal(gpus, "EnforcedPowerLimit"))
     low = [g for g in known if (g.power_limit_w or 0) < 0.98 * (g.power_limit_default_w or 0)]
     if low:
         one = low[0]
@@ -105,9 +105,9 @@ def power(inventory: Inventory) -> Iterator[Finding]:
 
 def throttling(inventory: Inventory) -> Iterator[Finding]:
     """Find GPUs whose clocks are currently throttled or were fixed by a user."""
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     if all(gpu.throttled_by is None for gpu in gpus):
-        raise UnknownFactError(_refusal(gpus, "CurrentClocksEventReasons"))
+        raise UnknownFactError(_describe_refusal(gpus, "CurrentClocksEventReasons"))
     hot = [gpu for gpu in gpus if set(gpu.throttled_by or ()) & set(_HEAT)]
     if hot:
         why = sorted({reason for gpu in hot for reason in gpu.throttled_by or ()} & set(_HEAT))
@@ -129,9 +129,9 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
 
 def ecc(inventory: Inventory) -> Iterator[Finding]:
     """Find memory errors, pending row remapping, and disabled or changing ECC."""
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     if all(gpu.ecc is None for gpu in gpus):
-        raise UnknownFactError(_refusal(gpus, "EccMode"))
+        raise UnknownFactError(_describe_refusal(gpus, "EccMode"))
     bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
     if bad:
         yield make_finding(
@@ -161,9 +161,9 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
 
 def links(inventory: Inventory) -> Iterator[Finding]:
     """Find GPUs with fewer NVLinks up than others, or hosts where none is up."""
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     if all(gpu.nvlinks is None for gpu in gpus):
-        raise UnknownFactError(_refusal(gpus, "NvLinkState"))
+        raise UnknownFactError(_describe_refusal(gpus, "NvLinkState"))
     most = max((gpu.nvlinks_active or 0 for gpu in gpus), default=0)
     fewer = [gpu for gpu in gpus if gpu.nvlinks and (gpu.nvlinks_active or 0) < most]
     if fewer:
@@ -183,7 +183,7 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
     """Find GPUs that other programs use, MIG slices, and a driver that unloads when idle."""
-    gpus = _gpus(inventory)
+    gpus = _require_gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
         one = used[0]
@@ -216,7 +216,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
     """Find a rank on CPUs far from its GPU, whose memory traffic crosses sockets."""
-    gpus, rank = _gpus(inventory), inventory.local_rank
+    gpus, rank = _require_gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError(
             "not started as a rank: start outpace doctor in the same way as the training"
@@ -232,7 +232,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
         )
     near = gpus[rank].cpu_affinity
     if near is None:
-        raise UnknownFactError(_refusal(gpus, "CpuAffinity"))
+        raise UnknownFactError(_describe_refusal(gpus, "CpuAffinity"))
     if not cpu_set(inventory.usable_cpus) & cpu_set(near):
         yield make_finding(
             "GPU and CPU", "high", "the rank is bound to CPUs far from its GPU",
@@ -243,7 +243,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
     """Find a CUDA_VISIBLE_DEVICES that hides more GPUs than intended."""
-    gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
+    gpus, text = _require_gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
     count = max(len(gpus), len(inventory.topology.gpus) if inventory.topology else 0)

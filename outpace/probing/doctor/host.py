@@ -13,13 +13,12 @@ _GIB = 2**30
 _FILES_WANTED = 4096  # loader workers keep a descriptor open for each tensor that they send
 
 
-def _usable(inventory: Inventory) -> frozenset[int]:
+def _usable_cpus(inventory: Inventory) -> frozenset[int]:
     return cpu_set(inventory.usable_cpus)
 
 
-def _power(inventory: Inventory) -> float:
-    """Return the number of cores that this process can use fully."""
-    cores = float(inventory.cpu.cores_of(_usable(inventory)))
+def _usable_cores(inventory: Inventory) -> float:
+    cores = float(inventory.cpu.cores_of(_usable_cpus(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
 
@@ -28,7 +27,7 @@ def quota(inventory: Inventory) -> Iterator[Finding]:
     name = "CPU quota"
     if not inventory.cpu_quota_known:
         raise UnknownFactError("no cgroup that limits this process's CPU time can be read")
-    allowed, seen = inventory.cpu_quota, len(_usable(inventory))
+    allowed, seen = inventory.cpu_quota, len(_usable_cpus(inventory))
     if allowed is None or allowed >= seen - 0.01:
         return
     threads = max(1, math.floor(allowed))
@@ -48,7 +47,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
     """Find too many or too few threads for the cores, from OMP_NUM_THREADS and the local ranks."""
     name = "OMP_NUM_THREADS"
     text = inventory.settings.get(name)
-    ranks, power = inventory.local_world_size or 1, _power(inventory)
+    ranks, power = inventory.local_world_size or 1, _usable_cores(inventory)
     fair = max(1, math.floor(power / ranks))
     if text is None:
         if ranks > 1:
@@ -91,7 +90,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
     name = "hyper-threads"
     if not inventory.cpu.siblings:
         raise UnknownFactError("the kernel does not report which CPUs share a core")
-    usable = _usable(inventory)
+    usable = _usable_cpus(inventory)
     cores = inventory.cpu.cores_of(usable)
     count = omp_threads(inventory.settings.get("OMP_NUM_THREADS", ""))
     ranks = inventory.local_world_size or 1
@@ -107,7 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
     """Find a process bound to part of the host's CPUs, a likely mistake if it is the only rank."""
-    usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
+    usable, online = _usable_cpus(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
     yield make_finding(
@@ -125,7 +124,7 @@ def numa(inventory: Inventory) -> Iterator[Finding]:
     name = "NUMA binding"
     if not inventory.cpu.numa:
         raise UnknownFactError("the kernel does not report NUMA nodes")
-    usable = _usable(inventory)
+    usable = _usable_cpus(inventory)
     nodes = inventory.cpu.numa_of(usable)
     if len(nodes) < 2:
         return
@@ -245,7 +244,7 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
     """Find other programs on the cores, which slow down steps and disturb measurements."""
-    busy, count = inventory.other_busy_cores, len(_usable(inventory))
+    busy, count = inventory.other_busy_cores, len(_usable_cpus(inventory))
     if busy is None:
         raise UnknownFactError("outpace could not read the load of the cores")
     if busy < max(0.3, 0.05 * count):

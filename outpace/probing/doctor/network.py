@@ -110,7 +110,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
                     "there is a fast network, but NCCL is not allowed to use it",
                     f"{which}={settings[which]}; ports with a link: {len(active)} ({kinds}, "
                     f"{active[0].rate or 'rate unknown'})", f"unset {which}")  # fmt: skip
-    yield from _cannot_be_used(inventory, active)
+    yield from _find_unusable_ports(inventory, active)
     down = [port for port in inventory.ports if port.active is False]
     if down:
         yield make_finding(
@@ -121,7 +121,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
             "check the cable, the switch's port, or, for InfiniBand, the subnet manager (ibstat, "
             "sminfo); ignore unused ports",
         )
-    slower = _slower_ports(active)
+    slower = _describe_slower_ports(active)
     if slower:
         yield make_finding(name, "moderate", "ports slower than others of their kind", slower,
                     "reseat or replace the cable; compare mlxlink's output for both")  # fmt: skip
@@ -142,15 +142,15 @@ def network(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
+def _find_unusable_ports(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
     """Find active ports that NCCL cannot open or is not allowed to use."""
     if not active:
         return
-    name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
-    if among and not any(_selects(among, port) for port in active):
+    name, ib_hca = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
+    if ib_hca and not any(_nccl_includes_port(ib_hca, port) for port in active):
         ports = join_names([f"{port.device}:{port.port}" for port in active])
         yield make_finding(name, "severe", "NCCL_IB_HCA excludes every port with a link",
-                    f"NCCL_IB_HCA={among}; ports with a link: {ports}",
+                    f"NCCL_IB_HCA={ib_hca}; ports with a link: {ports}",
                     "unset NCCL_IB_HCA, or name existing ports")  # fmt: skip
     if inventory.verbs_devices is False:
         yield make_finding(
@@ -166,22 +166,22 @@ def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator
         )  # fmt: skip
 
 
-def _selects(among: str, port: NetworkPort) -> bool:
+def _nccl_includes_port(ib_hca: str, port: NetworkPort) -> bool:
     """Return whether NCCL_IB_HCA includes a port.
 
     The variable lists prefixes of device names, with or without a port, separated by commas. A
     leading = requires full names, and ^ excludes (NVIDIA, NCCL documentation, "NCCL_IB_HCA").
     """
-    others, exact = among.startswith("^"), among.lstrip("^").startswith("=")
+    others, exact = ib_hca.startswith("^"), ib_hca.lstrip("^").startswith("=")
     listed = False
-    for one in among.lstrip("^=").split(","):
+    for one in ib_hca.lstrip("^=").split(","):
         device, _, number = one.strip().partition(":")
         named = port.device == device if exact else port.device.startswith(device)
         listed = listed or (bool(device) and named and number in ("", str(port.port)))
     return listed != others
 
 
-def _slower_ports(active: list[NetworkPort]) -> str:
+def _describe_slower_ports(active: list[NetworkPort]) -> str:
     rates = {f"{port.device}:{port.port}": port.rate for port in active if port.rate}
     kinds = {f"{port.device}:{port.port}": port.link_layer for port in active}
     slow = []

@@ -58,12 +58,12 @@ def read_cpus(sys: Path = SYS) -> CpuTopology:
         packages=len(packages) or None,
         cores=len(siblings) or None,
         siblings=tuple(sorted(siblings, key=lambda core: min(cpu_set(core)))),
-        numa=tuple(_numa(sys / "devices/system/node")),
-        caches=tuple(_caches(folder, cpus)),
+        numa=tuple(_read_numa_nodes(sys / "devices/system/node")),
+        caches=tuple(_read_caches(folder, cpus)),
     )
 
 
-def _numa(folder: Path) -> list[NumaNode]:
+def _read_numa_nodes(folder: Path) -> list[NumaNode]:
     nodes = []
     for number in sorted(cpu_set(read_text(folder / "online") or "")):
         place = folder / f"node{number}"
@@ -79,7 +79,7 @@ def _numa(folder: Path) -> list[NumaNode]:
     return nodes
 
 
-def _caches(folder: Path, cpus: frozenset[int]) -> list[Cache]:
+def _read_caches(folder: Path, cpus: frozenset[int]) -> list[Cache]:
     """Return each kind of cache with its count. A cache shared by several CPUs counts once."""
     seen = set[tuple[int, Any, int, str]]()
     for cpu in cpus:

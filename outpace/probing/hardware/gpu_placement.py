@@ -41,7 +41,7 @@ def advise_placement(
         bottleneck=None if topology.pcie_only else bottleneck(topology),
         slow=()
         if topology.pcie_only
-        else slow_pairs(topology, _times(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
+        else slow_pairs(topology, _pcie_slowdown(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
         nics=tuple(_near_nics(topology, gpu) for gpu in gpus) if topology.nics else (),
     )
 
@@ -53,7 +53,7 @@ def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None =
     grouped.
     """
     gpus = topology.gpus
-    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    score = {frozenset(pair): _score_link(topology, *pair) for pair in combinations(gpus, 2)}
     groups: tuple[tuple[str, ...], ...] | None = None
     if len(gpus) <= _MOST_SEARCHED:
         for least in sorted(set(score.values()), reverse=True):
@@ -63,10 +63,10 @@ def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None =
     if groups is None:
         whole = len(gpus) - len(gpus) % size
         groups = tuple(gpus[at : at + size] for at in range(0, whole, size))
-    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+    return _make_grouping(topology, size, groups, score, nvlink_bytes_per_s)
 
 
-def _grouping(
+def _make_grouping(
     topology: Topology,
     size: int,
     groups: tuple[tuple[str, ...], ...],
@@ -80,7 +80,7 @@ def _grouping(
     )
     bonds = nvlinks(worst)
     rate = bonds * nvlink_bytes_per_s if bonds and nvlink_bytes_per_s is not None else None
-    order = sorted(groups, key=lambda group: -_sum(group, score))
+    order = sorted(groups, key=lambda group: -_group_score(group, score))
     inside = {gpu for group in groups for gpu in group}
     return Grouping(
         size=size,
@@ -98,7 +98,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
     NVLinks. Returns None if no two GPUs are joined in this way.
     """
     gpus = topology.gpus
-    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    score = {frozenset(pair): _score_link(topology, *pair) for pair in combinations(gpus, 2)}
     if len(gpus) > _MOST_SEARCHED:
         return None
     for least in (goodness("NV1"), _SLOWEST_FOR_TENSOR_PARALLEL):
@@ -106,18 +106,18 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
             for left_over in range(len(gpus) % size, len(gpus) - size + 1, size):
                 groups = _partition(gpus, size, left_over, score, 2 * least)
                 if groups:
-                    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+                    return _make_grouping(topology, size, groups, score, nvlink_bytes_per_s)
     return None
 
 
-def _score(topology: Topology, one: str, other: str) -> int:
+def _score_link(topology: Topology, gpu: str, other: str) -> int:
     """Rate the link of a pair; a shared NUMA node breaks ties."""
-    near = topology.device(one).numa_affinity
+    near = topology.device(gpu).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
-    return 2 * goodness(topology.link_between(one, other)) + same
+    return 2 * goodness(topology.link_between(gpu, other)) + same
 
 
-def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
+def _group_score(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
     return sum(score[frozenset(pair)] for pair in combinations(group, 2))
 
 
@@ -151,12 +151,12 @@ def _connected_groups(
         for rest in combinations(near, size - 1)
         if all(score[frozenset(pair)] >= least for pair in combinations(rest, 2))
     )
-    yield from sorted(groups, key=lambda group: -_sum(group, score))
+    yield from sorted(groups, key=lambda group: -_group_score(group, score))
 
 
-def _largest_grouping(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
+def _largest_grouping(groupings: tuple[Grouping, ...], gpus: int) -> Grouping | None:
     """Return the largest groups joined by NVLink, or else by PCIe switches, or None."""
-    even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
+    even = [grouping for grouping in groupings if gpus % grouping.size == 0] or list(groupings)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
         return by_nvlink[-1]
@@ -185,13 +185,13 @@ def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
         lost.append(worst)
     if not odd:
         return None
-    kinds = sorted({str(link or "n/a") for link in odd.values()}, key=_order)
+    kinds = sorted({str(link or "n/a") for link in odd.values()}, key=_link_sort_key)
     return MissingNvlinks(
         usual=str(usual), links=tuple(kinds), gpus=tuple(lost), pairs=tuple(odd_left)
     )
 
 
-def _order(link: str) -> int:
+def _link_sort_key(link: str) -> int:
     return 0 if link == "n/a" else -goodness(link)
 
 
@@ -215,10 +215,9 @@ def bottleneck(topology: Topology) -> str | None:
     return last
 
 
-def _times(
+def _pcie_slowdown(
     topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
 ) -> float | None:
-    """Return how many times slower a PCIe slot is than the best NVLinks; None if unknown."""
     pairs = combinations(topology.gpus, 2)
     most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:

@@ -27,13 +27,13 @@ def measure_host_rates(threads: int) -> HostRates | None:
     All plans of a process therefore use the same rates.
     """
     try:
-        return _measure_separately(threads)
+        return _measure_in_subprocess(threads)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
 
 @cache
-def _measure_separately(threads: int) -> HostRates:
+def _measure_in_subprocess(threads: int) -> HostRates:
     """Measure in a separate process. Raises an error on failure, so that it is not cached."""
     ended = subprocess.run(
         [sys.executable, "-m", __name__, str(threads)],
@@ -54,14 +54,13 @@ def measure_rates(threads: int) -> HostRates:
         weight = torch.randn(4 * _WIDTH, _WIDTH, dtype=dtype)
         flops = 2.0 * _ROWS * _WIDTH * 4 * _WIDTH
         work = partial(torch.nn.functional.linear, x, weight)
-        rates[name] = threads * flops / _seconds(work)
+        rates[name] = threads * flops / _least_cpu_s(work)
     source, target = torch.zeros(_COPIED), torch.zeros(_COPIED)
-    copy_s = _seconds(partial(target.copy_, source))
+    copy_s = _least_cpu_s(partial(target.copy_, source))
     return HostRates(flops_per_s=rates, memory_bytes_per_s=2.0 * source.nbytes / copy_s)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Return the minimum CPU time of this thread over several runs of `work`."""
+def _least_cpu_s(work: Callable[[], object]) -> float:
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

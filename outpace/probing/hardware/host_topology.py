@@ -32,7 +32,9 @@ def read_topology(
     gpus, gpus_why = ((), None) if file is not None else nvml.query(timeout_s)
     return HostTopology(
         topology=topology,
-        placement=None if topology is None else advise_placement(topology, *_rates(nvlink, gpus)),
+        placement=None
+        if topology is None
+        else advise_placement(topology, *_catalog_rates(nvlink, gpus)),
         cpu=None if file is not None else read_cpus(),
         gpus=gpus,
         gpus_unknown=why,
@@ -54,7 +56,9 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
     return parse(text, "standard input" if str(file) == "-" else file.name), None
 
 
-def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
+def _catalog_rates(
+    nvlink: str | None, gpus: Sequence[GpuState]
+) -> tuple[float | None, float | None]:
     """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
     They are those of NVLink generation `nvlink` and of accelerators that have it, or else of this
@@ -63,7 +67,7 @@ def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, 
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")
         chips = [one for one in ACCELERATORS.values() if _device_link(one) == link.name]
-        return link.bytes_per_s, _slot(chips)
+        return link.bytes_per_s, _fastest_slot_bytes_per_s(chips)
     found = [find_accelerator(gpu.name or "", gpu.memory_bytes) for gpu in gpus]
     chips = [chip for chip in found if chip is not None]
     names = {_device_link(chip) for chip in chips}
@@ -71,14 +75,13 @@ def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, 
         return None, None
     name = names.pop()
     known = name is not None and LINKS[name].kind == "nvlink"
-    return (LINKS[name].bytes_per_s if name and known else None), _slot(chips)
+    return (LINKS[name].bytes_per_s if name and known else None), _fastest_slot_bytes_per_s(chips)
 
 
 def _device_link(chip: Accelerator) -> str | None:
     return None if chip.device_link is None else chip.device_link.link
 
 
-def _slot(chips: Sequence[Accelerator]) -> float | None:
-    """Return the one-way bytes/s of the fastest PCIe link of any accelerator, or None."""
+def _fastest_slot_bytes_per_s(chips: Sequence[Accelerator]) -> float | None:
     links = [LINKS[chip.host_link] for chip in chips]
     return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

@@ -50,33 +50,33 @@ def gather(
     cpu = read_cpus(sys)
     usable = frozenset(usable_cpus())
     quota, quota_known = cpu_quota(proc / "self/cgroup", proc / "self/mountinfo")
-    busy, busy_programs, swapped = _watch(usable, watch_s)
+    busy, busy_programs, swapped = _observe_other_programs(usable, watch_s)
     gpus, gpus_unknown = nvml.query(timeout_s)
     topology = topology_unknown = None
     try:
         topology = read_live(timeout_s)
     except ToolError as error:
         topology_unknown = str(error)
-    shared = _shared_memory()
-    files, files_hard = _limit("RLIMIT_NOFILE")
-    local = _local_ranks(environ)
+    shared = _shared_memory_bytes()
+    files, files_hard = _resource_limit("RLIMIT_NOFILE")
+    local = _local_rank_and_size(environ)
     return Inventory(
         cpu=cpu,
         usable_cpus=cpu_list(usable),
         cpu_quota=quota,
         cpu_quota_known=quota_known,
-        governors=_of_each_cpu(sys, usable, "scaling_governor"),
-        scaling_driver=next(iter(_of_each_cpu(sys, usable, "scaling_driver") or ()), None),
-        energy_preferences=_of_each_cpu(sys, usable, "energy_performance_preference"),
+        governors=_cpufreq_values(sys, usable, "scaling_governor"),
+        scaling_driver=next(iter(_cpufreq_values(sys, usable, "scaling_driver") or ()), None),
+        energy_preferences=_cpufreq_values(sys, usable, "energy_performance_preference"),
         transparent_hugepages=_choice(read_text(sys / "kernel/mm/transparent_hugepage/enabled")),
         memory_bytes=psutil.virtual_memory().total,
-        swap_used_bytes=_swap_used(),
+        swap_used_bytes=_swap_used_bytes(),
         swapped_bytes_per_s=swapped,
         shared_memory_bytes=shared and shared[0],
         shared_memory_free_bytes=shared and shared[1],
         open_files_limit=files,
         open_files_hard_limit=files_hard,
-        locked_memory_limit_bytes=_limit("RLIMIT_MEMLOCK")[0],
+        locked_memory_limit_bytes=_resource_limit("RLIMIT_MEMLOCK")[0],
         settings={name: environ[name] for name in SETTINGS if name in environ},
         local_rank=local[0],
         local_world_size=local[1],
@@ -86,24 +86,24 @@ def gather(
         gpus_unknown=gpus_unknown,
         topology=topology,
         topology_unknown=topology_unknown,
-        ports=tuple(_ports(sys / "class/infiniband")),
+        ports=tuple(_read_network_ports(sys / "class/infiniband")),
         verbs_devices=any((dev / "infiniband").glob("uverbs*")),
-        verbs_library=_loads(VERBS_LIBRARY),
-        gpu_direct=_gpu_direct(sys),
+        verbs_library=_can_load(VERBS_LIBRARY),
+        gpu_direct=_has_gpu_direct(sys),
     )
 
 
-def _watch(
+def _observe_other_programs(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
     """Return the cores that other programs use, the busiest programs, and the swapped bytes/s."""
     own = psutil.Process()
-    before, swap = _cpu_times(), _swap_bytes()
+    before, swap = _process_cpu_times(), _swapped_bytes()
     # Listing all processes takes a while on a busy host, so cores are timed separately.
     cores, began_s = psutil.cpu_times(percpu=True), time.monotonic()
     time.sleep(watch_s)
     cores_after, took_s = psutil.cpu_times(percpu=True), time.monotonic() - began_s
-    after, swap_after = _cpu_times(), _swap_bytes()
+    after, swap_after = _process_cpu_times(), _swapped_bytes()
     if took_s <= 0 or len(cores) != len(cores_after) or max(usable) >= len(cores):
         return None, (), None
     busy = sum(_busy_s(cores_after[core]) - _busy_s(cores[core]) for core in usable) / took_s
@@ -130,7 +130,7 @@ def _busy_s(times: object) -> float:
     return float(sum(getattr(times, name, 0.0) for name in names))
 
 
-def _cpu_times() -> dict[int, tuple[str, float, float]]:
+def _process_cpu_times() -> dict[int, tuple[str, float, float]]:
     """Return the name and CPU time of each visible process by PID, and when it was read."""
     found = {}
     for process in psutil.process_iter():
@@ -141,20 +141,20 @@ def _cpu_times() -> dict[int, tuple[str, float, float]]:
     return found
 
 
-def _swap_bytes() -> float | None:
+def _swapped_bytes() -> float | None:
     with suppress(OSError, RuntimeError, ValueError):
         swap = psutil.swap_memory()
         return float(swap.sin + swap.sout)
     return None
 
 
-def _swap_used() -> int | None:
+def _swap_used_bytes() -> int | None:
     with suppress(OSError, RuntimeError, ValueError):
         return int(psutil.swap_memory().used)
     return None
 
 
-def _shared_memory() -> tuple[int, int] | None:
+def _shared_memory_bytes() -> tuple[int, int] | None:
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -162,7 +162,7 @@ def _shared_memory() -> tuple[int, int] | None:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def _limit(name: str) -> tuple[int | None, int | None]:
+def _resource_limit(name: str) -> tuple[int | None, int | None]:
     """Return the soft and hard limit, −1 if unlimited and None if unknown."""
     kind = getattr(resource, name, None)
     if kind is None:
@@ -171,7 +171,7 @@ def _limit(name: str) -> tuple[int | None, int | None]:
     return tuple(-1 if one == resource.RLIM_INFINITY else one for one in (soft, hard))  # type: ignore[return-value]
 
 
-def _of_each_cpu(sys: Path, cpus: frozenset[int], name: str) -> tuple[str, ...] | None:
+def _cpufreq_values(sys: Path, cpus: frozenset[int], name: str) -> tuple[str, ...] | None:
     found = {
         text
         for cpu in cpus
@@ -185,7 +185,7 @@ def _choice(text: str | None) -> str | None:
     return None if text is None or "[" not in text else text.partition("[")[2].partition("]")[0]
 
 
-def _local_ranks(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+def _local_rank_and_size(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     for names in _LOCAL:
         given = [environ.get(name, "") for name in names]
         if all(word.isdigit() for word in given):
@@ -193,7 +193,7 @@ def _local_ranks(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _ports(folder: Path) -> Iterator[NetworkPort]:
+def _read_network_ports(folder: Path) -> Iterator[NetworkPort]:
     for device in sorted(folder.glob("*")):
         numa = read_text(device / "device/numa_node")
         for port in sorted((device / "ports").glob("*")):
@@ -208,8 +208,7 @@ def _ports(folder: Path) -> Iterator[NetworkPort]:
             )
 
 
-def _loads(library: str) -> bool:
-    """Return whether a library can be loaded, which does not access any device."""
+def _can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -217,7 +216,7 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _gpu_direct(sys: Path) -> bool | None:
+def _has_gpu_direct(sys: Path) -> bool | None:
     modules = sys / "module"
     if not modules.is_dir():
         return None

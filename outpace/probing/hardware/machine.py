@@ -26,7 +26,7 @@ def usable_cores(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> int:
 
 def identify(find_accelerator: FindAccelerator) -> Machine:
     """Describe this host and its CUDA devices, which `find_accelerator` looks up in a catalog."""
-    name, features = _processor()
+    name, features = _read_processor()
     return Machine(
         host_cores=usable_cores(),
         host_memory_bytes=psutil.virtual_memory().total,
@@ -37,7 +37,7 @@ def identify(find_accelerator: FindAccelerator) -> Machine:
     )
 
 
-def _processor() -> tuple[str, tuple[str, ...]]:
+def _read_processor() -> tuple[str, tuple[str, ...]]:
     name, flags = platform.processor() or platform.machine(), set[str]()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

@@ -79,7 +79,7 @@ def run_tool(command: list[str], timeout_s: float) -> str:
         try:
             text, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            _end(process)
+            _kill_tool(process)
             raise ToolError(
                 f"{' '.join(command)} has not answered in {timeout_s:g} s and was stopped. A "
                 "driver in this state also hangs other programs: look for NVRM or Xid in the "
@@ -91,7 +91,7 @@ def run_tool(command: list[str], timeout_s: float) -> str:
     return text
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill_tool(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -101,9 +101,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Header:
-    """Header of the matrix: device names, host columns, and the positions of these columns."""
-
+class _MatrixHeader:
     names: tuple[str, ...]
     columns: tuple[str, ...]
     starts: tuple[int, ...]
@@ -118,14 +116,14 @@ def parse(text: str, source: str) -> Topology:
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
-    _refuse_foreign(lines, source)
+    _refuse_foreign_matrix(lines, source)
     rows: dict[str, list[str | None]] = {}
     about: dict[str, dict[str, str]] = {}
     notes: list[str] = []
     for line in lines[at + 1 :]:
         name, _, rest = line.strip().partition("\t" if "\t" in line.strip() else " ")
         if name.split()[:1] and (name := name.split()[0]) in header.names:
-            rows[name], about[name] = _row(line, name, header, notes, source)
+            rows[name], about[name] = _parse_row(line, name, header, notes, source)
         elif rows and rest and not line.strip().startswith("NIC"):
             break
     missing = [name for name in header.names if name.startswith("GPU") and name not in rows]
@@ -142,20 +140,20 @@ def parse(text: str, source: str) -> Topology:
         )
         for name in header.names
     )
-    links = _mirror(header.names, rows, source, notes)
+    links = _complete_matrix(header.names, rows, source, notes)
     return Topology.parse(
         {
             "devices": devices,
             "links": links,
             "source": source,
             "notes": tuple(notes),
-            "pcie_only": _without_nvlink(lines, rows),
+            "pcie_only": _shows_only_pcie(lines, rows),
         },
         source,
     )
 
 
-def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
+def _find_header(lines: list[str], source: str) -> tuple[int, _MatrixHeader]:
     for at, line in enumerate(lines):
         expanded = line.expandtabs(_TAB)
         plain = _LABELS.sub(" ", expanded)
@@ -168,28 +166,28 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         # If the header lacks its empty first cell, its columns are shifted left of those in rows.
         shift = _TAB if not line[:1].isspace() else 0
         columns = tuple("".join(match[0].split()) for match in found)
-        return at, _Header(names, columns, tuple(match.start() + shift for match in found))
-    said = describe_foreign("\n".join(lines))
+        return at, _MatrixHeader(names, columns, tuple(match.start() + shift for match in found))
+    description = describe_foreign("\n".join(lines))
     raise BadInputError(
         f"{source}: "
         + (
-            said
+            description
             or "it contains no matrix of GPUs. Save the output of `nvidia-smi topo -m`, from the "
             "line with GPU0 on."
         )
     )
 
 
-def _refuse_foreign(lines: list[str], source: str) -> None:
+def _refuse_foreign_matrix(lines: list[str], source: str) -> None:
     """Refuse another tool's matrix, which has GPU columns but no link names in its cells."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
-        said = describe_foreign("\n".join(lines))
-        if said is not None:
-            raise BadInputError(f"{source}: {said}")
+        description = describe_foreign("\n".join(lines))
+        if description is not None:
+            raise BadInputError(f"{source}: {description}")
 
 
-def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
+def _shows_only_pcie(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
     """Return whether the matrix is from `topo -mp`, which shows only PCIe links.
 
     It is recognised by the command in the text, or by a legend without NVLinks.
@@ -202,8 +200,8 @@ def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) 
     return re.search(r"^\s*X\s+=", text, re.MULTILINE) is not None and "NV#" not in text
 
 
-def _row(
-    line: str, name: str, header: _Header, notes: list[str], source: str
+def _parse_row(
+    line: str, name: str, header: _MatrixHeader, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
     """Return a device's links by column, and its CPU and NUMA fields."""
     expanded = line.expandtabs(_TAB)
@@ -229,7 +227,7 @@ def _row(
         )
         rest = rest[1:]
         cells += [None] * (len(header.names) - len(cells))
-    return cells, _last_fields(rest, header, whole)
+    return cells, _parse_last_fields(rest, header, whole)
 
 
 _FIELDS = {
@@ -239,7 +237,9 @@ _FIELDS = {
 }
 
 
-def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
+def _parse_last_fields(
+    words: list[re.Match[str]], header: _MatrixHeader, whole: bool
+) -> dict[str, str]:
     """Return the fields after the links by name, skipping cells that the tool left empty."""
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
@@ -254,7 +254,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
     return {name: word[0] for name, word in zip(names, words, strict=False) if word[0] != "N/A"}
 
 
-def _mirror(
+def _complete_matrix(
     names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
 ) -> list[list[str | None]]:
     """Complete the matrix: a link missing from one row is taken from the other device's row."""

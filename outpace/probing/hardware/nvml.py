@@ -73,10 +73,10 @@ def read_gpus(library: Any) -> tuple[GpuState, ...]:
     Raises NVMLError.
     """
     count = library.nvmlDeviceGetCount()
-    return tuple(_state(library, index) for index in range(count))
+    return tuple(_read_gpu(library, index) for index in range(count))
 
 
-class _Device:
+class _DeviceReader:
     """Reader of a device's properties that records why queries were refused."""
 
     def __init__(self, library: Any, handle: Any) -> None:
@@ -96,9 +96,9 @@ class _Device:
             return None
 
 
-def _state(library: Any, index: int) -> GpuState:
+def _read_gpu(library: Any, index: int) -> GpuState:
     try:
-        device = _Device(library, library.nvmlDeviceGetHandleByIndex(index))
+        device = _DeviceReader(library, library.nvmlDeviceGetHandleByIndex(index))
     except library.NVMLError as error:
         return GpuState(index=index, not_told={"HandleByIndex": str(error)})
     read_field = device.read_field
@@ -108,30 +108,30 @@ def _state(library: Any, index: int) -> GpuState:
         read_field("EccMode"),
         read_field("MigMode"),
     )
-    links, active = _nvlinks(device)
+    links, active = _count_nvlinks(device)
     others = read_field("ComputeRunningProcesses")
     return GpuState(
         index=index,
         name=words(read_field("Name")),
-        bus=_read_known(read_field("PciInfo"), lambda pci: words(pci.busId)),
-        memory_bytes=_read_known(memory, lambda found: found.total),
-        memory_used_bytes=_read_known(memory, lambda found: found.used),
-        utilisation=_read_known(busy, lambda found: share(found.gpu)),
+        bus=_apply_if_known(read_field("PciInfo"), lambda pci: words(pci.busId)),
+        memory_bytes=_apply_if_known(memory, lambda found: found.total),
+        memory_used_bytes=_apply_if_known(memory, lambda found: found.used),
+        utilisation=_apply_if_known(busy, lambda found: share(found.gpu)),
         performance_state=read_field("PerformanceState"),
-        sm_clock_hz=_times(read_field("ClockInfo", library.NVML_CLOCK_SM), 1e6),
-        sm_clock_max_hz=_times(read_field("MaxClockInfo", library.NVML_CLOCK_SM), 1e6),
+        sm_clock_hz=_scale_if_known(read_field("ClockInfo", library.NVML_CLOCK_SM), 1e6),
+        sm_clock_max_hz=_scale_if_known(read_field("MaxClockInfo", library.NVML_CLOCK_SM), 1e6),
         temperature_c=read_field("Temperature", library.NVML_TEMPERATURE_GPU),
-        power_w=_times(read_field("PowerUsage"), 1e-3),
-        power_limit_w=_times(read_field("EnforcedPowerLimit"), 1e-3),
-        power_limit_default_w=_times(read_field("PowerManagementDefaultLimit"), 1e-3),
-        power_limit_max_w=_read_known(limits, lambda found: found[1] * 1e-3),
-        throttled_by=_throttle_reasons(device),
-        ecc=_read_known(ecc, lambda found: bool(found[0])),
-        ecc_pending=_read_known(ecc, lambda found: bool(found[1])),
+        power_w=_scale_if_known(read_field("PowerUsage"), 1e-3),
+        power_limit_w=_scale_if_known(read_field("EnforcedPowerLimit"), 1e-3),
+        power_limit_default_w=_scale_if_known(read_field("PowerManagementDefaultLimit"), 1e-3),
+        power_limit_max_w=_apply_if_known(limits, lambda found: found[1] * 1e-3),
+        throttled_by=_read_throttle_reasons(device),
+        ecc=_apply_if_known(ecc, lambda found: bool(found[0])),
+        ecc_pending=_apply_if_known(ecc, lambda found: bool(found[1])),
         ecc_uncorrected=read_field(
             "TotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
         ),
-        remap_pending=_read_known(read_field("RemappedRows"), lambda found: bool(found[2])),
+        remap_pending=_apply_if_known(read_field("RemappedRows"), lambda found: bool(found[2])),
         pcie_generation=read_field("CurrPcieLinkGeneration"),
         pcie_generation_max=read_field("MaxPcieLinkGeneration"),
         pcie_generation_card=read_field("GpuMaxPcieLinkGeneration"),
@@ -140,18 +140,17 @@ def _state(library: Any, index: int) -> GpuState:
         nvlinks=links,
         nvlinks_active=active,
         nvlink_version=read_field("NvLinkVersion", 0) if links else None,
-        cpu_affinity=_affinity(device),
-        mig=_read_known(mig, lambda found: bool(found[0])),
-        persistence=_read_known(read_field("PersistenceMode"), bool),
-        other_processes=_read_known(
+        cpu_affinity=_read_cpu_affinity(device),
+        mig=_apply_if_known(mig, lambda found: bool(found[0])),
+        persistence=_apply_if_known(read_field("PersistenceMode"), bool),
+        other_processes=_apply_if_known(
             others, lambda found: sum(one.pid != os.getppid() for one in found)
         ),
         not_told=device.refused,
     )
 
 
-def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return the reasons for throttled clocks, by the query's new or old name; None if unknown."""
+def _read_throttle_reasons(device: _DeviceReader) -> tuple[str, ...] | None:
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")
@@ -160,16 +159,16 @@ def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
 
 def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
     """Return the current reasons for a device's throttling; None if not reported."""
-    return _throttle_reasons(_Device(library, handle))
+    return _read_throttle_reasons(_DeviceReader(library, handle))
 
 
 def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
     """Return the PIDs of processes computing on a device; None if not reported."""
-    listed = _Device(library, handle).read_field("ComputeRunningProcesses")
+    listed = _DeviceReader(library, handle).read_field("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
 
-def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
+def _count_nvlinks(device: _DeviceReader) -> tuple[int | None, int | None]:
     """Return the number of a GPU's NVLinks, and how many are up. NVML numbers them without gaps."""
     states = []
     for link in range(device.library.NVML_NVLINK_MAX_LINKS):
@@ -183,7 +182,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _affinity(device: _Device) -> str | None:
+def _read_cpu_affinity(device: _DeviceReader) -> str | None:
     """Return the CPUs near the GPU, from NVML's mask of 64-bit words, lowest word first."""
     words = device.read_field("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
     if words is None:
@@ -198,11 +197,11 @@ def _affinity(device: _Device) -> str | None:
     )
 
 
-def _read_known(value: Any, read: Callable[[Any], Any]) -> Any:
+def _apply_if_known(value: Any, read: Callable[[Any], Any]) -> Any:
     return None if value is None else read(value)
 
 
-def _times(value: float | None, factor: float) -> float | None:
+def _scale_if_known(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 

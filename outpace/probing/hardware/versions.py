@@ -51,11 +51,10 @@ def versions() -> dict[str, str]:
     driver = read_text(_DRIVER)
     if driver:
         found["nvidia driver"] = driver
-    return found | _backends()
+    return found | _backend_versions()
 
 
-def _backends() -> dict[str, str]:
-    """Return the versions of NCCL and gloo; gloo is part of torch."""
+def _backend_versions() -> dict[str, str]:
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -66,16 +65,16 @@ def _backends() -> dict[str, str]:
 
 def commit() -> tuple[str | None, bool | None]:
     """Return the checked-out commit, and whether there are changes; None without a repository."""
-    head = _git("rev-parse", "HEAD")
+    head = _run_git("rev-parse", "HEAD")
     if head is None:
         return None, None
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    status = _run_git("status", "--porcelain", "--untracked-files=no")
     return head.strip(), bool((status or "").strip())
 
 
 def changes() -> str | None:
     """Return a hash of all uncommitted changes; None if there are none or no repository."""
-    found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    found = _run_git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 
 
@@ -95,7 +94,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _git(*arguments: str) -> str | None:
+def _run_git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
             ["git", "-c", "core.fsmonitor=false", *arguments], capture_output=True, text=True,

@@ -21,11 +21,13 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
     return (
-        *_workers(own),
-        *_prefetch([f for f in rates if f.key.has(loader="torch", pin="no")]),
-        *_pinning([f for f in rates if f.key.has(loader="outpace")], cheapest(own)),
-        *_text(own, [f for f in rates if f.key.has(loader="text")]),
-        *_tokenising([f for f in figures if f.key.kind == "tokenise" and f.key.what == "bytes"]),
+        *_advise_on_workers(own),
+        *_advise_on_prefetch([f for f in rates if f.key.has(loader="torch", pin="no")]),
+        *_advise_on_pinning([f for f in rates if f.key.has(loader="outpace")], cheapest(own)),
+        *_compare_with_text(own, [f for f in rates if f.key.has(loader="text")]),
+        *_advise_on_tokenising(
+            [f for f in figures if f.key.kind == "tokenise" and f.key.what == "bytes"]
+        ),
     )
 
 
@@ -49,7 +51,7 @@ def cheapest(figures: Sequence[Figure]) -> Figure | None:
     return min([best, *filter(as_fast, known)], key=cost)
 
 
-def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
+def _advise_on_workers(rates: Sequence[Figure]) -> Iterator[Advice]:
     alone = next((f for f in rates if f.key.of["workers"] == 0 and f.value), None)
     best = cheapest(rates)
     if best is None:
@@ -64,10 +66,10 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
         one = next((f for f in rates if f.key.of["workers"] and f.value), None)
         text += "." if one is None else f"; above that rate, {_flag(one)} hides it up to {one}."
     by = None if alone is None or alone is best else gain(alone, best)
-    yield Advice(about="loader", text=text, of=_keys(best, alone), **_gain_fields(by))
+    yield Advice(about="loader", text=text, of=_known_keys(best, alone), **_gain_fields(by))
 
 
-def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
+def _advise_on_prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
     """Advise on prefetching with torch's DataLoader, at its best number of workers.
 
     outpace's loader always prefetches two batches.
@@ -84,18 +86,18 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
         yield Advice(
             about="loader",
             text="Prefetching more than 2 batches per worker is not faster: leave it at 2.",
-            of=_keys(*rates),
+            of=_known_keys(*rates),
         )
         return
     yield Advice(
         about="loader",
         text=f"{count} prefetched batches per worker load {best}, 2 load {usual}. Set this as "
         "prefetch_factor in your own DataLoader; outpace's is 2.",
-        of=_keys(best, usual), **_gain_fields(by),
+        of=_known_keys(best, usual), **_gain_fields(by),
     )  # fmt: skip
 
 
-def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
+def _advise_on_pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
     """Advise on pinned memory, for the recommended number of workers and for none."""
     counts = (0, 0 if recommended is None else recommended.key.of["workers"])
     for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
@@ -115,11 +117,11 @@ def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Ad
             text=f"With {workers} workers, batches reach the device at {pinned} from pinned "
                  f"memory, at {other} from pageable: "
             + (f"{advised}." if sure else "no certain difference."),
-            of=_keys(pinned, other), **_gain_fields(by),
+            of=_known_keys(pinned, other), **_gain_fields(by),
         )  # fmt: skip
 
 
-def _text(rates: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
+def _compare_with_text(rates: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
     prepared, written = cheapest(rates), cheapest(text)
     if prepared is None or written is None or not prepared.value or not written.value:
         return
@@ -128,11 +130,11 @@ def _text(rates: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
         text=f"A DataLoader that tokenises as it loads gives {written} at best (num_workers="
         f"{written.key.of['workers']}); prepared tokens, as outpace uses in training, are loaded "
         f"{prepared.value / written.value:.0f} times as fast.",
-        of=_keys(prepared, written),
+        of=_known_keys(prepared, written),
     )
 
 
-def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
+def _advise_on_tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
     best = max((f for f in rates if f.value), key=lambda f: f.value or 0.0, default=None)
     if best is None or best.value is None:
         return
@@ -141,7 +143,7 @@ def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
         about="tokenisation",
         text=f"Tokenizing takes {show_seconds(1000000000.0 / best.value)} per GB of text with "
         f"{count} process{'' if count == 1 else 'es'} ({best}), once: tokens are cached.",
-        of=_keys(best),
+        of=_known_keys(best),
     )
 
 
@@ -153,5 +155,5 @@ def _flag(figure: Figure) -> str:
     return f"--workers {figure.key.of['workers']}"
 
 
-def _keys(*figures: Figure | None) -> tuple[Key, ...]:
+def _known_keys(*figures: Figure | None) -> tuple[Key, ...]:
     return tuple(figure.key for figure in figures if figure is not None)

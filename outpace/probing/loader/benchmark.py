@@ -63,11 +63,11 @@ def probe_loader(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outpace-probe-")))
         ready = prepare_input(data, folder, quick)
-        bench = _Bench(ready, data.micro_batch, device, quick, stack)
+        bench = _LoaderBench(ready, data.micro_batch, device, quick, stack)
         found = yield from interleave_turns(
             bench.throughput(_RATES * budget_s, progress),
             bench.starts(_STARTS * budget_s),
-            _tokenising(ready, quick, _TOKENISING * budget_s),
+            _time_tokenising(ready, quick, _TOKENISING * budget_s),
         )
     figures = [figure for part in found for figure in part]
     advice = advise(figures)
@@ -80,16 +80,15 @@ def probe_loader(
     return ProbeSection(tuple(figures), advice, tuple(notes))
 
 
-def _tokenising(ready: LoaderInput, quick: bool, budget_s: float) -> Turns[list[Figure]]:
+def _time_tokenising(ready: LoaderInput, quick: bool, budget_s: float) -> Turns[list[Figure]]:
     if ready.tokenizer is None or not ready.texts:
         return []
-    counts = [count for count in _counts(quick) if count]
+    counts = [count for count in _worker_counts(quick) if count]
     processes = sorted({1, counts[-1]}) if quick else counts
     return (yield from tokenise_figures(ready.texts, ready.tokenizer, processes, quick, budget_s))
 
 
-def _counts(quick: bool) -> list[int]:
-    """Return worker counts: 0, powers of 2 up to the number of cores, and that number."""
+def _worker_counts(quick: bool) -> list[int]:
     cores = usable_cores()
     most = min(cores, _QUICK_WORKERS) if quick else cores
     return sorted({0, most, *(1 << n for n in range(most.bit_length()) if 1 << n <= most)})
@@ -146,9 +145,7 @@ class _OpenLoader:
 
 
 @dataclass
-class _Bench:
-    """Benchmark of loader settings on one data set."""
-
+class _LoaderBench:
     ready: LoaderInput
     micro_batch: int
     device: torch.device
@@ -164,7 +161,7 @@ class _Bench:
         A quick probe varies prefetching only for the largest number, and pinning for none and the
         largest.
         """
-        counts = _counts(self.quick)
+        counts = _worker_counts(self.quick)
         most = counts[-1]
         crossed = [most] if self.quick else [n for n in counts if n in (*_CROSSED, most) and n]
         found = [_Setting("outpace", count) for count in counts]
@@ -181,7 +178,6 @@ class _Bench:
         return found
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on what was not timed."""
         if self.device.type != "cuda":
             yield "loader: pinned memory is not timed, since there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
@@ -191,7 +187,7 @@ class _Bench:
         settings = self.settings()
         sample_s = _SAMPLE_S if self.quick else _FULL_SAMPLE_S
         with _one_thread_for_each_tokenizer():
-            cases = [self._case(setting) for setting in settings]
+            cases = [self._make_case(setting) for setting in settings]
         effort = Effort(budget_s, rounds_of(self.quick), sample_s)
         figures = yield from measure(cases, HostClock(), effort, progress)
         found = []
@@ -207,10 +203,10 @@ class _Bench:
             return self.ready.as_text.mean_tokens
         return self.ready.sample_tokens
 
-    def _case(self, setting: _Setting) -> Case:
+    def _make_case(self, setting: _Setting) -> Case:
         running = self._open_loader(setting)
         self.stack.callback(running.close)
-        wrong = self._wrong(setting, running())
+        wrong = self._find_error(setting, running())
         # Read more batches than the queues hold, because they fill up while other settings are
         # timed.
         waiting = setting.workers * (setting.prefetch + 1)
@@ -228,9 +224,9 @@ class _Bench:
         return Case(setting.key("samples"), "samples/s", lambda: running,
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip
 
-    def _wrong(self, setting: _Setting, first: Any) -> str | None:
+    def _find_error(self, setting: _Setting, first: Any) -> str | None:
         """Check the first batch; only a user's data set may return different samples."""
-        wrong = _difference(first, self._reference.setdefault(setting.loader, first))
+        wrong = _describe_difference(first, self._reference.setdefault(setting.loader, first))
         if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
             return wrong
         if setting.loader == "outpace":
@@ -242,7 +238,7 @@ class _Bench:
 
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
         """Measure the time from opening a loader with workers to its first batch, s."""
-        starter = _Starter(self._open_loader, _Setting("outpace", _counts(self.quick)[-1]))
+        starter = _Starter(self._open_loader, _Setting("outpace", _worker_counts(self.quick)[-1]))
         case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
         return (yield from measure([case], HostClock(), effort))
@@ -328,8 +324,7 @@ class _BatchKeys:
                 yield keys[first : first + self._micro_batch]
 
 
-def _difference(batch: Any, reference: Any) -> str | None:
-    """Describe how a batch differs from another loader's batch, or return None."""
+def _describe_difference(batch: Any, reference: Any) -> str | None:
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):

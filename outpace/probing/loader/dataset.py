@@ -77,7 +77,7 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
     sources = [open_source(reference) for reference in data.sources]
     written = [source for source in sources if not source.is_tokens]
     streams = [token_stream(source.files) for source in sources if source.is_tokens]
-    tokenizer, texts, notes = data.tokenizer, [], [_name_sources(data.sources)]
+    tokenizer, texts, notes = data.tokenizer, [], [_sources_note(data.sources)]
     if written:
         limit = (_TAKEN if quick else _FULL_TAKEN) // len(written)
         parts = [
@@ -89,7 +89,7 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
         if tokenizer is None:
             tokenizer = _learn_tokenizer(texts, data.objective == "masked")
             notes.append("loader: no tokenizer is given, so one was trained on the data")
-        encoded = _encode(tokenizer, texts)
+        encoded = _encode_in_batches(tokenizer, texts)
         streams.append(_write_tokens(folder / "tokens.bin", parts, encoded, tokenizer))
         notes.append(
             f"loader: the first {sum(map(len, texts)) / 1000000.0:.1f} million characters of "
@@ -101,12 +101,11 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
     )  # fmt: skip
     as_text = None
     if written and tokenizer is not None:
-        as_text = _as_text(tokenizer, texts, encoded, data.seq_len)
+        as_text = _make_text_dataset(tokenizer, texts, encoded, data.seq_len)
     return LoaderInput(dataset, data.seq_len, tuple(texts), tokenizer, as_text, tuple(notes))
 
 
-def _name_sources(sources: tuple[str, ...]) -> str:
-    """Return a note that names the sources, without their folders."""
+def _sources_note(sources: tuple[str, ...]) -> str:
     names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
     return f"loader: timed on {', '.join(names)}"
 
@@ -130,7 +129,7 @@ def _learn_tokenizer(texts: list[str], masked: bool) -> Tokenizer:
     return train_tokenizer(taken, _LEARNED_VOCAB, masked=masked)
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
+def _encode_in_batches(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
     batches = (texts[n : n + _AT_ONCE] for n in range(0, len(texts), _AT_ONCE))
     return [ids for batch in batches for ids in tokenizer.encode_batch(batch)]
 
@@ -181,12 +180,12 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         return {"tokens": row[:-1], "targets": row[1:]}
 
 
-def _as_text(
+def _make_text_dataset(
     tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
 ) -> TextDataset:
     """Return the same texts, cut to about the length of one sample each."""
     characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
     length = max(1, round(characters * seq_len))
     cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]
-    lengths = [min(len(ids), seq_len) for ids in _encode(tokenizer, cut)]
+    lengths = [min(len(ids), seq_len) for ids in _encode_in_batches(tokenizer, cut)]
     return TextDataset(tokenizer.inner, cut, seq_len, tokenizer.eos_id, float(np.mean(lengths)))

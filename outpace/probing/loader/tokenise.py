@@ -38,7 +38,7 @@ def tokenise_figures(
     effort = Effort(budget_s, rounds_of(quick), sample_s=0)
     enough = [count for count in processes if len(whole) >= 2 * count * _PIECE or count == 1]
     with ExitStack() as stack:
-        runs = [_Run(tokenizer, whole, count, quick) for count in enough]
+        runs = [_TokeniserRun(tokenizer, whole, count, quick) for count in enough]
         for run in runs:
             stack.callback(run.close)
         found = yield from measure([run.case() for run in runs], HostClock(), effort)
@@ -67,13 +67,13 @@ def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure
     )
 
 
-class _Run:
+class _TokeniserRun:
     """Encoding with one number of processes. `tokens` and `bytes` count the timed part."""
 
     def __init__(self, tokenizer: Tokenizer, whole: str, processes: int, quick: bool) -> None:
         size = min((_PART if quick else _FULL_PART) * processes, len(whole) // 2)
         self._tokenizer, self._processes = tokenizer, processes
-        self._parts = [_pieces(whole[:size]), _pieces(whole[size : 2 * size])]
+        self._parts = [_split_text(whole[:size]), _split_text(whole[size : 2 * size])]
         self.bytes = sum(len(text.encode()) for text in self._parts[1])
         self.tokens = sum(map(len, tokenizer.encode_batch(self._parts[1])))
         self._calls = 0
@@ -81,19 +81,18 @@ class _Run:
         self._encoders: Encoders | None = None
 
     def case(self) -> Case:
-        """Return a case whose calls encode one part each."""
         key = Key(kind="tokenise", what="tokens", of={"processes": self._processes})
-        return Case(key, "tokens/s", self._make, self.tokens, self._wrong)
+        return Case(key, "tokens/s", self._start_encoders, self.tokens, self._find_error)
 
-    def _make(self) -> Callable[[], list[Ids]]:
+    def _start_encoders(self) -> Callable[[], list[Ids]]:
         """Create encoders with an empty cache, and return the call to time."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0
         self._encoders = self._open.enter_context(Encoders(fresh, self._processes, 0))
-        return self._encode
+        return self._encode_next_part
 
-    def _encode(self) -> list[Ids]:
+    def _encode_next_part(self) -> list[Ids]:
         assert self._encoders is not None
         part = self._parts[min(self._calls, 1)]
         self._calls += 1
@@ -102,16 +101,14 @@ class _Run:
         waiting = [self._encoders.submit([text]) for text in part]
         return [ids for future in waiting for ids in future.result()]
 
-    def _wrong(self, encoded: list[Ids]) -> str | None:
-        """Compare the ids of the first text with those of the tokenizer itself."""
+    def _find_error(self, encoded: list[Ids]) -> str | None:
         if encoded[0].tolist() == self._tokenizer.encode(self._parts[0][0]):
             return None
         return "its ids are not the tokenizer's"
 
     def close(self) -> None:
-        """End the tokenising processes."""
         self._open.close()
 
 
-def _pieces(text: str) -> list[str]:
+def _split_text(text: str) -> list[str]:
     return [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)] or [text]

@@ -53,12 +53,12 @@ def memory_cases(device: torch.device, quick: bool) -> list[Case]:
     elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
     pool = torch.empty(large, device=device).normal_()
     out = torch.empty_like(pool)
-    cases = [case for count in elements for case in _streams(pool[:count], out[:count])]
-    cases += _operations(pool, out, quick)
-    cases += _allocations(device, quick)
-    cases += [_optimizer_step(device, large // 4)]  # elements of each of the step's four arrays
+    cases = [case for count in elements for case in _stream_cases(pool[:count], out[:count])]
+    cases += _elementwise_cases(pool, out, quick)
+    cases += _allocation_cases(device, quick)
+    cases += [_optimizer_case(device, large // 4)]  # elements of each of the step's four arrays
     if device.type == "cuda":
-        cases += list(_transfers(device, quick))
+        cases += list(_transfer_cases(device, quick))
     return cases
 
 
@@ -66,40 +66,40 @@ def _key(what: str, **of: str | int) -> Key:
     return Key(kind="memory", what=what, of=of)
 
 
-def _call_of(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+def _returns(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
     return lambda: call
 
 
-def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
+def _stream_cases(x: Tensor, out: Tensor) -> Iterator[Case]:
     size = x.nbytes
 
-    def copy_fault(found: Tensor) -> str | None:
-        return None if torch.equal(found, x) else "the copy is not equal"
+    def copy_fault(result: Tensor) -> str | None:
+        return None if torch.equal(result, x) else "the copy is not equal"
 
-    def write_fault(found: Tensor) -> str | None:
-        return None if bool((found == 1.5).all()) else "not all was written"
+    def write_fault(result: Tensor) -> str | None:
+        return None if bool((result == 1.5).all()) else "not all was written"
 
     yield Case(
-        _key("copy", bytes=size), "B/s", _call_of(lambda: out.copy_(x)), 2 * size, copy_fault
+        _key("copy", bytes=size), "B/s", _returns(lambda: out.copy_(x)), 2 * size, copy_fault
     )
     yield Case(
-        _key("write", bytes=size), "B/s", _call_of(lambda: out.fill_(1.5)), size, write_fault
+        _key("write", bytes=size), "B/s", _returns(lambda: out.fill_(1.5)), size, write_fault
     )
-    yield Case(_key("read", bytes=size), "B/s", _call_of(x.sum), size, lambda s: _sums(s, x))
+    yield Case(_key("read", bytes=size), "B/s", _returns(x.sum), size, lambda s: _sum_fault(s, x))
 
 
-def _sums(found: Tensor, x: Tensor) -> str | None:
+def _sum_fault(result: Tensor, x: Tensor) -> str | None:
     """Check a sum; its allowed error is relative to the sum of absolute values."""
     true = x.sum(dtype=torch.float64).item()
     allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
-    return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
+    return None if abs(result.item() - true) <= allowed else f"sum {result.item()} is not {true}"
 
 
-def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
+def _elementwise_cases(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
     """Yield elementwise operations of transformers, on arrays larger than any cache."""
     size = x.nbytes
 
-    def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
+    def make_check(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
         few = slice(0, 1 << 16)
 
         def check(found: Tensor) -> str | None:
@@ -109,28 +109,27 @@ def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
         return check
 
     gelu = partial(torch.ops.aten.gelu.out, x, out=out)
-    yield Case(_key("gelu", bytes=size), "B/s", _call_of(gelu), 2 * size, right(F.gelu))
+    yield Case(_key("gelu", bytes=size), "B/s", _returns(gelu), 2 * size, make_check(F.gelu))
     if quick:
         return
-    yield Case(_key("add", bytes=size), "B/s", _call_of(lambda: torch.add(x, x, out=out)), 2 * size,
-               right(lambda few: few + few))  # fmt: skip
+    yield Case(_key("add", bytes=size), "B/s", _returns(lambda: torch.add(x, x, out=out)), 2 * size,
+               make_check(lambda few: few + few))  # fmt: skip
     rows, softened = (whole[: 1024 * (whole.numel() // 1024)].view(-1, 1024) for whole in (x, out))
     yield Case(_key("softmax", bytes=size), "B/s",
-               _call_of(lambda: torch.softmax(rows, -1, out=softened)), 2 * size,
-               right(lambda few: few.view(-1, 1024).softmax(-1).view(-1)))  # fmt: skip
+               _returns(lambda: torch.softmax(rows, -1, out=softened)), 2 * size,
+               make_check(lambda few: few.view(-1, 1024).softmax(-1).view(-1)))  # fmt: skip
 
 
-def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield cases that allocate, fill and free memory, as for temporary tensors."""
+def _allocation_cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
-        yield Case(_key("allocate and fill", bytes=size), "s", _call_of(fill),
+        yield Case(_key("allocate and fill", bytes=size), "s", _returns(fill),
                    check=partial(_fill_fault, count))  # fmt: skip
 
 
-def _fill_fault(count: int, found: Tensor) -> str | None:
-    right = found.numel() == count and bool((found == 1.0).all())
+def _fill_fault(count: int, result: Tensor) -> str | None:
+    right = result.numel() == count and bool((result == 1.0).all())
     return None if right else "not all was written"
 
 
@@ -138,7 +137,7 @@ def _allocate(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, device=device).fill_(1.0)
 
 
-def _optimizer_step(device: torch.device, elements: int) -> Case:
+def _optimizer_case(device: torch.device, elements: int) -> Case:
     """Return a case of AdamW's step, which reads four arrays and writes all except the gradient."""
     parameter = torch.nn.Parameter(torch.randn(elements, device=device))
     parameter.grad = torch.randn_like(parameter)
@@ -154,10 +153,10 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
         unmoved = torch.allclose(parameter.detach()[:1024], before, atol=1e-6)
         return None if right and unmoved else "an AdamW step gives wrong values"
 
-    return Case(_key("AdamW step", bytes=moved), "B/s", _call_of(optimizer.step), moved, step_fault)
+    return Case(_key("AdamW step", bytes=moved), "B/s", _returns(optimizer.step), moved, step_fault)
 
 
-def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
+def _transfer_cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Yield transfers between host and device: pageable, pinned, both ways, during a matmul."""
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
         there = torch.empty(size // 4, device=device).normal_()
@@ -167,14 +166,14 @@ def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
             for what, to, source in (("to device", there, here), ("to host", here, there)):
                 send = partial(to.copy_, source, non_blocking=True)
                 yield Case(
-                    _key(what, **of), "B/s", _call_of(send), size, partial(_sending_fault, source)
+                    _key(what, **of), "B/s", _returns(send), size, partial(_sending_fault, source)
                 )
     yield from _overlap_cases(device)
 
 
-def _sending_fault(source: Tensor, found: Tensor) -> str | None:
+def _sending_fault(source: Tensor, received: Tensor) -> str | None:
     torch.cuda.synchronize()
-    same = torch.equal(source.cpu(), found.cpu())
+    same = torch.equal(source.cpu(), received.cpu())
     return None if same else "the received data differ from the sent data"
 
 
@@ -190,24 +189,24 @@ def _overlap_cases(device: torch.device) -> Iterator[Case]:
         ways[way] = [(torch.cuda.Stream(device), source, to)]
     ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # in two streams at the same time
 
-    def matmul_fault(found: Tensor) -> str | None:
-        return wrong_matmul(found, a, a, "fp16")
+    def matmul_fault(result: Tensor) -> str | None:
+        return wrong_matmul(result, a, a, "fp16")
 
-    yield Case(_key("overlap", of="matmul"), "s", _call_of(matmul), check=matmul_fault)
+    yield Case(_key("overlap", of="matmul"), "s", _returns(matmul), check=matmul_fault)
     for way, sends in ways.items():
-        alone = partial(_compute_beside, device, sends, compute_nothing)
+        alone = partial(_overlap_transfers, device, sends, compute_nothing)
         check = partial(_arrival_fault, sends)
-        yield Case(_key("overlap", of=f"transfer {way}"), "s", _call_of(alone), check=check)
-        both = partial(_compute_beside, device, sends, matmul)
-        yield Case(_key("overlap", of=f"matmul and transfer {way}"), "s", _call_of(both),
-                   check=partial(_both_right, matmul_fault, check))  # fmt: skip
+        yield Case(_key("overlap", of=f"transfer {way}"), "s", _returns(alone), check=check)
+        both = partial(_overlap_transfers, device, sends, matmul)
+        yield Case(_key("overlap", of=f"matmul and transfer {way}"), "s", _returns(both),
+                   check=partial(_either_fault, matmul_fault, check))  # fmt: skip
 
 
 # A stream, the tensor that it copies, and the destination.
 _Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
 
 
-def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
+def _overlap_transfers(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
     """Compute during transfers, each in a separate stream; make the device wait for all of them."""
     here = torch.cuda.current_stream(device)
     for stream, source, to in sends:
@@ -231,10 +230,10 @@ def _arrival_fault(sends: _Ways, _: Any) -> str | None:
     return None
 
 
-def _both_right(
-    one: Callable[[Tensor], str | None], other: Callable[[Any], str | None], found: Tensor
+def _either_fault(
+    one: Callable[[Tensor], str | None], other: Callable[[Any], str | None], result: Tensor
 ) -> str | None:
-    return one(found) or other(found)
+    return one(result) or other(result)
 
 
 def probe_memory(

@@ -16,33 +16,34 @@ _SLOW_FSYNC_S = 0.02
 def advice_of(role: str, figures: Sequence[Figure]) -> tuple[Advice, ...]:
     """Return advice on a disk's figures. `role`: checkpoints, offload, or both."""
     known = [figure for figure in figures if figure.value is not None]
-    found = [*_checkpoint(role, known)] if role != "offload" else []
+    found = [*_advise_on_checkpoints(role, known)] if role != "offload" else []
     if "offload" in role:
-        found += _offload(role, known)
-    return (*found, *_needs_streams(role, known), *_fsync(role, known))
+        found += _advise_on_offloading(role, known)
+    return (*found, *_advise_on_streams(role, known), *_advise_on_fsync(role, known))
 
 
-def _checkpoint(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
-    write = _best(known, "buffered write and fsync")
-    read = _best(known, "sequential read")
+def _advise_on_checkpoints(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    write = _fastest(known, "buffered write and fsync")
+    read = _fastest(known, "sequential read")
     if write is None:
         return
     text = (
         "A checkpoint takes 12 GB per billion parameters (fp32 weights and AdamW's moments). "
-        f"In the directory of {role} it is written in {_time(_CHECKPOINT_BYTES, write)} "
+        f"In the directory of {role} it is written in "
+        f"{_show_transfer_time(_CHECKPOINT_BYTES, write)} "
         f"({write} through the cache, including fsync)"
     )
     if read is not None:
-        text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({read})"
+        text += f" and read in {_show_transfer_time(_CHECKPOINT_BYTES, read)} ({read})"
     text += ". Training continues in the meantime; save less often than that."
     yield Advice(about="storage", text=text, of=tuple(f.key for f in (write, read) if f))
 
 
-def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
-    read, write = _best(known, "sequential read"), _best(known, "sequential write")
+def _advise_on_offloading(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    read, write = _fastest(known, "sequential read"), _fastest(known, "sequential write")
     if read is None or write is None:
         return
-    took = _seconds(_MOMENTS_BYTES, read) + _seconds(_MOMENTS_BYTES, write)
+    took = _transfer_s(_MOMENTS_BYTES, read) + _transfer_s(_MOMENTS_BYTES, write)
     yield Advice(
         about="storage",
         text="AdamW's moments on disk (--offload-optimizer disk) are 8 GB per billion "
@@ -53,8 +54,7 @@ def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     )
 
 
-def _needs_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
-    """Report that a single stream does not saturate the disk."""
+def _advise_on_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     for verb in ("read", "write"):
         blocks = [f for f in known if f.key.what == f"sequential {verb}"]
         largest = max((f.key.of["block_bytes"] for f in blocks), default=0)
@@ -75,7 +75,7 @@ def _needs_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def _fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+def _advise_on_fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     sure = next((f for f in known if f.key.what == "fsync"), None)
     if sure is None or sure.value is None or sure.value < _SLOW_FSYNC_S:
         return
@@ -88,15 +88,15 @@ def _fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     )
 
 
-def _best(known: Sequence[Figure], what: str) -> Figure | None:
+def _fastest(known: Sequence[Figure], what: str) -> Figure | None:
     of_it = [figure for figure in known if figure.key.what == what]
     return max(of_it, key=lambda figure: figure.value or 0.0, default=None)
 
 
-def _seconds(nbytes: float, figure: Figure) -> float:
+def _transfer_s(nbytes: float, figure: Figure) -> float:
     assert figure.value is not None
     return nbytes / figure.value
 
 
-def _time(nbytes: float, figure: Figure) -> str:
-    return show_seconds(_seconds(nbytes, figure))
+def _show_transfer_time(nbytes: float, figure: Figure) -> str:
+    return show_seconds(_transfer_s(nbytes, figure))

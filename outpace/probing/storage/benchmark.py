@@ -70,7 +70,7 @@ def probe_storage(
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
-    disks = _by_device(directories)
+    disks = _join_roles_by_device(directories)
     each_s = budget_s / len(disks)
     found = yield from interleave_turns(
         *(
@@ -81,7 +81,7 @@ def probe_storage(
     return sum(found, ProbeSection())
 
 
-def _by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
+def _join_roles_by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
     """Join the names of roles that share a file system: "checkpoints and offload"."""
     roles: dict[int, list[str]] = {}
     places: dict[int, Path] = {}
@@ -137,10 +137,10 @@ def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
             for verb in ("read", "write")
         ]
         cases += _checkpoint_cases(place, role, stack)
-        yield Disk(tuple(cases), tuple(_notes(file, directory, role)))
+        yield Disk(tuple(cases), tuple(_list_notes(file, directory, role)))
 
 
-def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
+def _list_notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
     kind = in_memory(directory)
     if kind is not None:
         yield (
@@ -160,7 +160,7 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 
 @dataclass
-class _Mover:
+class _BlockMover:
     """Reader or writer of blocks in a given order, `queue` at a time.
 
     Each call continues where the previous one ended.
@@ -176,20 +176,20 @@ class _Mover:
     _at: int = 0
     _last: list[tuple[int, int, int]] = field(default_factory=list)  # lane, page, number of write
 
-    def __call__(self) -> "_Mover":
+    def __call__(self) -> "_BlockMover":
         begin, self._at = self._at, self._at + self.queue * self.operations
         if not self.write:
             self.file.forget()
         if self.queue == 1:
-            self._last = [self._lane(0, begin)]
+            self._last = [self._move_blocks(0, begin)]
         else:
-            lanes = [self.pool.submit(self._lane, t, begin + t) for t in range(self.queue)]
+            lanes = [self.pool.submit(self._move_blocks, t, begin + t) for t in range(self.queue)]
             self._last = [lane.result() for lane in lanes]
         if self.write:
             self.file.wait_until_written()
         return self
 
-    def _lane(self, lane: int, begin: int) -> tuple[int, int, int]:
+    def _move_blocks(self, lane: int, begin: int) -> tuple[int, int, int]:
         number = page = 0
         for place in range(begin, begin + self.queue * self.operations, self.queue):
             page = self.order[place % len(self.order)]
@@ -200,7 +200,6 @@ class _Mover:
         return lane, page, number
 
     def calibrate(self) -> None:
-        """Choose the number of operations per call."""
         took_s = HostClock().seconds(self, 1)
         took_s = min(took_s, HostClock().seconds(self, 1))
         # No block occurs twice in a call, or threads could use the same block.
@@ -223,7 +222,7 @@ def _move_case(
     order: Sequence[int] = range(0, file.pages, pages)
     if not sequential:
         order = random.Random(0).sample(order, len(order))
-    mover = _Mover(file, pool, verb == "write", order, pages, queue)
+    mover = _BlockMover(file, pool, verb == "write", order, pages, queue)
     mover.calibrate()
     what = f"{'sequential' if sequential else 'random'} {verb}"
     nbytes = pages * PAGE_BYTES
@@ -238,7 +237,6 @@ def _key(what: str, **of: str | int) -> Key:
 
 
 def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case]:
-    """Yield cases of writing files durably, as for checkpoints."""
     noise = random.Random().randbytes(BUFFERED_BYTES)
     new = _NewFile(named, noise)
     stack.callback(new.close)
@@ -248,22 +246,22 @@ def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case
     stack.callback(os.close, handle)
     small, text = noise[:PAGE_BYTES], noise[: PAGE_BYTES // 2].hex()
 
-    def make_sure() -> bytes:
+    def write_and_sync() -> bytes:
         os.pwrite(handle, small, 0)
         os.fsync(handle)
         return os.pread(handle, PAGE_BYTES, 0)
 
     key = _key("fsync", directory=role, bytes=PAGE_BYTES)
-    yield Case(key, "s", lambda: make_sure, check=lambda held: _difference(held, small))
+    yield Case(key, "s", lambda: write_and_sync, check=lambda held: _difference(held, small))
     record = named / "record.json"
 
-    def renew() -> str:
+    def replace_file() -> str:
         write_atomic(record, text)
         sync_paths(named)
         return record.read_text(encoding="utf-8")
 
     key = _key("create and rename", directory=role, bytes=PAGE_BYTES)
-    yield Case(key, "s", lambda: renew, check=lambda held: _difference(held, text))
+    yield Case(key, "s", lambda: replace_file, check=lambda held: _difference(held, text))
 
 
 def _difference(held: object, written: object) -> str | None:
@@ -294,7 +292,6 @@ class _NewFile:
         return _difference(held, self._data)
 
     def close(self) -> None:
-        """Remove the test file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

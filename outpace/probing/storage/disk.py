@@ -80,7 +80,7 @@ def require_room(directory: Path, nbytes: int) -> None:
         )
 
 
-class _Lane:
+class _LaneBuffers:
     """Page-aligned buffers of one thread, for writing and reading."""
 
     def __init__(self, contents: "np.ndarray[Any, np.dtype[np.uint64]]") -> None:
@@ -108,8 +108,8 @@ class PageFile:
         self._salt = secrets.randbits(62)
         self._writes = 0
         self._counting = threading.Lock()
-        self._lanes = [_Lane(self._contents) for _ in range(lanes)]
-        self.descriptor, self.direct = _open(directory)
+        self._lanes = [_LaneBuffers(self._contents) for _ in range(lanes)]
+        self.descriptor, self.direct = _open_unlinked(directory)
         self.pages = 0
         try:
             if self.direct:
@@ -145,7 +145,7 @@ class PageFile:
             self._writes += 1
             number = self._writes
         stamps = own.sent[first : first + pages]
-        stamps[:, 0] = self._stamps(page, pages)
+        stamps[:, 0] = self._page_stamps(page, pages)
         stamps[:, 1] = number
         part = own.outgoing[first * PAGE_BYTES : (first + pages) * PAGE_BYTES]
         require_whole(os.pwritev(self.descriptor, [part], page * PAGE_BYTES), len(part))
@@ -156,7 +156,7 @@ class PageFile:
         own = self._lanes[lane]
         part = own.incoming[: pages * PAGE_BYTES]
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
-        if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
+        if not np.array_equal(own.got[:pages, 0], self._page_stamps(page, pages)):
             raise WrongResultError(
                 f"reading pages {page} to {page + pages - 1} returned other pages"
             )
@@ -172,7 +172,7 @@ class PageFile:
             return f"pages {page} to {page + pages - 1} are from an earlier write"
         return None
 
-    def _stamps(self, page: int, pages: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    def _page_stamps(self, page: int, pages: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
         return np.arange(self._salt + page, self._salt + page + pages, dtype=np.uint64)
 
     def wait_until_written(self) -> None:
@@ -199,7 +199,7 @@ def open_nameless(directory: Path) -> int:
         return os.dup(file.fileno())
 
 
-def _open(directory: Path) -> tuple[int, bool]:
+def _open_unlinked(directory: Path) -> tuple[int, bool]:
     """Open a new unlinked file; return its descriptor, and whether it uses O_DIRECT."""
     nameless = open_nameless(directory)
     if in_memory(directory) is not None:

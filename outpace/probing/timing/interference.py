@@ -53,7 +53,7 @@ class InterferenceWatch:
         return CoreSeconds(wall_s, busy_s, stolen_s, probe_s, after.cores)
 
     def _read_counters(self) -> CoreSeconds:
-        probe_s = _probe_s()
+        probe_s = _probe_cpu_s()
         busy_s = stolen_s = None
         try:
             first, *rest = self._stat.read_text(encoding="ascii").splitlines()
@@ -68,7 +68,7 @@ class InterferenceWatch:
         return CoreSeconds(time.monotonic(), busy_s, stolen_s, probe_s, cores)
 
 
-def _probe_s() -> float:
+def _probe_cpu_s() -> float:
     """Return the CPU time of this process and its children, running or finished, s."""
     here = psutil.Process()
     total_s = 0.0

@@ -129,7 +129,7 @@ def rounds_of(quick: bool) -> int:
 
 
 @dataclass
-class _Timing:
+class _CaseTiming:
     case: Case
     clock: Clock
     effort: Effort
@@ -176,7 +176,7 @@ def measure(
     case computes a wrong result.
     """
     begin_s = clock.now_s()
-    timings = [_Timing(case, clock, effort) for case in cases]
+    timings = [_CaseTiming(case, clock, effort) for case in cases]
     for timing in timings:
         with timing.case.within():
             timing.warm_up()
@@ -233,7 +233,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     # Use rounds, which vary like repeats; neighbouring samples vary less.
     half = max(half_width(samples), half_width(medians, slack=1.0))
     value = median(samples)
-    known, why = half < inf, _unstable(value, half, medians)
+    known, why = half < inf, _explain_instability(value, half, medians)
     return Figure(
         key=key, unit=unit, origin="measured", rounds=tuple(map(tuple, rounds)), level=LEVEL,
         low=max(0.0, value - half) if known else None, high=value + half if known else None,
@@ -241,8 +241,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     )  # fmt: skip
 
 
-def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
-    """Return why a figure has no value, or None if it is stable."""
+def _explain_instability(value: float, half: float, rounds: Sequence[float]) -> str | None:
     if value <= 0:
         return "it cannot be distinguished from 0"
     if drift := trend(rounds):

@@ -33,7 +33,6 @@ class PreparedCall:
     prepare: Callable[[int], None]
 
     def __call__(self) -> Any:
-        """Make one of the prepared calls."""
         return self.call()
 
 

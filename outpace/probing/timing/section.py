@@ -21,7 +21,6 @@ class ProbeSection:
     said: tuple[str, ...] = ()
 
     def __add__(self, other: "ProbeSection") -> "ProbeSection":
-        """Concatenate the parts of two sections."""
         return ProbeSection(
             self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
             self.fits + other.fits, self.said + other.said,

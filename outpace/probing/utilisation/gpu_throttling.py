@@ -33,7 +33,6 @@ class GpuObservation:
     others: int = 0
 
     def __or__(self, more: "GpuObservation") -> "GpuObservation":
-        """Combine two observations of the same GPU."""
         return GpuObservation(
             self.gpu, self.slowed_by | more.slowed_by, max(self.others, more.others)
         )
@@ -98,10 +97,12 @@ def watch_gpu(
         name = f"GPU {nvml.nvmlDeviceGetIndex(handle)}"
     except Exception:  # a part of a GPU (MIG), or a library without this query
         return None
-    return GpuWatch(library, handle, name, {*probe_pids, *_ancestors()}, same_pids())
+    return GpuWatch(
+        library, handle, name, {*probe_pids, *_process_and_ancestor_pids()}, same_pids()
+    )
 
 
-def _ancestors() -> list[int]:
+def _process_and_ancestor_pids() -> list[int]:
     """Return the PIDs of this process and its ancestors, which may keep the GPU open."""
     try:
         return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
@@ -109,7 +110,7 @@ def _ancestors() -> list[int]:
         return [os.getpid()]
 
 
-def _by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
+def _combine_by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
     of: dict[str, list[GpuObservation]] = {}
     for one in seen:
         of.setdefault(one.gpu, []).append(one)
@@ -118,7 +119,7 @@ def _by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
 
 def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
     """Explain why measurements on these GPUs are invalid; None if they are valid."""
-    for one in _by_gpu(seen):
+    for one in _combine_by_gpu(seen):
         if one.others:
             who = "another process" if one.others == 1 else f"{one.others} other processes"
             return f"{who} used {one.gpu} during the measurement"
@@ -131,5 +132,5 @@ def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
     """Describe what slowed down each GPU that was slowed down."""
     return [
         f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
-        for one in _by_gpu(seen) if one.slowed_by
+        for one in _combine_by_gpu(seen) if one.slowed_by
     ]  # fmt: skip

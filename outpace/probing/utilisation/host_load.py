@@ -43,11 +43,11 @@ class Processes:
     """
 
     def __init__(self, roots: Collection[int]) -> None:
-        self._roots = {pid: process for pid in roots if (process := _process(pid)) is not None}
+        self._roots = {pid: process for pid in roots if (process := _open_process(pid)) is not None}
         self._known: dict[int, psutil.Process] = {}
         self._running: set[int] = set()
         self._search_after_s = 0.0
-        self._find()
+        self._find_descendants()
 
     @property
     def pids(self) -> frozenset[int]:
@@ -61,7 +61,7 @@ class Processes:
         shared and file-backed memory.
         """
         if time.monotonic() >= self._search_after_s:
-            self._find()
+            self._find_descendants()
         spent_s, resident_bytes, self._running = 0.0, 0, set()
         for pid, process in list(self._known.items()):
             try:
@@ -76,7 +76,7 @@ class Processes:
             resident_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
         return (spent_s, resident_bytes) if self._running else None
 
-    def _find(self) -> None:
+    def _find_descendants(self) -> None:
         began_s = time.thread_time()
         for root in self._roots.values():
             with suppress(psutil.Error, OSError):
@@ -86,7 +86,7 @@ class Processes:
         self._search_after_s = time.monotonic() + cost_s / _SEARCH_SHARE
 
 
-def _process(pid: int) -> psutil.Process | None:
+def _open_process(pid: int) -> psutil.Process | None:
     with suppress(psutil.Error):
         return psutil.Process(pid)
     return None
@@ -103,9 +103,9 @@ class HostReader:
         self._cores = usable_cpus()
         self._core_times = _core_times()
         self._run_cores = Rate()
-        self._packages = [(Rate(wraps), read) for read, wraps in _packages(rapl)]
+        self._energy_counters = [(Rate(wraps), read) for read, wraps in _energy_counters(rapl)]
         self._read_usage(time.monotonic())
-        self._energy(time.monotonic())
+        self._read_power_w(time.monotonic())
 
     def read(self, now_s: float) -> HostLoad:
         """Return the load since the last call; `now_s` is a value of time.monotonic()."""
@@ -122,7 +122,7 @@ class HostReader:
             memory_total_bytes=memory.total,
             memory_bytes=memory.total - memory.available,
             run_memory_bytes=run_memory_bytes,
-            power_w=self._energy(now_s),
+            power_w=self._read_power_w(now_s),
             clock_hz=_clock_hz(),
         )
 
@@ -132,8 +132,8 @@ class HostReader:
             return None, None
         return self._run_cores.per_s(seen[0], now_s), seen[1]
 
-    def _energy(self, now_s: float) -> float | None:
-        rates = [rate.per_s(read(), now_s) for rate, read in self._packages]
+    def _read_power_w(self, now_s: float) -> float | None:
+        rates = [rate.per_s(read(), now_s) for rate, read in self._energy_counters]
         known = [joules for joules in rates if joules is not None]
         return sum(known) / 1e6 if known and len(known) == len(rates) else None
 
@@ -148,7 +148,6 @@ def _core_times() -> list[tuple[float, float]]:
 
 
 def _clock_hz() -> float | None:
-    """Return the current mean clock of the cores in Hz, or None."""
     with suppress(Exception):  # psutil's errors depend on the system
         found = psutil.cpu_freq()
         return found.current * 1e6 if found is not None and found.current > 0 else None
@@ -163,20 +162,20 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
     return min(1.0, max(0.0, 1 - (now[0] - before[0]) / passed_s))
 
 
-def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
+def _energy_counters(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
     """Return, for each CPU package, a reader of its energy (µJ) and the wrap-around value."""
 
     def reader(path: Path) -> Callable[[], float | None]:
-        return lambda: _number(path)
+        return lambda: _read_number(path)
 
     return [
-        (reader(zone / "energy_uj"), _number(zone / "max_energy_range_uj"))
+        (reader(zone / "energy_uj"), _read_number(zone / "max_energy_range_uj"))
         for zone in sorted(rapl.glob("intel-rapl:*"))
         if zone.name.count(":") == 1  # deeper folders are parts of these
     ]
 
 
-def _number(path: Path) -> float | None:
+def _read_number(path: Path) -> float | None:
     with suppress(ValueError):
         return float(read_text(path) or "")
     return None

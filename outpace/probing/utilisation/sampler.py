@@ -101,7 +101,7 @@ class DeviceReader:
         nvml, handle = self._nvml, self._handle
         memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         rates = _query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        run_memory_bytes, run_utilisation = self._of_run(run_pids)
+        run_memory_bytes, run_utilisation = self._run_usage(run_pids)
         return DeviceLoad(
             index=self._index,
             name=self._name,
@@ -110,15 +110,15 @@ class DeviceReader:
             run_utilisation=run_utilisation,
             memory_bytes=None if memory is None else int(memory.used),
             run_memory_bytes=run_memory_bytes,
-            power_w=self._power(now_s),
-            clock_hz=self._clock(),
-            pcie_rx_bytes_per_s=self._pcie(self._pcie_rx, FI_PCIE_RX, PCIE_RX, now_s, first),
-            pcie_tx_bytes_per_s=self._pcie(self._pcie_tx, FI_PCIE_TX, PCIE_TX, now_s, first),
+            power_w=self._power_w(now_s),
+            clock_hz=self._clock_hz(),
+            pcie_rx_bytes_per_s=self._pcie_rate(self._pcie_rx, FI_PCIE_RX, PCIE_RX, now_s, first),
+            pcie_tx_bytes_per_s=self._pcie_rate(self._pcie_tx, FI_PCIE_TX, PCIE_TX, now_s, first),
             nvlink_rx_bytes_per_s=self._nvlink_rx.per_s(self._nvlink(FI_NVLINK_DATA_RX), now_s),
             nvlink_tx_bytes_per_s=self._nvlink_tx.per_s(self._nvlink(FI_NVLINK_DATA_TX), now_s),
         )
 
-    def _power(self, now_s: float) -> float | None:
+    def _power_w(self, now_s: float) -> float | None:
         """Return the mean power from the energy counter, or else NVML's power reading."""
         energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
@@ -127,15 +127,15 @@ class DeviceReader:
         power_mw = _query(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
         return None if power_mw is None else power_mw / 1e3
 
-    def _clock(self) -> float | None:
+    def _clock_hz(self) -> float | None:
         mhz = _query(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM))
         return None if mhz is None else mhz * 1e6
 
-    def _pcie(
+    def _pcie_rate(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
         """Return PCIe bytes/s from a counter, or else from NVML's 20 ms sample (in KB/s)."""
-        count = self._field(field)
+        count = self._read_counter(field)
         if count is not None:
             return rate.per_s(count, now_s)
         if first:
@@ -144,17 +144,16 @@ class DeviceReader:
         return None if seen is None else seen * 1e3
 
     def _nvlink(self, field: int) -> float | None:
-        kib = self._field((field, ALL_LINKS))
+        kib = self._read_counter((field, ALL_LINKS))
         return None if kib is None else kib * 1024
 
-    def _field(self, field: int | tuple[int, int]) -> float | None:
-        """Return a 64-bit counter; None if the device lacks it."""
+    def _read_counter(self, field: int | tuple[int, int]) -> float | None:
         found = _query(lambda: self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0])
         if found is None or found.nvmlReturn != 0 or found.valueType not in WIDE:
             return None
         return float(getattr(found.value, WIDE[found.valueType]))
 
-    def _of_run(self, run_pids: Collection[int] | None) -> tuple[int | None, float | None]:
+    def _run_usage(self, run_pids: Collection[int] | None) -> tuple[int | None, float | None]:
         """Return memory bytes and utilisation of the run's processes on this device."""
         if run_pids is None:
             return None, None
@@ -202,7 +201,7 @@ class Sampler:
         self._processes = Processes(roots) if roots else None
         self._node = node
         self._host = HostReader(self._processes, rapl)
-        self._devices = [] if nvml is None else _readers(nvml)
+        self._devices = [] if nvml is None else _make_readers(nvml)
         self._last_s = time.monotonic()
 
     @property
@@ -225,7 +224,7 @@ def same_pids() -> bool:
     return _query(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
 
 
-def _readers(nvml: Nvml) -> list[DeviceReader]:
+def _make_readers(nvml: Nvml) -> list[DeviceReader]:
     pids_known = same_pids()
     count = _query(nvml.nvmlDeviceGetCount) or 0
     readers = (_query(partial(DeviceReader, nvml, index, pids_known)) for index in range(count))

@@ -140,11 +140,11 @@ def test_a_plan_beyond_the_largest_measured_has_an_interval_as_wide_as_many_devi
         for row in measured_rows()
     ]  # fmt: skip
     monkeypatch.setattr(measured_cases, "measured_rows", lambda: further)
-    measured_cases._spread_of_scale.cache_clear()
+    measured_cases._error_growth_above_64_devices.cache_clear()
     try:
         again = estimate_plan(question, Plan(strategy="zero3", dp_shard=1024, precision="bf16"))
     finally:
-        measured_cases._spread_of_scale.cache_clear()
+        measured_cases._error_growth_above_64_devices.cache_clear()
     assert width(again) == pytest.approx(2 * ratio * width(near))
     assert far.cases and far.cases[0].devices >= 256
 

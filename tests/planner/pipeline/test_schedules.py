@@ -280,13 +280,13 @@ def test_each_rank_keeps_as_much_as_its_schedule_says(sizes):
 
 def test_a_table_is_made_ready_by_looking_at_each_action_twice_at_most(monkeypatch):
     looked = Counter()
-    take = simulator._Wirer._run_if_ready
+    take = simulator._TopologicalSorter._run_if_ready
 
     def counted(self, rank, action, ready):
         looked[action] += 1
         return take(self, rank, action, ready)
 
-    monkeypatch.setattr(simulator._Wirer, "_run_if_ready", counted)
+    monkeypatch.setattr(simulator._TopologicalSorter, "_run_if_ready", counted)
     for schedule in ("1f1b", "zb", "zbv", "dualpipev"):
         looked.clear()
         todo = orders(schedule, 16, 128)

@@ -16,8 +16,8 @@ from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.step_time.adapters import Adapters
 from outpace.planner.step_time.layer import (
     Cells,
-    _scaling_s,
-    _weight,
+    _fp8_cast_s,
+    _weight_matmuls_s,
     embedding,
     head,
     layer,
@@ -239,7 +239,7 @@ def test_transformer_engines_casts_are_one_kernel(chip, casts, trained, copied, 
     asked = replace(cells(rate=device.rate("fp8")), casts=casts, elementwise="fused",
                     adapters=adapters)  # fmt: skip
     tokens, n, k = (np.array([float(size)]) for size in (8192, 4096, 14336))
-    one, inputs, grads = _scaling_s(device, asked, (tokens, n, k))
+    one, inputs, grads = _fp8_cast_s(device, asked, (tokens, n, k))
     share = efficiency.MXFP8_CAST_SHARE if casts == "blocks" else 1.0
     rate = device.memory_bytes_per_s * share
     assert one[0] == pytest.approx(copied * 8192 * 14336 / rate + kernels * device.fixed_s)
@@ -379,7 +379,7 @@ def test_routing_takes_a_kernel_for_each_operator():
 def test_routers_are_not_multiplied_in_8_bits():
     def router(rate):
         weight = Weight("router", 4096, 128, "none")
-        return _weight(H100, cells(rate=rate), weight, np.array([4096.0]))
+        return _weight_matmuls_s(H100, cells(rate=rate), weight, np.array([4096.0]))
 
     assert router(H100.rate("fp8")) == router(H100.rate("bf16"))
 

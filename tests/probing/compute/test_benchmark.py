@@ -8,7 +8,7 @@ import torch
 
 from outpace.catalog.models import preset
 from outpace.probing.compute import matmul, model_shapes
-from outpace.probing.compute.benchmark import _granularity, probe_matmul
+from outpace.probing.compute.benchmark import _report_granularity, probe_matmul
 from outpace.probing.compute.tile_detection import next_multiple
 from outpace.probing.timing.interleave import run_turns
 from outpace.probing.timing.measure import Case, Effort, HostClock, WrongResultError, measure
@@ -176,7 +176,7 @@ def test_tiles_are_said_in_registers_and_threads_with_what_they_gain(monkeypatch
     sizes = range(520, 513 + 160, 8)
     alone = {n: 1e-3 * -(-n // 16) for n in sizes}
     both = {n: 1e-3 * -(-n // 32) for n in sizes}
-    (advice,) = _granularity(
+    (advice,) = _report_granularity(
         [*swept("n", both), *swept("n", alone, threads=1)], CPU, ("avx2", "avx512f")
     )
     assert "in steps of 32" in advice.text
@@ -227,10 +227,10 @@ def test_fewer_heads_are_advised_within_twice_the_number():
 
 
 def test_a_sweep_of_which_one_size_is_steady_gives_no_advice():
-    from outpace.probing.compute.benchmark import _granularity
+    from outpace.probing.compute.benchmark import _report_granularity
 
     key = Key(
         kind="matmul", what="fine", of={"dim": "n", "m": 64, "n": 65, "k": 64, "dtype": "fp32"}
     )
     one = Figure(key=key, unit="FLOP/s", value=1e9, origin="measured", rounds=((1e9,),))
-    assert _granularity([one], torch.device("cpu"), ()) == []
+    assert _report_granularity([one], torch.device("cpu"), ()) == []

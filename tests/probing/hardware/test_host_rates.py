@@ -13,7 +13,7 @@ from outpace.records.machine import Machine
 
 @pytest.mark.slow
 def test_they_are_of_all_cores_and_not_of_what_others_leave() -> None:
-    host_rates._measure_separately.cache_clear()
+    host_rates._measure_in_subprocess.cache_clear()
     one, two = host_rates.measure_host_rates(1), host_rates.measure_host_rates(2)
     assert one is not None and two is not None
     assert set(one.flops_per_s) == {"fp32", "bf16"}
@@ -25,9 +25,9 @@ def test_they_are_of_all_cores_and_not_of_what_others_leave() -> None:
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
     """Nothing is measured before the test, and what it measures is not kept."""
-    host_rates._measure_separately.cache_clear()
+    host_rates._measure_in_subprocess.cache_clear()
     yield
-    host_rates._measure_separately.cache_clear()
+    host_rates._measure_in_subprocess.cache_clear()
 
 
 @pytest.mark.usefixtures("unmeasured")

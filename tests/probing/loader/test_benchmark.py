@@ -16,7 +16,7 @@ from outpace.data.corpus import read_documents
 from outpace.data.tokenizer_training import train_tokenizer
 from outpace.probing.loader import benchmark as loader_room
 from outpace.probing.loader.advice import advise, cheapest
-from outpace.probing.loader.benchmark import _Bench, probe_loader
+from outpace.probing.loader.benchmark import _LoaderBench, probe_loader
 from outpace.probing.loader.dataset import LoaderData, prepare_input
 from outpace.probing.loader.tokenise import tokenise_figures
 from outpace.probing.timing.interleave import run_turns
@@ -218,7 +218,7 @@ def test_the_cheapest_setting_that_cannot_be_told_from_the_best():
 )
 def test_settings_are_crossed_in_a_full_probe(device, quick, torchs, pinned):
     ready = SimpleNamespace(as_text=None)
-    bench = _Bench(ready, 1, torch.device(device), quick, ExitStack())
+    bench = _LoaderBench(ready, 1, torch.device(device), quick, ExitStack())
     found = bench.settings()
     assert len({str(one.key("samples")) for one in found}) == len(found)
     plain = [one for one in found if not one.pin]
