@@ -44,15 +44,15 @@ class Adafactor(torch.optim.Adafactor):
         last = parameter.ndim - 1
         return {
             **state,
-            "row_var": _zeros_without(parameter, last),
-            "col_var": _zeros_without(parameter, last - 1),
+            "row_var": _zeros_with_size_1(parameter, last),
+            "col_var": _zeros_with_size_1(parameter, last - 1),
         }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective if parameters are sharded."""
         if not self._together:
-            step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
+            step_each(self, lambda parameter, _: self.initial_state(parameter), self._update_one)
             return
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
@@ -60,31 +60,31 @@ class Adafactor(torch.optim.Adafactor):
                 if not self.state[parameter]:
                     self.state[parameter].update(self.initial_state(parameter))
             if stepped:
-                self._step_together(stepped, group)
+                self._step_in_stacks(stepped, group)
 
-    def _step_together(self, stepped: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _step_in_stacks(self, stepped: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in stepped]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         # Sizes are global, because all ranks must stack the same parameters, whatever their shards.
         sizes = [parameter.numel() for parameter in stepped]
         kinds = [
-            None if self._compiled and not is_spread(parameter) else _kind(parameter, count)
+            None if self._compiled and not is_spread(parameter) else _stacking_key(parameter, count)
             for parameter, count in zip(stepped, step_counts(torch.stack(steps)), strict=True)
         ]
         for places in group_parameters(sizes, kinds, stepped[0].device):
             if len(places) == 1:
-                self._update(stepped[places[0]], states[places[0]], group)
+                self._update_one(stepped[places[0]], states[places[0]], group)
             else:
                 chosen = [stepped[place] for place in places]
                 self._update_stacked(chosen, [states[place] for place in places], group)
 
-    def _update(
+    def _update_one(
         self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
         means = tuple(local(state[name]) for name in MEANS if name in state)
-        numbers, constants = _numbers(state["step"], parameter, group)
+        numbers, constants = _step_arguments(state["step"], parameter, group)
         alike = weight.is_contiguous() and gradient.is_contiguous()
         if self._compiled is None or is_spread(parameter) or not alike:
             step_tensor(parameter, weight, gradient, means, numbers, constants)
@@ -97,19 +97,18 @@ class Adafactor(torch.optim.Adafactor):
     def _update_stacked(
         self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
-        """Stack parameters of one shape, update the stack, and copy the result back."""
         gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
         names = [name for name in MEANS if name in states[0]]
         held = [[local(p) for p in parameters]]
         held += [[local(state[name]) for state in states] for name in names]
         weight, *means = (torch.stack(each) for each in held)
-        told = _numbers(states[0]["step"], parameters[0], group)
+        told = _step_arguments(states[0]["step"], parameters[0], group)
         step_tensor(parameters[0], weight, gradient, tuple(means), *told)
         for into, stacked in zip(held, (weight, *means), strict=True):
             torch._foreach_copy_(into, stacked.unbind())
 
 
-def _numbers(
+def _step_arguments(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
     """Return the arguments `numbers` and `constants` for `step_tensor`."""
@@ -122,7 +121,7 @@ def _numbers(
     return numbers, (least, group["eps"][1], group["d"])
 
 
-def _kind(parameter: nn.Parameter, count: float) -> Hashable:
+def _stacking_key(parameter: nn.Parameter, count: float) -> Hashable:
     """Return a key that parameters must share to be updated together; None for scalars."""
     gradient = parameter.grad
     if gradient is None or not parameter.ndim:
@@ -150,13 +149,13 @@ def step_tensor(
     least, smallest, threshold = constants
     rate = _root_mean_square(weight, parameter).clamp(min=smallest) * bound
     weight.mul_(kept)
-    estimate = _estimate(parameter, gradient.square(), means, new, least)
+    estimate = _update_means(parameter, gradient.square(), means, new, least)
     update = estimate.clamp_(min=least**2).rsqrt_().mul_(gradient)
     size = _root_mean_square(update, parameter).div_(threshold).clamp_(min=1.0)
     weight.sub_(update.mul_(rate / size))
 
 
-def _estimate(
+def _update_means(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
     """Update the running means of squares; return the estimate of each element's mean square."""
@@ -179,24 +178,28 @@ def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
     return running.mul_(1 - new).add_(value * new)
 
 
-def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
-    """Return the root mean square of a tensor sharded like `of`, or of each tensor in a stack."""
+def _root_mean_square(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return the root mean square of `part`, or of each tensor if `part` is a stack.
+
+    `part` is sharded like `parameter`, and sums include all ranks. A stack has one more dimension
+    than `parameter`, the first.
+    """
     square = part.square()
-    several = part.ndim > of.ndim
+    several = part.ndim > parameter.ndim
     total = square.sum(tuple(range(1, part.ndim)), keepdim=True) if several else square.sum()
-    return (_sum_over_ranks(total, of, *range(of.ndim)) / of.numel()).sqrt_()
+    return (_sum_over_ranks(total, parameter, *range(parameter.ndim)) / parameter.numel()).sqrt_()
 
 
-def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
-    """Sum `value` in place over the ranks that shard `of` along one of `dims`."""
-    if is_spread(of):
-        for axis, placed in enumerate(of.placements):
+def _sum_over_ranks(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
+    """Sum `value` in place over the ranks that shard `parameter` along one of `dims`."""
+    if is_spread(parameter):
+        for axis, placed in enumerate(parameter.placements):
             if any(splits(placed, dim) for dim in dims):
-                dist.all_reduce(value, group=of.device_mesh.get_group(axis))
+                dist.all_reduce(value, group=parameter.device_mesh.get_group(axis))
     return value
 
 
-def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
+def _zeros_with_size_1(parameter: Tensor, dim: int) -> Tensor:
     """Return zeros, shaped and sharded like the parameter except for a size of 1 in `dim`."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)

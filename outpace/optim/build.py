@@ -45,8 +45,8 @@ def make_optimizer(
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
-    build = partial(_build, name=name, settings=settings, noise=noise, compiled=compiled)
-    groups = _groups(trainable, name, settings.weight_decay)
+    build = partial(_build_optimizer, name=name, settings=settings, noise=noise, compiled=compiled)
+    groups = _parameter_groups(trainable, name, settings.weight_decay)
     if master_weights:
         made = partial(
             MasterWeights, build=build, initial_state=initial_state, noise=noise, values=wide_values
@@ -73,7 +73,9 @@ def leave_compiler_out() -> None:
         leave_alone(getattr(torch.optim.Optimizer, method))
 
 
-def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:
+def _parameter_groups(
+    trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float
+) -> Groups:
     matrices = {n: p for n, p in trainable.items() if p.ndim >= 2}
     hidden = {n for n, p in matrices.items() if name == "muon" and is_hidden_matrix(n, p)}
     groups: Groups = [
@@ -107,7 +109,7 @@ def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
     return list(kinds.values())
 
 
-def _build(
+def _build_optimizer(
     groups: Groups,
     *,
     name: OptimizerName,
@@ -115,7 +117,6 @@ def _build(
     noise: Noise,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `name` over parameter groups."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # resolved before the first step
     kept = OPTIMIZER_TRAITS[name].kept

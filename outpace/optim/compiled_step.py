@@ -35,9 +35,9 @@ class CompiledStep:
         elif kind in self._compiled:
             self._compiled[kind](*arguments)
         else:
-            self._first(kind, *arguments)
+            self._compile_and_call(kind, *arguments)
 
-    def _first(self, kind: Hashable, *arguments: Any) -> None:
+    def _compile_and_call(self, kind: Hashable, *arguments: Any) -> None:
         from torch._dynamo import maybe_mark_dynamic
         from torch._dynamo.exc import TorchDynamoException
 

@@ -100,10 +100,10 @@ class FusedMasterAdamW:
         factor: Tensor | None,
         addresses: Addresses,
     ) -> None:
-        table, gradient = self._table(parameters, states, addresses), parameters[0].grad
+        table, gradient = self._current_table(parameters, states, addresses), parameters[0].grad
         assert gradient is not None
         beta1, beta2 = group["betas"]
-        _kernel()[(len(table.owners),)](
+        _load_kernel()[(len(table.owners),)](
             table.gradient_table,
             table.fixed_table,
             table.sizes,
@@ -127,7 +127,7 @@ class FusedMasterAdamW:
             num_warps=8,
         )
 
-    def _table(
+    def _current_table(
         self, parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
     ) -> _Table:
         key = tuple(map(id, parameters))
@@ -136,7 +136,7 @@ class FusedMasterAdamW:
             table = self._tables[key] = _make_table(parameters, states, addresses)
         elif table.addresses.gradients != addresses.gradients:
             table.addresses = addresses
-            table.gradient_table = _numbers(addresses.gradients, parameters[0].device)
+            table.gradient_table = _copy_to_device(addresses.gradients, parameters[0].device)
         return table
 
 
@@ -194,15 +194,15 @@ def _make_table(
     owners, starts = zip(*blocks, strict=True)
     return _Table(
         addresses,
-        _numbers(addresses.gradients, device),
-        _numbers(fixed, device),
-        _numbers(sizes, device),
-        _numbers(owners, device).int(),
-        _numbers(starts, device),
+        _copy_to_device(addresses.gradients, device),
+        _copy_to_device(fixed, device),
+        _copy_to_device(sizes, device),
+        _copy_to_device(owners, device).int(),
+        _copy_to_device(starts, device),
     )
 
 
-def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
+def _copy_to_device(values: Sequence[int], device: torch.device) -> Tensor:
     """Copy integers to a device without waiting for it."""
     on_host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
@@ -217,8 +217,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 
 @cache
-def _kernel() -> Any:
-    """Load Triton and return the kernel."""
+def _load_kernel() -> Any:
     from outpace.optim.fused_master_kernel import step_kernel
 
     return step_kernel

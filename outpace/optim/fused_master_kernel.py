@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _address(table, place, dtype):
+def _load_pointer(table, place, dtype):
     """Return entry `place` of a table of addresses, all multiples of 16, as a pointer."""
     return tl.multiple_of(tl.load(table + place).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def _step(
+def _update_block(
     gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
     correction2_root, decay, beta1, rest1, beta2, rest2, eps, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -48,11 +48,11 @@ def step_kernel(
     owner = tl.load(owners + program)
     start = tl.load(starts + program)
     size = tl.load(sizes + owner)
-    gradient = _address(gradient_table, owner, GRADIENT)
-    weight = _address(fixed_table, owner, WEIGHT)
-    master = _address(fixed_table, tensors + owner, tl.float32)
-    exp_avg = _address(fixed_table, 2 * tensors + owner, tl.float32)
-    exp_avg_sq = _address(fixed_table, 3 * tensors + owner, tl.float32)
+    gradient = _load_pointer(gradient_table, owner, GRADIENT)
+    weight = _load_pointer(fixed_table, owner, WEIGHT)
+    master = _load_pointer(fixed_table, tensors + owner, tl.float32)
+    exp_avg = _load_pointer(fixed_table, 2 * tensors + owner, tl.float32)
+    exp_avg_sq = _load_pointer(fixed_table, 3 * tensors + owner, tl.float32)
     step_at = tl.load(fixed_table + 4 * tensors + owner).to(tl.pointer_type(tl.float32))
     step = tl.load(step_at).to(tl.float64) + 1
     step_size = (lr / (1 - tl.exp(step * log_beta1))).to(tl.float32)
@@ -62,9 +62,11 @@ def step_kernel(
         factor = tl.load(factor_at)
     places = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
     if start + BLOCK <= size:
-        _step(gradient, weight, master, exp_avg, exp_avg_sq, places, places, factor, step_size,
-              correction2_root, decay, beta1, rest1, beta2, rest2, eps, False)  # fmt: skip
+        _update_block(gradient, weight, master, exp_avg, exp_avg_sq, places, places, factor,
+                      step_size, correction2_root, decay, beta1, rest1, beta2, rest2, eps,
+                      False)  # fmt: skip
     else:
         inside = places < size
-        _step(gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
-              correction2_root, decay, beta1, rest1, beta2, rest2, eps, True)  # fmt: skip
+        _update_block(gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor,
+                      step_size, correction2_root, decay, beta1, rest1, beta2, rest2, eps,
+                      True)  # fmt: skip

@@ -83,14 +83,14 @@ class LowPrecisionAdamW(KeepsDtypes):
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for moment in MOMENTS:
-            state |= self._zeros(parameter, moment)
+            state |= self._initial_moment(parameter, moment)
         return state
 
-    def _zeros(self, parameter: nn.Parameter, moment: str) -> dict[str, Tensor]:
+    def _initial_moment(self, parameter: nn.Parameter, moment: str) -> dict[str, Tensor]:
         if self._kept == "bf16":
             return {moment: torch.zeros_like(parameter, dtype=torch.bfloat16)}
         here, shape = local(parameter), tuple(parameter.shape)
-        length = block(shape, self._kept, split=_columns_over(parameter))
+        length = block(shape, self._kept, split=_column_shards(parameter))
         if length is None:
             return {moment: torch.zeros_like(parameter, dtype=torch.float32)}
         *rows, width = here.shape
@@ -112,8 +112,8 @@ class LowPrecisionAdamW(KeepsDtypes):
                     self.state[parameter].update(self.initial_state(parameter, group))
             if not stepped:
                 continue
-            known = self._parts_together(stepped)
-            counts = known.count_step()
+            known = self._current_step_parts(stepped)
+            counts = known.increment_steps()
             gradients = [local(p.grad) for p in stepped]
             numbers: dict[float, Numbers] = {}
             for batch in known.batches(gradients, counts):
@@ -123,7 +123,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                         self.state[batch.parts[0].parameter]["step"], group
                     )
                 own = [gradients[place] for place in batch.places]
-                self._update(batch, own, numbers[count], group)
+                self._update_batch(batch, own, numbers[count], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and drop references to the old state."""
@@ -131,13 +131,13 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._parts.clear()
         self._stepped.clear()
 
-    def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
+    def _current_step_parts(self, stepped: list[nn.Parameter]) -> "_StepParts":
         """Return the parameters' local parts; reuse the last step's if no tensor has moved."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
-        if known is None or not known.lie_in(weights, held):
-            parts = [self._part(parameter) for parameter in stepped]
+        if known is None or not known.are_current(weights, held):
+            parts = [self._current_part(parameter) for parameter in stepped]
             # The step counts in the states are views of one tensor, so that one operator increments
             # all of them.
             steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
@@ -147,32 +147,35 @@ class LowPrecisionAdamW(KeepsDtypes):
             known = self._stepped[stepped[0]] = _StepParts(parts, steps_P, held)
         return known
 
-    def _part(self, parameter: nn.Parameter) -> "_Part":
-        """Return a parameter's local part; reuse the last step's if no tensor has moved."""
+    def _current_part(self, parameter: nn.Parameter) -> "_Part":
         state, weight = self.state[parameter], local(parameter)
         part = self._parts.get(parameter)
-        if part is None or not part.lies_in(weight, state):
+        if part is None or not part.is_current(weight, state):
             few = weight.numel() <= COUNTED_VALUES.get(weight.device.type, 0)
             part = self._parts[parameter] = _Part(
                 parameter,
                 # Detached, because joined parts do not require gradients either, and a difference
                 # would cause recompilation.
                 weight.detach(),
-                tuple(self._moment(state, name) for name in MOMENTS),
+                tuple(self._moment_from_state(state, name) for name in MOMENTS),
                 counted=few or self._compiled is not None,
                 address=None if has_no_memory(weight) else weight.data_ptr(),
-                held=_moments_of(state),
+                held=_stored_moments(state),
             )
         return part
 
-    def _update(
+    def _update_batch(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Update a batch of parts, viewed as rows, one for each block of values with one scale."""
+        """Update the parts of a batch in place.
+
+        If parts are joined or kernels are compiled, tensors are viewed as rows: one for each block
+        of values that share a scale.
+        """
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
-        streams = self._streams(batch, group["number"])
-        random = [] if first.counted else [self._random(part, group) for part in parts]
+        streams = self._step_streams(batch, group["number"])
+        random = [] if first.counted else [self._rounding_generators(part, group) for part in parts]
         constants = (group["betas"], group["eps"])
         if not batch.rows or not (together or self._compiled):
             drawn = random[0] if random else (None, None, None)
@@ -180,7 +183,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                          *constants)  # fmt: skip
             return
         weight, *held = (torch.cat(each) if together else each[0] for each in batch.rows)
-        gradient = _flat(gradients).view(len(weight), -1)
+        gradient = _flatten(gradients).view(len(weight), -1)
         left = iter(held)
         moments = tuple(
             (next(left), None if scale is None else next(left), table)
@@ -190,7 +193,7 @@ class LowPrecisionAdamW(KeepsDtypes):
             weight,
             gradient,
             moments,
-            _draw_rows(parts, random) if random else (None, None, None),
+            _draw_rounding_bits(parts, random) if random else (None, None, None),
             streams,
             numbers,
             *constants,
@@ -203,7 +206,7 @@ class LowPrecisionAdamW(KeepsDtypes):
             for into, made in zip(batch.rows, (weight, *held), strict=True):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
-    def _streams(self, batch: "_Batch", number: int) -> Streams | None:
+    def _step_streams(self, batch: "_Batch", number: int) -> Streams | None:
         """Return a batch's counter-based random streams for this step; None if it needs none."""
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
@@ -214,20 +217,22 @@ class LowPrecisionAdamW(KeepsDtypes):
         keys_P, ends_P, sizes_P = batch.streams
         return keys_P + self._noise.step_key(number), ends_P, sizes_P
 
-    def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
+    def _rounding_generators(
+        self, part: "_Part", group: dict[str, Any]
+    ) -> tuple["Randomness", ...]:
         """Return the generators for rounding the moments and the weight; None where not rounded."""
         return tuple(
             self._noise.generator(part.parameter, group["number"], what) if rounds else None
             for what, rounds in zip((*MOMENTS, "weight"), part.rounds, strict=True)
         )
 
-    def _moment(self, state: dict[str, Tensor], name: str) -> "Moment":
+    def _moment_from_state(self, state: dict[str, Tensor], name: str) -> "Moment":
         held = local(state[name])
         if f"{name}_scale" not in state:
             return held, None, None
-        return held, local(state[f"{name}_scale"]), self._table(name, held.device)
+        return held, local(state[f"{name}_scale"]), self._code_table(name, held.device)
 
-    def _table(self, moment: str, device: torch.device) -> CodeTable:
+    def _code_table(self, moment: str, device: torch.device) -> CodeTable:
         signed = MOMENTS[moment]
         if (signed, device) not in self._tables:
             bits: Literal[4, 8] = 8 if self._kept == "8bit" else 4
@@ -251,11 +256,11 @@ class _Part:
     address: int | None
     held: tuple[Tensor, ...]
 
-    def lies_in(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
+    def is_current(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
         """Return whether the part refers to the parameter's current weight and state."""
         if self.address is None or self.address != weight.data_ptr():
             return False
-        held = _moments_of(state)
+        held = _stored_moments(state)
         return len(held) == len(self.held) and all(map(is_, self.held, held))
 
     @property
@@ -290,7 +295,7 @@ class _Part:
         return seen
 
 
-def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _stored_moments(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(value for name, value in state.items() if name != "step")
 
 
@@ -305,16 +310,14 @@ class _StepParts:
         self._given: Any = None
         self._batches: list[_Batch] = []
 
-    def lie_in(self, weights: list[Tensor], held: list[Tensor]) -> bool:
-        """Return whether these parts refer to the parameters' current weights and states."""
+    def are_current(self, weights: list[Tensor], held: list[Tensor]) -> bool:
         if len(weights) != len(self._parts) or None in self._addresses:
             return False
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return False
         return [weight.data_ptr() for weight in weights] == self._addresses
 
-    def count_step(self) -> list[float]:
-        """Increment and return all step counts."""
+    def increment_steps(self) -> list[float]:
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
@@ -371,7 +374,7 @@ def _make_batches(
     return found
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: list[Tensor]) -> Tensor:
     """Return the values of all tensors as one vector, (n,)."""
     if len(tensors) == 1:
         return tensors[0].view(-1)
@@ -379,7 +382,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return flat
 
 
-def _draw_rows(
+def _draw_rounding_bits(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
     """Draw random numbers for each moment and the weight, in rows; None where not rounded.
@@ -397,7 +400,7 @@ def _draw_rows(
     return tuple(found)
 
 
-def _columns_over(parameter: Tensor) -> int:
+def _column_shards(parameter: Tensor) -> int:
     """Return the number of ranks over which a parameter's last dimension is sharded."""
     if not is_spread(parameter):
         return 1

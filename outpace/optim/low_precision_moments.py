@@ -29,7 +29,10 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the codes of the nearest values, as uint8. A byte has two 4-bit codes."""
+        """Return the codes of the nearest values of the table, as uint8.
+
+        Values (..., n) have codes (..., n), or (..., n / 2) if two 4-bit codes share a byte.
+        """
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 
@@ -66,13 +69,13 @@ def step_moments(
     is the result of `step_numbers`.
     """
     if streams is not None:
-        noise = _count_bits(weight, moments, streams)
+        noise = _rounding_bits(weight, moments, streams)
     rate, root_of_share, kept = numbers
     gradient = gradient.float()
     mean = dequantize(*moments[0]).lerp_(gradient, 1 - betas[0])
     square = dequantize(*moments[1]).lerp_(gradient.square(), 1 - betas[1])
     for moment, value, random in zip(moments, (mean, square), noise[:2], strict=True):
-        _write(*moment, value, random)
+        _store_moment(*moment, value, random)
     root = square.sqrt_().div_(root_of_share).add_(eps)
     change = mean.div_(root).mul_(rate)
     wide = weight.float()  # the weight itself if it is fp32
@@ -84,7 +87,7 @@ def step_moments(
         weight.copy_(wide)
 
 
-def _count_bits(
+def _rounding_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
     """Return 16 random bits per value for the moments and the weight; None for those not in bf16.
@@ -114,7 +117,7 @@ def dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> T
     return torch.flatten(blocks.mul_(scale.unsqueeze(-1)), -2)
 
 
-def _write(
+def _store_moment(
     held: Tensor, scale: Tensor | None, table: CodeTable | None, value: Tensor, random: Randomness
 ) -> None:
     if random is not None:

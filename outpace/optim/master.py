@@ -48,7 +48,7 @@ class MasterWeights(KeepsDtypes):
         for group in self.param_groups:
             for parameter in group["params"]:
                 name = noise.names.get(parameter, "")
-                self._masters[parameter] = _master(parameter, values.pop(name, None))
+                self._masters[parameter] = _make_master(parameter, values.pop(name, None))
                 noise.names[self._masters[parameter]] = name
         self._views = {p: master.detach() for p, master in self._masters.items()}
         self._inner = build(
@@ -57,7 +57,7 @@ class MasterWeights(KeepsDtypes):
         self._inner_state = initial_state
         self.factor: Tensor | None = None
         self._fused = FusedMasterAdamW() if isinstance(self._inner, torch.optim.AdamW) else None
-        self._step_supports_amp_scaling = _skips_by_itself(self._inner)
+        self._step_supports_amp_scaling = _skips_overflow_steps(self._inner)
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
@@ -70,10 +70,10 @@ class MasterWeights(KeepsDtypes):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the master weights and round the weights from them, chunk by chunk."""
         factor, self.factor = self.factor, None
-        with self._scaling():
-            self._step(factor)
+        with self._pass_on_grad_scaler():
+            self._step_groups(factor)
 
-    def _step(self, factor: Tensor | None) -> None:
+    def _step_groups(self, factor: Tensor | None) -> None:
         scaled = any(hasattr(self, name) for name in ("grad_scale", "found_inf"))
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
@@ -81,16 +81,16 @@ class MasterWeights(KeepsDtypes):
                 continue
             if not scaled and self._step_fused(group, stepped, factor):
                 continue
-            for chunk in _chunks(stepped):
-                masters = [self._prepare(parameter, group) for parameter in chunk]
-                _give_gradients(chunk, masters)
+            for chunk in _split_into_chunks(stepped):
+                masters = [self._prepare_master(parameter, group) for parameter in chunk]
+                _pass_gradients(chunk, masters)
                 if factor is not None:
-                    _multiply(masters, factor)
+                    _multiply_gradients(masters, factor)
                 self._inner.param_groups = [{**group, "params": masters}]
                 self._inner.step()
                 for master in masters:
                     master.grad = None
-                _copy(map(local, masters), map(local, chunk))
+                _copy_all(map(local, masters), map(local, chunk))
 
     def _step_fused(
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
@@ -103,15 +103,15 @@ class MasterWeights(KeepsDtypes):
         return self._fused.step(group, stepped, states, factor, addresses)
 
     @contextmanager
-    def _scaling(self) -> Iterator[None]:
+    def _pass_on_grad_scaler(self) -> Iterator[None]:
         """Set a GradScaler's tensors on the inner optimizer during the body."""
-        told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
-        for name, value in told.items():
+        tensors = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
+        for name, value in tensors.items():
             setattr(self._inner, name, value)
         try:
             yield
         finally:
-            for name in told:
+            for name in tensors:
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,14 +134,14 @@ class MasterWeights(KeepsDtypes):
             state["master"] = view
         return state
 
-    def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
+    def _prepare_master(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
         """Give the parameter's state to the inner optimizer; return the master weight."""
         master = self._masters[parameter]
         self._inner.state[master] = self._prepare_state(parameter, group)
         return master
 
 
-def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
+def _make_master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
     """Create a parameter's master weight from `value` (this rank's part), or from the parameter."""
     if value is None:
         return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
@@ -149,7 +149,7 @@ def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
     return nn.Parameter(as_spread(part, tuple(parameter.shape), parameter))
 
 
-def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _split_into_chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield consecutive parameters whose fp32 gradients take at most `MASTER_PIECE_BYTES`.
 
     A larger parameter gets a chunk alone.
@@ -167,7 +167,7 @@ def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield chunk
 
 
-def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
+def _pass_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
     """Set the gradients of master weights to those of their parameters, in fp32."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
@@ -180,16 +180,15 @@ def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Par
         master.grad = torch.empty_like(gradient, dtype=master.dtype)
         narrow.append(local(gradient))
         wide.append(local(master.grad))
-    _copy(narrow, wide)
+    _copy_all(narrow, wide)
 
 
-def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients of all master weights by `factor` with one operator."""
+def _multiply_gradients(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
     gradients = [local(master.grad) for master in masters if master.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
 
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+def _skips_overflow_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's kernels skip a step if a GradScaler's `found_inf` says so.
 
     All parameters must be plain tensors on one device, because torch copies `found_inf` to another
@@ -201,7 +200,7 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return not any(is_spread(p) for p in held) and len({p.device for p in held}) <= 1
 
 
-def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+def _copy_all(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
     """Copy `sources` into `targets`, which may have a different dtype, with one operator."""
     into, of = list(targets), list(sources)
     if into:

@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Collective if matrices are sharded."""
         for group in self.param_groups:
             if group["orthogonal"] and self._together:
-                self._step_together(group)
+                self._step_matrices(group)
             elif group["orthogonal"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.state = self.state
         self._adamw.step()
 
-    def _step_together(self, group: dict[str, Any]) -> None:
+    def _step_matrices(self, group: dict[str, Any]) -> None:
         """Update all matrices like `_step_matrix`, in a few batched operators."""
         stepped = [p for p in group["params"] if p.grad is not None]
         for parameter in stepped:
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
             alike.setdefault((parameter.shape, parameter.dtype, parameter.grad.dtype), []).append(
                 parameter
             )
-        for batch in (batch for same in alike.values() for batch in _batches(same)):
+        for batch in (batch for same in alike.values() for batch in _split_into_batches(same)):
             self._step_batch(batch, group)
 
     def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
         weight.add_(part_like(update, parameter).to(weight.dtype), alpha=-rate)
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _split_into_batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield matrices of one shape, at most `MUON_BATCH_BYTES` of bf16 at a time."""
     count = max(1, MUON_BATCH_BYTES // (2 * parameters[0].numel()))
     for start in range(0, len(parameters), count):

@@ -44,8 +44,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
     return lambda groups: OffloadedOptimizer(groups, build, has_twin, disk, scratch)
 
 
-def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return `tensor` with its local part in `memory`."""
+def _with_local_memory(tensor: Tensor, memory: Tensor) -> Tensor:
     if not is_spread(tensor):
         return memory
     from torch.distributed.tensor import DTensor
@@ -58,7 +57,7 @@ def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[
 
 
 @dataclass
-class _Lanes:
+class _CopyStreams:
     """Streams for copies to and from the host; None if parameters are not on a GPU."""
 
     device: torch.device
@@ -98,7 +97,7 @@ class _Unit:
     parameters: Sequence[Tensor]
     twins: Sequence[Tensor]
     inner: torch.optim.Optimizer
-    lanes: _Lanes
+    streams: _CopyStreams
     regions: Sequence[Region]
     versions: list[int] = field(default_factory=list)
     _arrived: torch.cuda.Event | None = None
@@ -106,16 +105,16 @@ class _Unit:
     def fetch(self) -> None:
         """Prefetch from disk, and start copying gradients and changed weights to the host."""
         prefetch(self.regions)
-        with _stream_context(self.lanes.down):
-            for number, (parameter, twin) in enumerate(self._pairs()):
+        with _stream_context(self.streams.down):
+            for number, (parameter, twin) in enumerate(self._pairs_with_twins()):
                 if local(parameter)._version != self.versions[number]:  # changed from outside
                     local(twin).copy_(local(parameter), non_blocking=True)
                 gradient = parameter.grad
                 if gradient is not None:
-                    memory = self.lanes.host_copy(local(gradient))
-                    twin.grad = _with_memory(gradient, memory)
-        if self.lanes.down is not None:
-            self._arrived = self.lanes.down.record_event()
+                    memory = self.streams.host_copy(local(gradient))
+                    twin.grad = _with_local_memory(gradient, memory)
+        if self.streams.down is not None:
+            self._arrived = self.streams.down.record_event()
 
     def step(self, group: dict[str, Any]) -> None:
         """Step the twins with the group's settings, and start copying the weights back."""
@@ -124,15 +123,15 @@ class _Unit:
         if self._arrived is not None:
             self._arrived.synchronize()
         self.inner.step()
-        with _stream_context(self.lanes.up):
-            for number, (parameter, twin) in enumerate(self._pairs()):
+        with _stream_context(self.streams.up):
+            for number, (parameter, twin) in enumerate(self._pairs_with_twins()):
                 if twin.grad is not None:
                     local(parameter).copy_(local(twin), non_blocking=True)
                     twin.grad = None
                 self.versions[number] = local(parameter)._version
         release(self.regions)
 
-    def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+    def _pairs_with_twins(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield (parameter, twin) for the parameters that have a separate twin."""
         both = zip(self.parameters, self.twins, strict=True)
         return ((p, twin) for p, twin in both if p is not twin)
@@ -158,46 +157,45 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         like = build(groups)  # fills in options that are missing in the groups
         super().__init__(like.param_groups, like.defaults)
         held = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        self._lanes = _Lanes(held[0].device if held else torch.device("cpu"))
+        self._streams = _CopyStreams(held[0].device if held else torch.device("cpu"))
         self._disk, self._scratch = disk, scratch
         self._units = [
-            [self._unit(group, part, build, has_twin) for part in _parts(group["params"])]
+            [self._make_unit(group, part, build, has_twin) for part in _units_of(group["params"])]
             for group in self.param_groups
         ]
 
     @torch.no_grad()
-    def _unit(
+    def _make_unit(
         self,
         group: dict[str, Any],
         parameters: Sequence[Tensor],
         build: Build,
         has_twin: Callable[[Tensor], bool],
     ) -> _Unit:
-        twins = [self._host_copy(p) if has_twin(p) else p for p in parameters]
+        twins = [self._make_twin(p) if has_twin(p) else p for p in parameters]
         inner = build([{**group, "params": twins}])
         regions = [r for p in parameters if (r := self._scratch.region_of(local(p)))]
         fill_state(inner)
         if self._disk is not None:
-            regions.append(self._to_disk(parameters, twins, inner, self._disk))
+            regions.append(self._move_to_disk(parameters, twins, inner, self._disk))
         for parameter, twin in zip(parameters, twins, strict=True):
             self.state[parameter] = inner.state[twin]
         release(regions)
         versions = [local(p)._version for p, twin in zip(parameters, twins, strict=True)
                     if twin is not p]  # fmt: skip
-        return _Unit(parameters, twins, inner, self._lanes, regions, versions)
+        return _Unit(parameters, twins, inner, self._streams, regions, versions)
 
-    def _host_copy(self, parameter: Tensor) -> Tensor:
-        memory = self._lanes.host_copy(local(parameter), wait=True)
-        return nn.Parameter(_with_memory(parameter.detach(), memory))
+    def _make_twin(self, parameter: Tensor) -> Tensor:
+        memory = self._streams.host_copy(local(parameter), wait=True)
+        return nn.Parameter(_with_local_memory(parameter.detach(), memory))
 
-    def _to_disk(
+    def _move_to_disk(
         self,
         parameters: Sequence[Tensor],
         twins: Sequence[Tensor],
         inner: torch.optim.Optimizer,
         disk: Scratch,
     ) -> Region:
-        """Move a unit's states and separate twins into one region on disk."""
         states = [
             (state, key, tensor)
             for state in inner.state.values()
@@ -210,7 +208,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for twin, memory in zip(copies, placed, strict=False):
             local(twin).data = memory
         for (state, key, tensor), memory in zip(states, placed[len(copies) :], strict=True):
-            state[key] = _with_memory(tensor, memory)
+            state[key] = _with_local_memory(tensor, memory)
         return region
 
     @torch.no_grad()
@@ -226,14 +224,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for unit in units
             if any(parameter.grad is not None for parameter in unit.parameters)
         ]
-        self._lanes.begin()
+        self._streams.begin()
         if waiting:
             waiting[0][0].fetch()
         for number, (unit, group) in enumerate(waiting, 1):
             if number < len(waiting):
                 waiting[number][0].fetch()
             unit.step(group)
-        self._lanes.end()
+        self._streams.end()
         return loss
 
     @torch.no_grad()
@@ -244,10 +242,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             own.update({name: value for name, value in saved.items() if name != "params"})
             for parameter, number in zip(own["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(number, {}).items():
-                    self._take_over(self.state[parameter], key, value)
+                    self._load_value(self.state[parameter], key, value)
         release(region for units in self._units for unit in units for region in unit.regions)
 
-    def _take_over(self, state: dict[str, Any], key: str, value: Any) -> None:
+    def _load_value(self, state: dict[str, Any], key: str, value: Any) -> None:
         mine = state.get(key)
         if not isinstance(mine, Tensor):
             state[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -255,7 +253,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             mine.copy_(value)
 
 
-def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _units_of(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Split parameters into consecutive parts of at least `UNIT_BYTES`, except the last."""
     part: list[Tensor] = []
     for parameter in parameters:

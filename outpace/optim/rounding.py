@@ -53,17 +53,17 @@ class Noise:
 
     def generator(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
         """Return the generator for rounding `what` (a moment or the weight) in a step."""
-        key = (self.seed, self.names.get(parameter, ""), step, _offset_of(parameter), what)
+        key = (self.seed, self.names.get(parameter, ""), step, _shard_offset(parameter), what)
         device = "cpu" if parameter.device.type == "meta" else parameter.device
-        return torch.Generator(device).manual_seed(_hash(key) >> 1)
+        return torch.Generator(device).manual_seed(_stable_hash(key) >> 1)
 
     def key(self, parameter: nn.Parameter) -> int:
         """Return the 64-bit key of a parameter's random numbers; see `random_words`."""
-        return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
+        return _stable_hash((self.seed, self.names.get(parameter, ""), _shard_offset(parameter)))
 
     def step_key(self, step: int) -> int:
         """Return the number to add to all keys in a step, as a signed 64-bit integer."""
-        return wrap_64_bits(_hash((self.seed, step)))
+        return wrap_64_bits(_stable_hash((self.seed, step)))
 
 
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
@@ -104,13 +104,12 @@ def field_of(words: Tensor, number: int) -> Tensor:
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 
-def _hash(key: tuple[object, ...]) -> int:
+def _stable_hash(key: tuple[object, ...]) -> int:
     """Return a 64-bit hash that is the same in every process."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def _offset_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the offset of this rank's part in the global tensor."""
+def _shard_offset(parameter: Tensor) -> tuple[int, ...]:
     if not is_spread(parameter):
         return ()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

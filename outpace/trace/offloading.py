@@ -111,10 +111,10 @@ def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None
         yield
         return
 
-    def host_copy(lanes: Any, tensor: Tensor, wait: bool = False) -> Tensor:
+    def host_copy(streams: Any, tensor: Tensor, wait: bool = False) -> Tensor:
         memory = torch.empty_like(tensor)
         watch.mark_offloaded([memory])
         return memory.copy_(tensor)
 
-    with patch.object(offload._Lanes, "host_copy", host_copy), _count_device_copies():
+    with patch.object(offload._CopyStreams, "host_copy", host_copy), _count_device_copies():
         yield

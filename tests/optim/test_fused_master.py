@@ -74,7 +74,7 @@ def test_without_the_kernel_torch_steps_and_it_is_said(monkeypatch):
     def fails() -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr("outpace.optim.fused_master._kernel", fails)
+    monkeypatch.setattr("outpace.optim.fused_master._load_kernel", fails)
     monkeypatch.setattr("outpace.optim.master.gradient_addresses", _addresses_anywhere)
     with pytest.warns(UserWarning, match=r"C compiler\), so torch's own kernels"):
         tried = _trained(torch.device("cpu"), True, 1, False, monkeypatch)
@@ -101,7 +101,7 @@ def _addresses_anywhere(group, parameters):
 def test_gradients_are_asked_once_a_step_where_they_lie(monkeypatch):
     """And states that lie on the host, as a step without the kernel leaves a count, are moved."""
     launched, asked = [], []
-    monkeypatch.setattr("outpace.optim.fused_master._kernel", lambda: _Launched(launched))
+    monkeypatch.setattr("outpace.optim.fused_master._load_kernel", lambda: _Launched(launched))
     monkeypatch.setattr("outpace.optim.fused_master._triton_dtype", str)
     real = torch.Tensor.data_ptr
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda one: (asked.append(one), real(one))[1])
