@@ -75,7 +75,7 @@ class Ledger:
         self.loss_sum += loss
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.gathered = raw.gathered
-        record = self._assemble(raw, figures, loss, costs)
+        record = self._make_record(raw, figures, loss, costs)
         self._seen += 1
         if self._seen == WARMUP_STEPS + 1:
             self.steady.clear()
@@ -84,7 +84,7 @@ class Ledger:
             self.opening_s.append(record.step_time_s)
         return record
 
-    def _assemble(self, raw: RawStep, figures: Figures, loss: float, costs: Costs) -> StepRecord:
+    def _make_record(self, raw: RawStep, figures: Figures, loss: float, costs: Costs) -> StepRecord:
         parts = durations(raw.marks)
         step_time_s = sum(parts.values())
         model_rate = _rate(costs.model_flops, step_time_s)

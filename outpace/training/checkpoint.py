@@ -65,20 +65,19 @@ class Progress(Record):
 
 
 def _tensor_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in nested containers."""
     leaves = tree_leaves(state)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _checksum(path: Path, past_cache: bool) -> str:
+def _file_checksum(path: Path, past_cache: bool) -> str:
     return checksum(blocks(path, past_cache))
 
 
 def _mark_complete(folder: Path, past_cache: bool) -> None:
     entries = {
         name: {"bytes": (folder / name).stat().st_size,
-               "xxh3_128": _checksum(folder / name, past_cache)}
-        for name in sorted(_file_names(folder))
+               "xxh3_128": _file_checksum(folder / name, past_cache)}
+        for name in sorted(_listed_file_names(folder))
     }  # fmt: skip
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
@@ -87,7 +86,7 @@ def _mark_complete(folder: Path, past_cache: bool) -> None:
     sync_paths(folder, folder.parent)
 
 
-def _file_names(folder: Path) -> set[str]:
+def _listed_file_names(folder: Path) -> set[str]:
     """Return the names of all files that the marker has to list."""
     return {path.name for path in folder.iterdir() if path.is_file()} - {MARKER, UNFINISHED}
 
@@ -125,7 +124,6 @@ def damage(folder: Path) -> str | None:
 
 
 def _file_damage(folder: Path) -> str | None:
-    """Return how a checkpoint's files differ from its marker; None if they do not."""
     refuse_pipe(folder / MARKER)
     entries = json.loads((folder / MARKER).read_text())
     for name, entry in entries.items():
@@ -136,9 +134,9 @@ def _file_damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-        if _checksum(path, past_cache=False) != entry["xxh3_128"]:
+        if _file_checksum(path, past_cache=False) != entry["xxh3_128"]:
             return f"the checksum of {name} has changed since it was written"
-    unlisted = {*_file_names(folder), PROGRESS_FILE, METADATA_FILE} - set(entries)
+    unlisted = {*_listed_file_names(folder), PROGRESS_FILE, METADATA_FILE} - set(entries)
     return f"{MARKER} does not list {min(unlisted)}" if unlisted else None
 
 
@@ -157,7 +155,7 @@ def _content_damage(folder: Path) -> str | None:
     if progress.step != step_of(folder):
         return f"{PROGRESS_FILE} belongs to step {progress.step}"
     stored = read_metadata(folder).storage_data or {}
-    missing = {info.relative_path for info in stored.values()} - _file_names(folder)
+    missing = {info.relative_path for info in stored.values()} - _listed_file_names(folder)
     return f"{min(missing)} is missing" if missing else None
 
 
@@ -173,13 +171,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _steps(directory: Path) -> list[Path]:
+def _step_folders(directory: Path) -> list[Path]:
     return [path for path in directory.glob("step-*") if path.name[5:].isdecimal()]
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints that have a marker, newest first, without verifying their files."""
-    found = [p for p in _steps(directory) if (p / MARKER).is_file()]
+    found = [p for p in _step_folders(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -190,7 +188,7 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     damaged.
     """
     damaged = 0
-    for folder in sorted(_steps(directory), key=step_of, reverse=True):
+    for folder in sorted(_step_folders(directory), key=step_of, reverse=True):
         problem = damage(folder)
         if problem is None:
             return folder
@@ -251,7 +249,7 @@ class Checkpointer:
         """
         self.wait()
         folder = self.directory / f"step-{progress.step}"
-        if not self._prepare(folder, progress):
+        if not self._create_folder(folder, progress):
             return
         from outpace.training import states
 
@@ -259,11 +257,11 @@ class Checkpointer:
         if self._masters:
             states.drop_rounded(state, model)
         self._needed_bytes = _tensor_bytes(state)
-        written = self._begin(state, folder)
-        finish = partial(self._finish, written, folder, past_cache=self._lent is not None)
+        written = self._begin_write(state, folder)
+        finish = partial(self._complete_save, written, folder, past_cache=self._lent is not None)
         self._pending = (self._finisher.submit(finish), folder)
 
-    def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
+    def _begin_write(self, state: dict[str, Any], folder: Path) -> Future[Any]:
         """Write in the background, or in the foreground if the run makes no copies (`copies`)."""
         from outpace.training import states
 
@@ -303,22 +301,22 @@ class Checkpointer:
             self._lent.give_back()
             self._lent = None
 
-    def _prepare(self, folder: Path, progress: Progress) -> bool:
-        """Create the folder on rank 0; return on all ranks whether that worked."""
+    def _create_folder(self, folder: Path, progress: Progress) -> bool:
+        """Create the folder on rank 0; return on all ranks whether that worked. Collective."""
         worked = torch.ones(1)
         if self._rank == 0:
             try:
-                _remove(folder)
+                _remove_checkpoint(folder)
                 folder.mkdir(parents=True)
                 (folder / UNFINISHED).touch()
                 progress.save(folder / PROGRESS_FILE)
             except OSError as error:
-                self._fail(folder, error)
+                self._handle_failed_save(folder, error)
                 worked.zero_()
         dist.broadcast(worked, 0, group=self._group)
         return bool(worked)
 
-    def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
+    def _complete_save(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
         """Mark the checkpoint as complete once all files are written; runs in the background."""
         metadata = written.result()
         if self._rank == 0:
@@ -348,12 +346,12 @@ class Checkpointer:
         try:
             future.result()
         except states.ERRORS as error:
-            self._fail(folder, error)
+            self._handle_failed_save(folder, error)
             release_frames(error)
             return False
         if self._rank == 0:
             self._on_whole(folder)
-            self._prune()
+            self._remove_old_checkpoints()
         return True
 
     def wait_for_ranks(self) -> bool:
@@ -362,14 +360,13 @@ class Checkpointer:
         dist.barrier(self._group)
         return saved
 
-    def _fail(self, folder: Path, error: BaseException) -> None:
-        """Remove the files of a failed save, and report the reason."""
+    def _handle_failed_save(self, folder: Path, error: BaseException) -> None:
         if self._rank == 0:
-            _remove(folder)
-            why = self._disk_full() or first_reason(error)
+            _remove_checkpoint(folder)
+            why = self._explain_full_disk() or first_reason(error)
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
-    def _disk_full(self) -> str | None:
+    def _explain_full_disk(self) -> str | None:
         """Return a message if the disk is full, which writers report in different ways."""
         try:
             free = shutil.disk_usage(self.directory.parent).free
@@ -387,10 +384,10 @@ class Checkpointer:
         self.wait()
         self._finisher.shutdown()
 
-    def _prune(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         whole = whole_checkpoints(self.directory)
         for old in whole[self._keep :]:
-            _remove(old)
+            _remove_checkpoint(old)
             if old.exists() and old not in self._stuck:
                 self._stuck.add(old)
                 self._on_trouble(
@@ -420,17 +417,17 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
     removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
-    for folder in sorted(_steps(directory), key=step_of):
+    for folder in sorted(_step_folders(directory), key=step_of):
         if step_of(folder) <= step:
             continue
         if is_unfinished(folder):
-            _remove(folder)
+            _remove_checkpoint(folder)
             continue
         aside = put_aside(folder, folder=damaged)
         say(f"the damaged checkpoint {folder} is kept as {aside}. Remove it if you do not need it")
 
 
-def _remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, its marker first, so that a folder with a marker is always complete.
 
     The file `unfinished` goes last, so that if this process is killed, the remaining files are
@@ -453,6 +450,6 @@ def _remove(folder: Path) -> None:
 
 def clear_partial(directory: Path) -> None:
     """Remove folders of interrupted saves."""
-    for folder in _steps(directory):
+    for folder in _step_folders(directory):
         if is_unfinished(folder):
-            _remove(folder)
+            _remove_checkpoint(folder)

@@ -58,28 +58,28 @@ class CollectiveCounter(TorchDispatchMode):
             # DTensor then calls the operators on local tensors, including communication
             return NotImplemented
         if not self._paused and func.namespace in _NAMESPACES:
-            kind = _kind(func._opname.strip("_"))
+            kind = _collective_kind(func._opname.strip("_"))
             if kind is not None:
-                self._count(kind, args)
+                self._count_collective(kind, args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, kind: str, args: Any) -> None:
-        group = _group(args)
+    def _count_collective(self, kind: str, args: Any) -> None:
+        group = _collective_group(args)
         # The first number is the root, if any.
         root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
         # Output tensors come first, then inputs, unless one list is both. A scatter's chunks are
         # equal, so the output gives their size.
-        given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
-        self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
+        given = args[0] if kind == "scatter" else (_tensor_leaves(args[1]) or args[0])
+        self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensor_leaves(given)), root=root)
 
 
-def _kind(operator: str) -> str | None:
+def _collective_kind(operator: str) -> str | None:
     """Return the kind of a collective; None if the operator sends nothing (a receive, a wait)."""
     fitting = [name for name in _KINDS if operator.startswith(name)]
     return _KINDS[max(fitting, key=len)] if fitting else None
 
 
-def _group(args: Any) -> dist.ProcessGroup:
+def _collective_group(args: Any) -> dist.ProcessGroup:
     """Return a collective's group: a boxed argument, or by name in functional collectives."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
@@ -87,5 +87,5 @@ def _group(args: Any) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed)
 
 
-def _tensors(given: Any) -> list[torch.Tensor]:
+def _tensor_leaves(given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]

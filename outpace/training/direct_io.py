@@ -20,7 +20,7 @@ _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-def _block() -> mmap.mmap:
+def _make_block() -> mmap.mmap:
     """Return a page-aligned buffer, as O_DIRECT requires."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
@@ -29,9 +29,9 @@ class DirectWriter:
     """Writer of a new file in blocks. Once closed, the file is complete and on disk."""
 
     def __init__(self, path: Path) -> None:
-        self._block = _block()
+        self._block = _make_block()
         self._used = self._written = 0
-        self._file: int | None = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file: int | None = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +42,7 @@ class DirectWriter:
         if error is None:
             self.close()
         else:
-            self._end()
+            self._close_file()
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
@@ -73,9 +73,9 @@ class DirectWriter:
             self._write_block(self._used)
             os.fsync(self._file)
         finally:
-            self._end()
+            self._close_file()
 
-    def _end(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -87,19 +87,22 @@ class DirectWriter:
         with memoryview(self._block) as block:
             while done < count:
                 with block[done:count] as part:
-                    done += _direct_or_not(self._file, partial(os.write, self._file, part))
+                    done += _call_with_fallback(self._file, partial(os.write, self._file, part))
         self._block.move(0, count, self._used - count)
         self._used, self._written = self._used - count, self._written + count
 
 
 def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
-    """Yield a file's contents in blocks, each of which is valid until the next one."""
-    file = _open(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
+    """Yield a file's contents in blocks, each of which is valid until the next one.
+
+    `past_cache`: bypass the page cache, if the file system supports it.
+    """
+    file = _open_direct(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
     try:
         left = os.fstat(file).st_size
-        block = _block()
+        block = _make_block()
         while left > 0:
-            count = _direct_or_not(file, partial(os.readv, file, [block]))
+            count = _call_with_fallback(file, partial(os.readv, file, [block]))
             if count == 0:
                 return  # truncated by another process
             with memoryview(block) as whole, whole[:count] as part:
@@ -116,7 +119,7 @@ def through_cache(file: int) -> bool:
     return bool(flags & _DIRECT)
 
 
-def _open(path: Path, flags: int) -> int:
+def _open_direct(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
@@ -125,7 +128,7 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _direct_or_not(file: int, act: Callable[[], int]) -> int:
+def _call_with_fallback(file: int, act: Callable[[], int]) -> int:
     """Call `act` and return its result; if the file system refuses O_DIRECT, retry without it."""
     try:
         return act()

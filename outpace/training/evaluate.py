@@ -72,7 +72,7 @@ def evaluate(
 
 
 def _is_on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether the flag is set on any rank."""
+    """Return whether the flag is set on any rank. Collective."""
     if group is None or group.size() == 1:
         return flag
     flags = torch.tensor([flag], dtype=torch.int32)

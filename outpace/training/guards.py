@@ -38,7 +38,7 @@ _WAITED_FOR = (
 )
 
 
-class _Arrivals:
+class _PendingSignals:
     """Record of signals that have reached the process, even if Python has not handled them yet.
 
     Python's C handler writes their numbers to a pipe. Nothing is recorded outside of the main
@@ -49,7 +49,7 @@ class _Arrivals:
         self._pipe: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "_Arrivals":
+    def __enter__(self) -> "_PendingSignals":
         with suppress(ValueError):
             before = signal.set_wakeup_fd(-1)
             if before != -1:
@@ -94,7 +94,7 @@ class StopSignal:
         self._first_s = 0.0
         self._previous: dict[int, Any] = {}
         self._thread = threading.get_ident()
-        self._arrivals = _Arrivals()
+        self._pending = _PendingSignals()
         self._ended = False
         self._disarmed = False
         self._peer_ended = False
@@ -106,7 +106,7 @@ class StopSignal:
             for number in ENDING:
                 # SIGINT is handled even if it is ignored, as in background jobs of a shell.
                 if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
-                    self._previous[number] = signal.signal(number, self._receive)
+                    self._previous[number] = signal.signal(number, self._handle_signal)
         except ValueError:
             pass  # not the main thread, which handles signals
         return self
@@ -126,10 +126,10 @@ class StopSignal:
         after the last.
         """
         try:
-            with self._arrivals:
+            with self._pending:
                 self._raising = True
                 if self.requested or self._peer_ended:  # while `work` ran
-                    self._end(_EndSignal())
+                    self._raise_end(_EndSignal())
                 found = work()
                 self._raising = False
         except _EndSignal:
@@ -155,7 +155,7 @@ class StopSignal:
         Any thread may call this, even while the main thread waits in a library and handles no
         signals.
         """
-        return self._ended or (self._raising and self._arrivals.pop())
+        return self._ended or (self._raising and self._pending.pop())
 
     def interrupt(self) -> bool:
         """Interrupt the main thread because a signal has ended another rank.
@@ -171,11 +171,11 @@ class StopSignal:
             signal.pthread_kill(self._thread, signal.SIGTERM)
         return True
 
-    def _end(self, error: BaseException) -> NoReturn:
+    def _raise_end(self, error: BaseException) -> NoReturn:
         self._ended = True
         raise error
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()  # another signal may arrive during this call, but not below
         if self.requested:
             if now_s - self._first_s > _SAME_SIGNAL_S:
@@ -183,11 +183,11 @@ class StopSignal:
             return
         self.requested, self._first_s = True, now_s
         if self._raising:
-            self._end(_EndSignal())
+            self._raise_end(_EndSignal())
         if self._ended or self._disarmed:
             return  # the process is about to end anyway
         if not self.stepping:
-            self._end(InterruptedRunError(NOTHING_TRAINED))
+            self._raise_end(InterruptedRunError(NOTHING_TRAINED))
         self._say.start()
 
 

@@ -58,7 +58,7 @@ class PagePrefaulter:
             self._chunks = self._heap.allocate_chunks(nbytes // _CHUNK_BYTES)
             # After the allocations, since malloc's header of each one would take a huge page.
             self._heap.prefer_huge_pages(room)
-        self._thread = threading.Thread(target=self._touch, daemon=True)
+        self._thread = threading.Thread(target=self._touch_chunks, daemon=True)
 
     def start(self) -> Self:
         """Start the thread; call `end` before the memory is needed."""
@@ -87,7 +87,7 @@ class PagePrefaulter:
         """Wait until the last chunk is touched."""
         self._thread.join()
 
-    def _touch(self) -> None:
+    def _touch_chunks(self) -> None:
         # All chunks are allocated beforehand: malloc would return a freed chunk again.
         for chunk in self._chunks:
             with self._touching:
@@ -124,6 +124,5 @@ class _Heap:
             self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # fails if there are none: harmless
 
     def allocate_chunks(self, count: int) -> list[int]:
-        """Allocate up to `count` chunks of `_CHUNK_BYTES`, and return their addresses."""
         found = [self._malloc(_CHUNK_BYTES) for _ in range(count)]
         return [chunk for chunk in found if chunk is not None]

@@ -49,7 +49,7 @@ class LoggerContext:
     say: Callable[[str], None]
 
 
-class _Scalars(Callback):
+class _ScalarLogger(Callback):
     """Base class of loggers; subclasses implement `_write(values, step)`.
 
     A failure (unreachable server, full disk) is reported once. Logging pauses after each failure,
@@ -67,16 +67,15 @@ class _Scalars(Callback):
     def _write(self, values: dict[str, float], step: int) -> None:
         raise NotImplementedError
 
-    def _send(self, values: dict[str, float], step: int) -> None:
+    def _try_write(self, values: dict[str, float], step: int) -> None:
         if time.monotonic() < self._quiet_until_s:
             return
         try:
             self._write(values, step)
         except Exception as error:
-            self._note(error, f"at step {step}")
+            self._report_failure(error, f"at step {step}")
 
-    def _note(self, error: Exception, when: str) -> None:
-        """Pause logging after a failure, and report the first one."""
+    def _report_failure(self, error: Exception, when: str) -> None:
         # Not a logger's failures: signals, and the death of a data worker, which torch may raise
         # anywhere.
         if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
@@ -86,39 +85,37 @@ class _Scalars(Callback):
         if not self._failed:
             self._failed = True
             self._say(
-                f"--log {self._name} failed {when}: {_words(error)}. Training continues, and "
-                "metrics.jsonl has all values"
+                f"--log {self._name} failed {when}: {_shorten_error(error)}. Training continues, "
+                "and metrics.jsonl has all values"
             )
 
-    def _finish(self, action: Callable[[], object]) -> None:
+    def _try_at_end(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:
-            self._note(error, "at the end")
+            self._report_failure(error, "at the end")
 
     def on_step(self, record: StepRecord) -> None:
         figures = {name: getattr(record, name) for name in _CURVES}
         known = {f"train/{name}": value for name, value in figures.items() if value is not None}
-        self._send(known, record.step)
+        self._try_write(known, record.step)
 
     def on_load(self, load: Load, step: int) -> None:
-        """Log the utilisation of devices and CPU cores."""
         figures = {"cores": load.host.utilisation, "run_cores": load.host.run_cores}
         for device in load.devices:
             name = f"device_{device.index}"
             figures |= {name: device.utilisation, f"{name}_power_w": device.power_w}
         known = {f"utilisation/{name}": x for name, x in figures.items() if x is not None}
-        self._send(known, step)
+        self._try_write(known, step)
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Log the evaluation's loss and the task's metrics."""
         figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
         known = {**figures, **evaluation.metrics}
         named = {f"eval/{name}": value for name, value in known.items() if value is not None}
-        self._send(named, evaluation.step)
+        self._try_write(named, evaluation.step)
 
 
-class TensorBoard(_Scalars):
+class TensorBoard(_ScalarLogger):
     """Logger of event files in the run's directory, which `tensorboard --logdir DIR` reads.
 
     Steps that a resumed run repeats replace those logged before.
@@ -128,7 +125,7 @@ class TensorBoard(_Scalars):
 
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
-        module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
+        module = _import_logger("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
         # Keep the evaluation at the step from which a run resumes; step 0 is evaluated again.
         again = logged.start_step + 1 if logged.start_step else logged.start_step
         folder = str(logged.run_dir.path / "tensorboard")
@@ -141,10 +138,10 @@ class TensorBoard(_Scalars):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._finish(self._writer.close)
+        self._try_at_end(self._writer.close)
 
 
-class Wandb(_Scalars):
+class Wandb(_ScalarLogger):
     """Logger to a Weights & Biases run, which a resumed run continues.
 
     WANDB_MODE=offline keeps it on this machine.
@@ -154,9 +151,9 @@ class Wandb(_Scalars):
 
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
-        wandb = _import("wandb", "wandb")
+        wandb = _import_logger("wandb", "wandb")
         folder = logged.run_dir.path / WANDB_FOLDER
-        begun = None if logged.start_step is None else _newest_id(folder)
+        begun = None if logged.start_step is None else _newest_wandb_id(folder)
         self._run = wandb.init(
             id=begun,
             resume=None if begun is None else "allow",
@@ -172,13 +169,13 @@ class Wandb(_Scalars):
     def on_end(self, measurement: Measurement) -> None:
         """Write the result to the run's summary."""
         values = measurement.model_dump(mode="json")
-        self._finish(lambda: self._run.summary.update(values))
+        self._try_at_end(lambda: self._run.summary.update(values))
 
     def close(self) -> None:
-        self._finish(self._run.finish)
+        self._try_at_end(self._run.finish)
 
 
-def _newest_id(folder: Path) -> str | None:
+def _newest_wandb_id(folder: Path) -> str | None:
     """Return the W&B ID in the name of the newest folder that wandb created for a run.
 
     Return None if there is no folder, or if WANDB_RUN_ID is set.
@@ -189,7 +186,7 @@ def _newest_id(folder: Path) -> str | None:
     return max(found, key=lambda match: match["time"])["id"] if found else None
 
 
-class MLflow(_Scalars):
+class MLflow(_ScalarLogger):
     """Logger to an MLflow run, at MLFLOW_TRACKING_URI or in a SQLite file in the run's folder."""
 
     _name = "mlflow"
@@ -198,7 +195,7 @@ class MLflow(_Scalars):
         super().__init__(logged)
         for variable, value in _MLFLOW_PATIENCE.items():
             os.environ.setdefault(variable, value)
-        self._mlflow = _import("mlflow", "mlflow")
+        self._mlflow = _import_logger("mlflow", "mlflow")
         folder = logged.run_dir.path
         # MLflow keeps the address for this process and its children, so `close` resets it.
         self._sets_place = not self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
@@ -213,7 +210,7 @@ class MLflow(_Scalars):
         self._mlflow.log_metrics({k: float(v) for k, v in values.items()}, step=step)
 
     def close(self) -> None:
-        self._finish(self._mlflow.end_run)
+        self._try_at_end(self._mlflow.end_run)
         if self._sets_place:
             self._mlflow.set_tracking_uri(None)
 
@@ -227,19 +224,19 @@ _LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
 
 def make_loggers(logged: LoggerContext) -> list[Callback]:
     """Return the requested loggers. Raises BadInputError if one cannot start (not logged in)."""
-    return [_begin(name, logged) for name in logged.record.settings.log]
+    return [_start_logger(name, logged) for name in logged.record.settings.log]
 
 
-def _begin(name: str, logged: LoggerContext) -> Callback:
+def _start_logger(name: str, logged: LoggerContext) -> Callback:
     try:
         return _LOGGERS[name](logged)
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(f"--log {name} could not start: {_words(error)}") from None
+        raise BadInputError(f"--log {name} could not start: {_shorten_error(error)}") from None
 
 
-def _words(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -247,10 +244,10 @@ def require_loggers(names: tuple[str, ...]) -> None:
     """Raise BadInputError if the package of a logger is not installed."""
     modules = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
     for name in names:
-        _import(modules[name], name)
+        _import_logger(modules[name], name)
 
 
-def _import(module: str, extra: str, needs: str | None = None) -> Any:
+def _import_logger(module: str, extra: str, needs: str | None = None) -> Any:
     try:
         if needs is not None:
             import_module(needs)

@@ -71,7 +71,7 @@ class Loop:
             try:
                 for step in range(self.start_step + 1, self.total_steps + 1):
                     first = step == self.start_step + 1
-                    raw = self._first_step() if first else self._step(step)
+                    raw = self._run_first_step() if first else self._run_step(step)
                     waiting.append(raw)
                     # A GPU runs behind the host, so record earlier steps while it computes.
                     self._record_steps(waiting, self.stepper.queue.steps_behind)
@@ -83,11 +83,11 @@ class Loop:
                 raise self._explain_divergence(error) from None
         self.checkpointer.wait_for_ranks()
 
-    def _first_step(self) -> RawStep:
+    def _run_first_step(self) -> RawStep:
         """Run the first step, which compiles. A signal interrupts it immediately."""
-        return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
+        return self.stop.unless_ended(lambda: self._run_step(self.start_step + 1))
 
-    def _step(self, step: int) -> RawStep:
+    def _run_step(self, step: int) -> RawStep:
         settings = self.settings
         self.begin_activity(f"step {step}", limited=True)
         self.stepper.begin()
@@ -116,7 +116,6 @@ class Loop:
             notify(self.callbacks, "on_step", record)
 
     def _end_step(self, step: int, waiting: deque[RawStep]) -> None:
-        """Evaluate and save when due; end the run if a signal requested it."""
         settings = self.settings
         heard = self.stepper.heard
         stopping = heard is not None and heard.stop and step < self.total_steps

@@ -63,7 +63,6 @@ class CacheFreer:
         self._freed_bytes += max(0, before - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Return reserved memory on CUDA, or resident memory on a CPU."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
         return int(psutil.Process().memory_info().rss)

@@ -60,7 +60,7 @@ class RunDir:
             )
         if self.path.is_symlink() and not self.path.exists():
             raise BadInputError(
-                f"{self.path} is a link to {_target(self.path)}, which does not exist. Create "
+                f"{self.path} is a link to {_link_target(self.path)}, which does not exist. Create "
                 "that directory, or use another --out."
             )
         if self.path.exists() and not self._is_empty():
@@ -91,9 +91,9 @@ class RunDir:
         root = self.path.resolve()
         for folder, below, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*below, *files)):
-                if path.is_symlink() and not _target(path).is_relative_to(root):
+                if path.is_symlink() and not _link_target(path).is_relative_to(root):
                     raise BadInputError(
-                        f"{path} is a link that leads out of the run, to {_target(path)}: "
+                        f"{path} is a link that leads out of the run, to {_link_target(path)}: "
                         "resuming would write or remove files there. Replace the link with its "
                         "target. To keep a run on another disk, make the run's whole directory a "
                         "link."
@@ -153,8 +153,8 @@ class RunDir:
 
     def history(self) -> "History":
         """Return the results of the run so far. Raises BadInputError if they cannot be read."""
-        measurement, damage = _load(self.path / RESULT_FILE, Measurement)
-        failure, failure_damage = _load(self.path / FAILURE_FILE, Failure)
+        measurement, damage = _load_record(self.path / RESULT_FILE, Measurement)
+        failure, failure_damage = _load_record(self.path / FAILURE_FILE, Failure)
         return History(
             failure=failure,
             failure_damage=failure_damage,
@@ -256,8 +256,8 @@ def model_damage(folder: Path) -> str | None:
     return folder_damage(folder)
 
 
-def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
-    """Return a file's record and its damage, either of which is None; both if it is missing."""
+def _load_record(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
+    """Return the record in a file, or why it cannot be read; two None if the file is missing."""
     if not os.path.lexists(path):
         return None, None
     try:
@@ -266,7 +266,7 @@ def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
         return None, str(error)
 
 
-def _target(link: Path) -> Path:
+def _link_target(link: Path) -> Path:
     """Return the path that a link resolves to; for a circular link, its direct target."""
     try:
         return link.resolve()

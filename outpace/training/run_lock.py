@@ -30,14 +30,14 @@ def lock_run(
     while (lock := _try_lock(folder / _LOCK)) is None:
         if time.monotonic() >= until_s:
             raise BadInputError(
-                f"another process is training in {folder}{_holder(folder / _LOCK)}, and both runs "
-                "would overwrite each other's files. Wait until that process ends, stop it, or use "
-                "another --out."
+                f"another process is training in {folder}{_describe_holder(folder / _LOCK)}, and "
+                "both runs would overwrite each other's files. Wait until that process ends, stop "
+                "it, or use another --out."
             )
         if not said:
             say(
-                f"another process is training in {folder}{_holder(folder / _LOCK)}: waiting "
-                f"for up to {patience_s:g} s for it to end"
+                f"another process is training in {folder}{_describe_holder(folder / _LOCK)}: "
+                f"waiting for up to {patience_s:g} s for it to end"
             )
             said = True
         time.sleep(_LOOK_AGAIN_S)
@@ -65,7 +65,7 @@ def _try_lock(path: Path) -> int | None:
             return own  # this file system has no locks
         os.close(own)
         return None
-    if not _is_there(path, own):  # the previous holder removed the file before we locked it
+    if not _is_same_file(path, own):  # the previous holder removed the file before we locked it
         os.close(own)
         return None
     os.truncate(own, 0)
@@ -73,15 +73,14 @@ def _try_lock(path: Path) -> int | None:
     return own
 
 
-def _is_there(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:
         return False
 
 
-def _holder(path: Path) -> str:
-    """Return the lock's holder in brackets, from the lock file; empty if unknown."""
+def _describe_holder(path: Path) -> str:
     with suppress(OSError):
         if said := path.read_text(errors="replace")[:200]:
             return f" ({said})"

@@ -84,17 +84,17 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
             changed.add(number)
         except ValidationError:
             pass
-    lines = _order(found)
+    lines = _drop_unordered_lines(found)
     taken = {line.number for line in lines}
     lost = [number for number in range(1, len(whole) + 1) if number not in taken]
-    return RunLog(path, tuple(lines), _damage(lost, changed, kind) if lost else None)
+    return RunLog(path, tuple(lines), _describe_damage(lost, changed, kind) if lost else None)
 
 
-def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Return lines with increasing steps.
+def _drop_unordered_lines(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
+    """Return the lines whose steps increase.
 
-    If a line's step is not below the next one's, it is dropped, provided that the next one follows
-    the previous line.
+    A line is dropped if its step is not above the step of the last line kept, or if the next line's
+    step is above that step but not above this line's, so that this line is the one out of order.
     """
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
@@ -106,7 +106,7 @@ def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
     return kept
 
 
-def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
+def _describe_damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
     """Return a description of damaged lines: edited, if all checksums differ, else invalid."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))

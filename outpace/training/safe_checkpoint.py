@@ -67,7 +67,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
 _IN_PYTHON: Any = pickle._Unpickler
 
 
-def _build(unpickler: Any) -> None:
+def _load_build(unpickler: Any) -> None:
     """Set the state of an unpickled dataclass; refuse to modify anything else, such as a class."""
     made = unpickler.stack[-2]
     if isinstance(made, type) or not is_dataclass(made):
@@ -78,7 +78,7 @@ def _build(unpickler: Any) -> None:
 class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
     """Unpickler in pure Python, so that single instructions can be refused."""
 
-    dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
+    dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)

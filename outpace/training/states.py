@@ -82,7 +82,10 @@ class InPlaceStager(AsyncStager):
         self._room: mmap.mmap | None = None  # memory for a copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with new tensors on the same memory, which `give_back` can replace."""
+        """Return the state with new tensors that share the memory of its own.
+
+        `give_back` later moves those that have not been read to copies.
+        """
         lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
         self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
         return lent
@@ -227,7 +230,7 @@ class PinnedCopies(AsyncStager):
         self._stream.hold_computing()
 
 
-class _Planner(DefaultSavePlanner):
+class _StagedSavePlanner(DefaultSavePlanner):
     """Save planner that reads tensors through a stager, and only those that this rank writes."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
@@ -255,7 +258,7 @@ class _QuietWriter(io.BufferedWriter):
             super().flush()
 
 
-class _ThroughCache(FileSystem):
+class _CachedFileSystem(FileSystem):
     """torch's file system, without warnings when a closed file is flushed."""
 
     @contextmanager
@@ -264,7 +267,7 @@ class _ThroughCache(FileSystem):
             yield file
 
 
-class _PastCache(FileSystem):
+class _DirectFileSystem(FileSystem):
     """File system that bypasses the page cache, which would take memory from the computation."""
 
     @contextmanager
@@ -273,7 +276,7 @@ class _PastCache(FileSystem):
             yield file
 
 
-class _Writer(_FileSystemWriter):
+class _StateWriter(_FileSystemWriter):
     """DCP's writer without its checksum per tensor, since each file has a stronger one.
 
     It derives from the base class of `FileSystemWriter`, which is not a stager itself. With
@@ -283,7 +286,7 @@ class _Writer(_FileSystemWriter):
 
     def __init__(self, folder: Path, past_cache: bool = False) -> None:
         super().__init__(folder, sync_files=not past_cache)
-        self.fs = _PastCache() if past_cache else _ThroughCache()
+        self.fs = _DirectFileSystem() if past_cache else _CachedFileSystem()
         if past_cache:
             # Do not copy CPU tensors ahead, which the writer does if there is an accelerator.
             self.per_thread_copy_ahead = 0
@@ -324,10 +327,10 @@ def begin_write(
 
     The stager `lent` may copy it later; without one, it is copied before this returns.
     """
-    planner = None if lent is None else _Planner(lent)
+    planner = None if lent is None else _StagedSavePlanner(lent)
     written = async_save(
         state,
-        storage_writer=_Writer(folder, past_cache=lent is not None),
+        storage_writer=_StateWriter(folder, past_cache=lent is not None),
         planner=planner,
         process_group=group,
         async_stager=lent,
@@ -338,7 +341,7 @@ def begin_write(
 
 def write_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
     """Write a state in the foreground and return DCP's metadata. Raises `ERRORS`."""
-    return save(state, storage_writer=_Writer(folder), process_group=group)
+    return save(state, storage_writer=_StateWriter(folder), process_group=group)
 
 
 def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
@@ -377,7 +380,7 @@ def collect_tensors(
     fill_state(optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(trained_only))
     model_state = pack(model_state)
-    for name, master in _masters(model, optimizer).items():
+    for name, master in _named_masters(model, optimizer).items():
         model_state[name] = master
         optimizer_state.pop(_STATE_OF_MASTER.format(name), None)
     return {"model": model_state, "optimizer": optimizer_state}
@@ -406,7 +409,7 @@ def load_tensors(
         set_model_state_dict(model, weights, options=_options(trained_only))
         return
     states = dict(state["optimizer"])
-    for name in _masters(model, optimizer):
+    for name in _named_masters(model, optimizer):
         states[_STATE_OF_MASTER.format(name)] = weights[name]
     decays = [group.get("weight_decay") for group in optimizer.param_groups]
     with _without_empty_groups(optimizer):
@@ -423,8 +426,7 @@ def load_tensors(
             group["weight_decay"] = decay
 
 
-def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the fp32 master weights of an optimizer, by the names of the weights."""
+def _named_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     kept = master_weights(optimizer)
     named = model.named_parameters(remove_duplicate=False)
     return {saved_name(name): kept[parameter] for name, parameter in named if parameter in kept}

@@ -183,17 +183,17 @@ class Stepper:
             self._layout.widen_gradients()
         gathered, summed = self._share_totals(totals, stop())
         if not self._targets_known:
-            _wait(summed)
+            _wait_for(summed)
             # Rescale gradients to the true number of targets in the global batch.
             self._layout.scale_gradients(self._expected_targets / divisor(totals[1]))
         self._mark("communication")
         if self._on_gradients is not None:
             self._on_gradients()
             timer.mark("other")
-        grad_norm, fp16 = self._update()
+        grad_norm, fp16 = self._update_weights()
         self._mark("optimizer")
-        _wait(summed)
-        self._wait_for_status(gathered)
+        _wait_for(summed)
+        self._wait_for_reports(gathered)
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.pop_marks()
@@ -208,7 +208,10 @@ class Stepper:
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run all forwards and backwards of a step, and return loss sum and target count."""
+        """Run all forwards and backwards of a step.
+
+        Returns this rank's loss sum and target count, (2,) float64.
+        """
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
@@ -246,7 +249,7 @@ class Stepper:
         work = all_gather_single(heard, said, group=self._control, async_op=True)
         return RankReports(heard, work), summed
 
-    def _wait_for_status(self, gathered: RankReports) -> None:
+    def _wait_for_reports(self, gathered: RankReports) -> None:
         """Wait for the ranks' reports on this step, or on the previous one on a GPU.
 
         All ranks must use reports on the same step, so that they stop together.
@@ -259,7 +262,7 @@ class Stepper:
         gathered.wait()
         self.heard = gathered
 
-    def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def _update_weights(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Clip the gradients, step the optimizer, and free the gradients.
 
         Return the norm before clipping, and for fp16 the loss scale and, for each device, whether
@@ -288,7 +291,7 @@ class Stepper:
         return norm, seen
 
 
-def _wait(work: Any) -> None:
+def _wait_for(work: Any) -> None:
     """Wait for a collective, if there is one. For NCCL, the stream waits, not the host."""
     if work is not None:
         work.wait()

@@ -18,12 +18,12 @@ def set_threads(
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Set torch's number of threads in this process, and return it."""
-    threads = asked or _from_environment(environ) or max(1, cores // local_world_size)
+    threads = asked or _threads_from_environment(environ) or max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads
 
 
-def _from_environment(environ: Mapping[str, str]) -> int | None:
+def _threads_from_environment(environ: Mapping[str, str]) -> int | None:
     """Return the number of threads that the user set in OMP_NUM_THREADS; None if unset.
 
     A 1 under torchrun counts as unset, because it is torchrun's default. It would leave all but one

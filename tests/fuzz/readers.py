@@ -297,7 +297,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                            "_show")}),
         Reader("checkpoint", results.checkpoints, _checkpoint, {
             "outpace.training.checkpoint": (
-                "damage", "step_of", "whole_checkpoints", "newest_intact", "_checksum",
+                "damage", "step_of", "whole_checkpoints", "newest_intact", "_file_checksum",
                 "Checkpointer.load")},
                keeps=False),
         Reader("model", documents.models, _model, {
