@@ -47,7 +47,7 @@ def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
         else:
             choice = "cpu"
     if choice == "cuda":
-        return _cuda(ranks)
+        return _select_cuda_device(ranks)
     if choice == "mps" and not torch.backends.mps.is_available():
         raise BadInputError("--device mps: this machine has no Metal device. Use --device cpu.")
     if choice == "mps" and ranks.world_size > 1:
@@ -59,7 +59,7 @@ def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
     return torch.device(choice)
 
 
-def _cuda(ranks: Ranks) -> torch.device:
+def _select_cuda_device(ranks: Ranks) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
@@ -86,7 +86,7 @@ def with_axes_that_fit(
     given = {axis: size for axis, size in laid_out.items() if size is not None}
     if not settings.resume or not given or any(origins.get(axis) != RUN_FILE for axis in given):
         return settings
-    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    strategy = settings.strategy or _strategy_of_axes(settings, ranks.world_size)
     try:
         fill_axes(strategy, ranks.world_size - count_servers(
             strategy, ranks.world_size, settings.servers), laid_out)  # fmt: skip
@@ -97,7 +97,7 @@ def with_axes_that_fit(
                 dropped[name] = None
         changed = settings.model_copy(update=dropped)
         was = " × ".join(f"{axis} {size}" for axis, size in given.items())
-        now = changed.strategy or _strategy_for(changed, ranks.world_size)
+        now = changed.strategy or _strategy_of_axes(changed, ranks.world_size)
         say(
             f"the run's layout was {was}, which is not possible on {ranks.world_size} "
             f"process{'es' if ranks.world_size > 1 else ''}; the run resumes with {now}"
@@ -117,17 +117,19 @@ def resolve_plan(
 
     `custom_model`: whether a live module is trained instead of the settings' model.
     """
-    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    strategy = settings.strategy or _strategy_of_axes(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
         raise BadInputError(
             f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has its own schedule, or "
             f"none. Use --strategy {settings.pp_schedule}, or set the axes: --pp and others."
         )
     precision = resolve_precision(settings, device, machine, custom_model)
-    asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
+    axes: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
-    sizes = fill_axes(strategy, ranks.world_size - servers, asked)
-    shared = {one: getattr(settings, one) for one in Plan.model_fields if hasattr(settings, one)}
+    sizes = fill_axes(strategy, ranks.world_size - servers, axes)
+    shared = {
+        name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)
+    }
     plan = Plan.parse(
         {
             **shared,
@@ -135,11 +137,11 @@ def resolve_plan(
             "strategy": strategy,
             **sizes,
             "servers": servers,
-            **_micro_batches(settings, strategy, sizes),
+            **_resolve_micro_batches(settings, strategy, sizes),
             "precision": precision,
             "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
-            "pp_schedule": _axis_schedule(settings),
+            "pp_schedule": _pipeline_schedule(settings),
             "powersgd_start": None,  # set once the run's length is known
         },
         "plan",
@@ -157,7 +159,7 @@ def resolve_plan(
 
 
 def _compile_by_default(plan: Plan) -> Plan:
-    """Return the plan with compilation if its strategy compiles by default and supports it here."""
+    """Enable compilation if it is the strategy's default and the rest of the plan allows it."""
     known = COMPILED.get(plan.strategy)
     if known is None or not known.by_default:
         return plan
@@ -240,18 +242,17 @@ def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -
     return plan.model_copy(update={"powersgd_start": start})
 
 
-def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
-    """Return the schedule of a pipeline that is requested by its axis; by default, 1F1B."""
+def _pipeline_schedule(settings: TrainSettings) -> ProductSchedule:
     return settings.pp_schedule or "1f1b"
 
 
-def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
+def _strategy_of_axes(settings: TrainSettings, world_size: int) -> Strategy:
     """Return the strategy that the given axes imply; `ddp` without axes, `single` on 1 process."""
     if world_size == 1:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
     alone: dict[Axis, Strategy] = {
-        "pp": _axis_schedule(settings),
+        "pp": _pipeline_schedule(settings),
         "dp_replicate": "ddp",
         "dp_shard": "zero3",
         "cp": "cp",
@@ -264,30 +265,28 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
     return "3d" if given else "ddp"
 
 
-def _micro_batches(
+def _resolve_micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the micro-batch and the number of pipeline micro-batches, requested or by default."""
     # With micro-batch auto, a later search starts from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
-        possible = _whole_share(settings, sizes)
+        possible = _samples_per_dp_rank(settings, sizes)
     else:
         shares = sizes["dp_replicate"] * sizes["dp_shard"]
         possible = settings.global_batch // (shares * asked)
-    schedule = schedule_of(strategy, sizes["pp"], _axis_schedule(settings))
+    schedule = schedule_of(strategy, sizes["pp"], _pipeline_schedule(settings))
     parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
     micro_batch = asked or max(1, possible // parts)
     return {"micro_batch": micro_batch, "pp_microbatches": parts}
 
 
-def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
-    """Return the samples per step of a data-parallel rank. Raises BadInputError for a remainder."""
+def _samples_per_dp_rank(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
         possible = join_or(batch for batch in (lower, lower + shares) if batch)
-        fewer = _fewer_processes(settings, sizes)
+        fewer = _suggest_fewer_processes(settings, sizes)
         raise BadInputError(
             f"global batch {settings.global_batch} cannot be divided among {shares} "
             f"data-parallel ranks. Use --global-batch {possible}{fewer}."
@@ -295,8 +294,8 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
     return settings.global_batch // shares
 
 
-def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Suggest a smaller --nproc that divides the global batch; "" if there is none to suggest."""
+def _suggest_fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
+    """Return ", or --nproc N" with an N that divides the global batch; "" if there is none."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""

@@ -72,15 +72,15 @@ class Writer:
     def __init__(
         self, run: Path, sampling: Sampling, device: str, on_hint: Callable[[str], None]
     ) -> None:
-        self._model, self._tokenizer, self._stop_ids = _open(run, device, on_hint)
+        self._model, self._tokenizer, self._stop_ids = _open_for_generation(run, device, on_hint)
         self._sampling = sampling
         self._on_hint = on_hint
         self._talk: ChatFormat | None = None
 
     def continue_text(self, prompt: str) -> str:
         """Return the prompt and its continuation by the model."""
-        given, ids = self._write(prompt, self._stop_ids, opens=True)
-        return self._tokenizer.decode([*given, *ids], cut=self._is_cut(ids))
+        given, ids = self._generate_ids(prompt, self._stop_ids, opens=True)
+        return self._tokenizer.decode([*given, *ids], cut=self._hit_token_limit(ids))
 
     @property
     def _chat(self) -> ChatFormat:
@@ -97,8 +97,8 @@ class Writer:
                 f"the tokenizer's chat template leaves out {what}, so the answer is generated "
                 "without them. Put their content into the user's message"
             )
-        _, ids = self._write(prompt, self._stop_ids | {chat.stop_id})
-        return self._tokenizer.decode(ids, cut=self._is_cut(ids))
+        _, ids = self._generate_ids(prompt, self._stop_ids | {chat.stop_id})
+        return self._tokenizer.decode(ids, cut=self._hit_token_limit(ids))
 
     def questions(self, path: Path) -> list[Conversation]:
         """Read conversations in any format that `outpace train` accepts; drop final answers.
@@ -117,11 +117,10 @@ class Writer:
             raise BadInputError(f"{path} contains no conversation to answer.")
         return found
 
-    def _is_cut(self, ids: Sequence[int]) -> bool:
-        """Return whether the token limit, rather than the model, ended generation."""
+    def _hit_token_limit(self, ids: Sequence[int]) -> bool:
         return len(ids) == self._sampling.max_new_tokens
 
-    def _write(
+    def _generate_ids(
         self, prompt: str, stop_ids: Collection[int], *, opens: bool = False
     ) -> tuple[list[int], list[int]]:
         """Return the prompt's tokens and the generated tokens.
@@ -144,20 +143,19 @@ class Writer:
         self._warn_of_truncation(len(given), len(ids))
         return given, ids[len(given) :]
 
-    def _warn_of_truncation(self, given: int, written: int) -> None:
-        """Warn if the model did not read the beginning of a text."""
+    def _warn_of_truncation(self, prompt_tokens: int, total_tokens: int) -> None:
         positions = self._model.spec.max_positions
         half = generation.read_length(positions + 1, positions)
-        if given > positions:
+        if prompt_tokens > positions:
             self._on_hint(
-                f"the prompt has {given:,} tokens, and the model has {positions:,} positions: "
-                f"only the last {half:,} tokens were read, so the beginning, such as a system "
-                "message, was lost. Use a shorter prompt"
+                f"the prompt has {prompt_tokens:,} tokens, and the model has {positions:,} "
+                f"positions: only the last {half:,} tokens were read, so the beginning, such as a "
+                "system message, was lost. Use a shorter prompt"
             )
-        elif written > positions:
+        elif total_tokens > positions:
             self._on_hint(
-                f"the text has {written:,} tokens, and the model has {positions:,} positions: the "
-                f"rest was generated from the last {half:,} tokens, without the beginning"
+                f"the text has {total_tokens:,} tokens, and the model has {positions:,} positions: "
+                f"the rest was generated from the last {half:,} tokens, without the beginning"
             )
 
 
@@ -218,10 +216,10 @@ def evaluate(
             f"{run} has no weights, and eval needs them. Download them, or pass the folder of an "
             "outpace run."
         )
-    record = _record(run)
+    record = _load_run_record(run)
     settings = record.settings if record else TrainSettings()
     if task is None:
-        task = settings.task if record or data is None else _task_of(data, text_field)
+        task = settings.task if record or data is None else _guess_task(data, text_field)
     if task != "pretrain" and record is None and data is None:
         raise BadInputError(f"--task {task}: {run} is not a run with held-out data. Give --data.")
     given = {"text_field": text_field, "task": task, "seq_len": seq_len}
@@ -233,7 +231,9 @@ def evaluate(
     dataset: Any
     asked, seq_len, left_over_tokens = seq_len, None, 0
     if settings.task != "pretrain":
-        objective, dataset, seq_len = _task(run, opened, settings, data, batch_size, mixed, on_hint)
+        objective, dataset, seq_len = _load_task(
+            run, opened, settings, data, batch_size, mixed, on_hint
+        )
         data = None
     elif opened.build is not None:
         custom = build_custom_model(opened.build)
@@ -246,14 +246,14 @@ def evaluate(
         model = load_model(opened, opened.spec)
         objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
     if dataset is None or data is not None:
-        dataset = _samples(opened, record, data, settings, asked, on_hint)
+        dataset = _build_token_dataset(opened, record, data, settings, asked, on_hint)
         seq_len, left_over_tokens = dataset.seq_len, dataset.left_over_tokens
-    _tell_length(run, None if record or asked else seq_len, on_hint)
+    _hint_default_seq_len(run, None if record or asked else seq_len, on_hint)
     size = min(batch_size or settings.global_batch, len(dataset))
     lower_weights(objective.to(target), mixed)
-    steps = _batches(dataset, size, batches, settings.seed, target)
+    steps = _load_batches(dataset, size, batches, settings.seed, target)
     if opened.build is not None:
-        steps = _note_kept_state(objective, steps, mixed, on_hint)
+        steps = _report_kept_state(objective, steps, mixed, on_hint)
     found = measure(
         Layout(objective),
         steps,
@@ -267,13 +267,16 @@ def evaluate(
     return found.model_copy(update=lengths | ({"perplexity": None} if own_data else {}))
 
 
-def _note_kept_state(
+def _report_kept_state(
     objective: nn.Module,
     steps: Iterator[list[Batch]],
     mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> Iterator[list[Batch]]:
-    """Yield `steps`, after reporting a custom model whose loss depends on state that it keeps."""
+    """Yield all of `steps`, after a hint about state that a custom model keeps between batches.
+
+    The first batch is run to see whether the loss depends on such state.
+    """
     first = next(steps)
     state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
     said = explain_evaluated_state(state)
@@ -282,8 +285,7 @@ def _note_kept_state(
     return chain([first], steps)
 
 
-def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:
-    """Report the `default` length of samples if neither the run nor the user set one."""
+def _hint_default_seq_len(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:
     if default is not None:
         on_hint(
             f"{run} is not a run of outpace, so samples have at most {default} tokens. To compare "
@@ -291,8 +293,8 @@ def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None])
         )
 
 
-def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
-    """Return "chat" if the first row is a conversation and no text field is given."""
+def _guess_task(data: tuple[str, ...], text_field: str | None) -> Task:
+    """Return "chat" if no text field is given and the first row is a conversation."""
     first = Path(data[0]).expanduser()
     if text_field is not None or not first.is_file() or form_of(first) in ("text", "tokens"):
         return "pretrain"
@@ -305,7 +307,7 @@ def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
     return "pretrain"
 
 
-def _task(
+def _load_task(
     run: Path,
     opened: OpenedModel,
     settings: TrainSettings,
@@ -316,7 +318,11 @@ def _task(
 ) -> tuple[
     LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None
 ]:
-    """Return a task's model, a data set with each sample once, and the truncation length."""
+    """Build the model and the evaluation data of a task other than pretraining.
+
+    The data set contains each sample once. The third value is the number of tokens to which samples
+    are truncated.
+    """
     # The model's own folder includes its adapters.
     update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None, "lora_rank": None}
     if data is not None:
@@ -337,7 +343,6 @@ def _task(
 
 
 def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
-    """Raise BadInputError unless the folder has a trained classifier for these labels."""
     if opened.weights is None:
         raise BadInputError(f"{opened.name} has no weights, so there is nothing to evaluate")
     known = known_labels(opened.weights)
@@ -361,15 +366,15 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
     require_layer(opened.weights)
 
 
-def _batches(
-    dataset: Any, size: int, most: int | None, seed: int, device: torch.device
+def _load_batches(
+    dataset: Any, size: int, max_batches: int | None, seed: int, device: torch.device
 ) -> Iterator[list[Batch]]:
-    """Yield every sample once, or `most` batches of `size`; the last batches may be smaller."""
+    """Yield every sample once, or `max_batches` batches; the last ones may be small."""
     whole = len(dataset) // size
     left = len(dataset) % size
     small = math.gcd(size, left)
-    parts = [(size, 0, min(most or whole, whole))]
-    if left and (most is None or most > whole):
+    parts = [(size, 0, min(max_batches or whole, whole))]
+    if left and (max_batches is None or max_batches > whole):
         parts.append((small, whole * size // small, len(dataset) // small))
     for batch_size, start, stop in parts:
         yield from Loader(
@@ -387,7 +392,7 @@ def _batches(
         )
 
 
-def _samples(
+def _build_token_dataset(
     opened: OpenedModel,
     record: RunRecord | None,
     data: tuple[str, ...] | None,
@@ -398,12 +403,12 @@ def _samples(
     """Return the given or held-out data, in samples of `seq_len`, by default the run's length."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
-    corpus = _held_out_data(data, settings, tokenizer)
+    corpus = _load_corpus(data, settings, tokenizer)
     check_vocab(corpus, tokenizer, opened.spec.vocab if opened.spec else None, opened.name)
     for hint in (*opened.notes, *corpus.hints, *foreign_id_hints(corpus, tokenizer)):
         on_hint(hint)
     if opened.tokenizer is not None and tokenizer is not None:
-        _tell_difference(opened.tokenizer, tokenizer, settings.cache_dir, on_hint)
+        _hint_tokenizer_difference(opened.tokenizer, tokenizer, settings.cache_dir, on_hint)
     return TokenDataset(
         corpus,
         seq_len or (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
@@ -414,16 +419,15 @@ def _samples(
     )
 
 
-def _tell_difference(
+def _hint_tokenizer_difference(
     folder: Path, tokenizer: Tokenizer, cache_dir: Path | None, on_hint: Callable[[str], None]
 ) -> None:
-    """Report where transformers reads the tokenizer in `folder` differently from outpace."""
     found = source_difference(folder, tokenizer, cache_folder(cache_dir, os.environ))
     if found is not None:
         on_hint(found)
 
 
-def _held_out_data(
+def _load_corpus(
     data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> Corpus:
     """Return all the given data, or else the run's held-out data."""
@@ -440,7 +444,7 @@ def _held_out_data(
     )
 
 
-def _open(
+def _open_for_generation(
     run: Path, device: str, on_hint: Callable[[str], None]
 ) -> tuple[Transformer, Tokenizer, frozenset[int]]:
     """Open a run for generation; return its model, its tokenizer and its stop tokens.
@@ -453,7 +457,7 @@ def _open(
             f"{run} holds a custom model, and outpace cannot generate text with it. Use a run of a "
             "model that outpace builds, or a Hugging Face model"
         )
-    record = _record(run)
+    record = _load_run_record(run)
     if record is not None and record.settings.task == "classify":
         raise BadInputError(
             f"{run} is a classifier, which returns labels instead of text. Label texts with "
@@ -469,18 +473,17 @@ def _open(
     for note in opened.notes:
         on_hint(note)
     cache_dir = None if record is None else record.settings.cache_dir
-    _tell_difference(opened.tokenizer, tokenizer, cache_dir, on_hint)
+    _hint_tokenizer_difference(opened.tokenizer, tokenizer, cache_dir, on_hint)
     settings = TrainSettings.parse({"device": device}, "--device")
     target = resolve_device(settings, Ranks())
     stop_ids = {tokenizer.eos_id}
     if opened.folder is not None:
         stop_ids |= ending_ids(opened.folder, read_config(opened.folder))
-        _tell_ignored_settings(opened.folder, on_hint)
+        _hint_ignored_generation_settings(opened.folder, on_hint)
     return model.to(target).eval(), tokenizer, frozenset(stop_ids)
 
 
-def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None:
-    """Report the model's generation settings that are not applied."""
+def _hint_ignored_generation_settings(folder: Path, on_hint: Callable[[str], None]) -> None:
     ignored = ignored_generation_settings(folder)
     if ignored:
         told = ", ".join(f"{key} {excerpt(value)}" for key, value in ignored.items())
@@ -490,6 +493,6 @@ def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None
         )
 
 
-def _record(run: Path) -> RunRecord | None:
+def _load_run_record(run: Path) -> RunRecord | None:
     path = run / RUN_FILE
     return RunRecord.load(path) if path.is_file() else None

@@ -43,7 +43,7 @@ def merge_adapter(
     `base`: format of these weights; by default, the one used in training. Raises BadInputError if
     the adapter does not fit the model, or `out` is not empty.
     """
-    opened = _with_base(source, model)
+    opened = _open_adapter_over_base(source, model)
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None
     if out.resolve() in (opened.weights.resolve(), opened.adapter.resolve(), source.resolve()):
         raise BadInputError(
@@ -68,7 +68,6 @@ def merge_adapter(
 
 
 def _require_tokenizer_fits(opened: OpenedModel) -> None:
-    """Raise BadInputError if the adapter's tokenizer has tokens that the base does not embed."""
     if opened.tokenizer is None or opened.tokenizer != opened.adapter:
         return
     assert opened.spec is not None
@@ -98,7 +97,7 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
     )
 
 
-def _with_base(source: Path, model: Path | None) -> OpenedModel:
+def _open_adapter_over_base(source: Path, model: Path | None) -> OpenedModel:
     """Open the adapter over the weights in `model`, or over its named base if `model` is None."""
     inner = source / "model" if (source / "model" / ADAPTER_CONFIG).is_file() else source
     if not (inner / ADAPTER_CONFIG).is_file():

@@ -24,7 +24,7 @@ def record(monkeypatch, devices):
     monkeypatch.setattr(job, "read_if_there", lambda timeout_s: topology)
     request = ProbeRequest(("matmul",), True, TrainSettings(), "outpace probe matmul", None)
     here = SimpleNamespace(request=request, device=torch.device("cpu"))
-    return job._machine(here, ProbeSection(), Steadiness(), 1.0, 1)
+    return job._build_machine(here, ProbeSection(), Steadiness(), 1.0, 1)
 
 
 def test_links_between_devices_are_in_it(monkeypatch):

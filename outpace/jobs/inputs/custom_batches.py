@@ -14,14 +14,14 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
     import torch
 
     if model.dataset is not None:
-        return _samples_of(model.dataset, 0, samples)
-    _require_tokens(model.module)
+        return _collate_samples(model.dataset, 0, samples)
+    _require_vocab_size(model.module)
     assert seq_len is not None
     tokens = torch.zeros((samples, seq_len), dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens}
 
 
-def _samples_of(dataset: Any, first: int, count: int) -> Any:
+def _collate_samples(dataset: Any, first: int, count: int) -> Any:
     """Return `count` samples of a data set as a batch, wrapping around at its end."""
     from outpace.data.loader import collate
 
@@ -33,8 +33,7 @@ def _samples_of(dataset: Any, first: int, count: int) -> Any:
     return collate([dataset[key] for key in keys])
 
 
-def _require_tokens(module: Any) -> int:
-    """Return the vocabulary size of a module that reads tokens; raise BadInputError for others."""
+def _require_vocab_size(module: Any) -> int:
     from outpace.interop.custom_model import read_vocab
 
     vocab = read_vocab(module)
@@ -61,11 +60,11 @@ def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], 
     samples = max(_TRIAL_SAMPLES, 4 * ranks)
     samples += -samples % math.lcm(ranks, multiple)
     if model.dataset is not None:
-        return lambda step: _samples_of(model.dataset, (step - 1) * samples, samples)
-    vocab = _require_tokens(model.module)
+        return lambda step: _collate_samples(model.dataset, (step - 1) * samples, samples)
+    vocab = _require_vocab_size(model.module)
     length = min(_TRIAL_TOKENS, read_positions(model.module) or _TRIAL_TOKENS)
 
-    def tokens(step: int) -> Any:
+    def random_tokens(step: int) -> Any:
         drawn = torch.Generator().manual_seed(step)
         ids = torch.randint(vocab, (samples, length + 1), generator=drawn)
         lengths = torch.randint(2, length + 1, (samples, 1), generator=drawn)
@@ -73,4 +72,4 @@ def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], 
         targets = ids[:, 1:].masked_fill(padded, IGNORED)
         return {"tokens": ids[:, :-1].contiguous(), "targets": targets}
 
-    return tokens
+    return random_tokens

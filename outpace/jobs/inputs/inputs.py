@@ -106,11 +106,11 @@ def gather(
     `origins`: the origin of each setting, for messages.
     """
     opened = None if live is not None else open_model(settings.model, cache_dir)
-    custom_model = _custom_model(opened, live, settings.seed)
-    _require_read_weights(opened, settings)
+    custom_model = _make_custom_model(opened, live, settings.seed)
+    _require_readable_weights(opened, settings)
     if settings.lora_rank is not None:
         asked = name_adapters(settings.lora_rank, origins)
-        _require_base(settings, opened, custom_model, asked)
+        _require_adapter_base(settings, opened, custom_model, asked)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
     name = opened.name if opened is not None else "own"
     if custom_model is not None and settings.init is not None:
@@ -127,17 +127,21 @@ def gather(
             name, opened, custom_model, None, None, own, held_out, "own", hints=hints
         )
     assert spec is not None or custom_model is not None
-    positions = spec.max_positions if spec is not None else read_positions(_module(custom_model))
-    vocab = spec.vocab if spec is not None else read_vocab(_module(custom_model))
-    found = _ReadModel(settings, opened, custom_model, spec, name, positions, vocab, cache_dir)
+    positions = spec.max_positions if spec is not None else read_positions(_module_of(custom_model))
+    vocab = spec.vocab if spec is not None else read_vocab(_module_of(custom_model))
+    found = _DataRequest(settings, opened, custom_model, spec, name, positions, vocab, cache_dir)
     if settings.task != "pretrain":
-        return _task_inputs(found, plan, callbacks, device_type)
-    return _pretraining_inputs(found, processes, callbacks)
+        return _gather_task_inputs(found, plan, callbacks, device_type)
+    return _gather_pretraining_inputs(found, processes, callbacks)
 
 
 @dataclass(frozen=True)
-class _ReadModel:
-    """An opened model with everything needed to prepare its data."""
+class _DataRequest:
+    """The model and the settings for which data is prepared.
+
+    `positions` is None if sequences may have any length, `vocab` if the model has no token
+    embedding.
+    """
 
     settings: TrainSettings
     opened: OpenedModel | None
@@ -149,7 +153,10 @@ class _ReadModel:
     cache_dir: Path
 
     def hints(self, tokenizer: Tokenizer | None, exported: bool = True) -> tuple[str, ...]:
-        """Return hints about the model's folder and the tokenizer."""
+        """Return hints about the model's folder and the tokenizer.
+
+        `exported`: whether the trained model will be exported for transformers.
+        """
         return (
             *reading_notes(self.opened, self.settings),
             *mode_hints(self.custom_model),
@@ -158,10 +165,9 @@ class _ReadModel:
         )
 
 
-def _task_inputs(
-    model: _ReadModel, plan: Plan | None, callbacks: Sequence[Callback], device_type: str
+def _gather_task_inputs(
+    model: _DataRequest, plan: Plan | None, callbacks: Sequence[Callback], device_type: str
 ) -> TrainingInputs:
-    """Prepare the data of a task other than pretraining."""
     m, settings = model, model.settings
     found = load_task_inputs(
         settings, TaskModel(m.opened, m.spec, m.positions, m.vocab), plan, m.cache_dir, callbacks,
@@ -178,18 +184,17 @@ def _task_inputs(
     )  # fmt: skip
 
 
-def _pretraining_inputs(
-    model: _ReadModel, processes: int, callbacks: Sequence[Callback]
+def _gather_pretraining_inputs(
+    model: _DataRequest, processes: int, callbacks: Sequence[Callback]
 ) -> TrainingInputs:
-    """Prepare token streams for pretraining, cut into samples."""
     settings, opened, spec = model.settings, model.opened, model.spec
     name, vocab, cache_dir = model.name, model.vocab, model.cache_dir
     seq_len = resolve_seq_len(settings, model.positions)
     objective = "causal" if spec is None else spec.objective
     tokenizer = tokenizer_for(settings, opened, vocab, objective, cache_dir, callbacks)
     corpora = [
-        _corpus(settings, sources, split, tokenizer, cache_dir, processes, callbacks)
-        for sources, split in _splits(settings)
+        _prepare_corpus(settings, sources, split, tokenizer, cache_dir, processes, callbacks)
+        for sources, split in _train_and_eval_splits(settings)
     ]
     for corpus in corpora:
         check_vocab(corpus, tokenizer, vocab, name)
@@ -239,8 +244,7 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
         notify(callbacks, "close")
 
 
-def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
-    """Raise BadInputError for a folder whose weights outpace cannot read, unless --init random."""
+def _require_readable_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
     if opened is None or opened.folder is None or opened.weights is not None:
         return
     found = unread_weights(opened.folder)
@@ -254,44 +258,44 @@ def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -
         )
 
 
-def _require_base(
+def _require_adapter_base(
     settings: TrainSettings,
     opened: OpenedModel | None,
     custom_model: CustomModel | None,
-    asked: str,
+    option: str,
 ) -> None:
-    """Raise BadInputError for a base model that does not support adapters.
+    """Raise BadInputError if the base model does not support adapters.
 
-    `asked` names the setting that requests adapters.
+    `option` is the setting that requests adapters, for messages.
     """
     if custom_model is not None or opened is None:
         raise BadInputError(
-            f"{asked} applies to outpace's and Hugging Face models. In a custom model, freeze "
+            f"{option} applies to outpace's and Hugging Face models. In a custom model, freeze "
             "the weights that should not be trained (requires_grad)."
         )
     if not starts_pretrained(opened, settings) and settings.init != "random":
-        other = "" if asked.startswith("-") else ", or a plan without adapters"
+        other = "" if option.startswith("-") else ", or a plan without adapters"
         raise BadInputError(
-            f"{asked} trains adapters over pretrained weights, but {opened.name} would start with "
+            f"{option} trains adapters over pretrained weights, but {opened.name} would start with "
             "random ones, which stay frozen. Give a Hugging Face directory or a run with "
             f"--model{other}; to measure only speed or memory, add --init random."
         )
     if opened.adapter is not None:
         raise BadInputError(
-            f"{asked}: {opened.name} is already an adapter, and a second one cannot be stacked on "
+            f"{option}: {opened.name} is already an adapter, and a second one cannot be stacked on "
             f"it. Merge it first: outpace merge {opened.adapter} --out DIR, then --model DIR."
         )
     if settings.base == "nf4":
         require_nf4()
 
 
-def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
+def _train_and_eval_splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
     if settings.eval_data is not None:
         return [(settings.data, "all"), (settings.eval_data, "all")]
     return [(settings.data, "train"), (settings.data, "validation")]
 
 
-def _custom_model(
+def _make_custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
     """Return the custom model, if any, seeding first so that all ranks draw the same weights.
@@ -312,7 +316,7 @@ def _custom_model(
     return custom
 
 
-def _module(custom_model: CustomModel | None) -> nn.Module:
+def _module_of(custom_model: CustomModel | None) -> nn.Module:
     assert custom_model is not None
     return custom_model.module
 
@@ -323,7 +327,7 @@ def _with_dropout(spec: ModelSpec, settings: TrainSettings) -> ModelSpec:
     return spec.model_copy(update={"dropout": settings.dropout})
 
 
-def _corpus(
+def _prepare_corpus(
     settings: TrainSettings,
     sources: tuple[str, ...],
     split: Split,
@@ -332,7 +336,7 @@ def _corpus(
     processes: int,
     callbacks: Sequence[Callback],
 ) -> Corpus:
-    def progress(what: str, done: int, total: int | None) -> None:
+    def report_progress(what: str, done: int, total: int | None) -> None:
         notify(callbacks, "on_progress", what, done, total)
 
     return prepare(
@@ -344,7 +348,7 @@ def _corpus(
         split=split,
         eval_fraction=settings.eval_fraction,
         processes=processes,
-        progress=progress,
+        progress=report_progress,
     )
 
 

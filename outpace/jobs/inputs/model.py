@@ -39,9 +39,9 @@ def build_objective(
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
     assert inputs.spec is not None and inputs.opened is not None
-    place = _drawing_place(plan, device)
+    place = _choose_drawing_place(plan, device)
     if inputs.labels is not None:
-        classifier = _initial_classifier(inputs.opened, inputs.spec, inputs.labels, settings, place)
+        classifier = _build_classifier(inputs.opened, inputs.spec, inputs.labels, settings, place)
         return ClassificationObjective(classifier).to(device)
     if inputs.is_transformer and fills_later(plan):
         with torch.device("meta"):
@@ -52,7 +52,7 @@ def build_objective(
     return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
 
 
-def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
+def _choose_drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
     """Return the device and dtype in which to draw random weights.
 
     The device is the GPU, if there is one, except for weights that will be quantized to 4 bits.
@@ -100,14 +100,13 @@ def initial_model(
     return load_model(opened, spec)
 
 
-def _initial_classifier(
+def _build_classifier(
     opened: OpenedModel,
     spec: ModelSpec,
     labels: Sequence[str],
     settings: TrainSettings,
     place: DrawingPlace,
 ) -> Classifier:
-    """Return a classifier over the labels, with stored weights or weights drawn from the seed."""
     if not starts_pretrained(opened, settings):
         model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
         return Classifier(model, len(labels), settings.seed)

@@ -99,7 +99,6 @@ def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) 
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Return whether all batches have one length, as requested or as the strategy requires."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -219,8 +218,8 @@ def load_task_inputs(
     padding = PaddingRule(seq_len, most, fixed, multiple)
     request = TaskRequest(settings, model, source, padding, cache_dir, callbacks)
     if settings.task == "classify":
-        return _classify(request)
-    return _chat(request, saved=plan is not None)
+        return _encode_classified_texts(request)
+    return _encode_conversations(request, saved=plan is not None)
 
 
 def read_source(settings: TrainSettings) -> TaskRows:
@@ -228,7 +227,7 @@ def read_source(settings: TrainSettings) -> TaskRows:
     if settings.task == "classify" and settings.data in (("stdlib",), (NAME,)):
         train, validation = (list(paraphrases(split)) for split in ("train", "validation"))
         if settings.eval_data is not None:
-            validation = _rows(read_tables(settings.eval_data))
+            validation = _collect_rows(read_tables(settings.eval_data))
         return TaskRows(train, validation, Table(NAME, COLUMNS, tuple(train), {}), ())
     if settings.data == ("stdlib",):
         raise BadInputError("--task chat needs conversations. Give them with --data FILE.jsonl.")
@@ -237,7 +236,7 @@ def read_source(settings: TrainSettings) -> TaskRows:
     if settings.eval_data is not None:
         eval_names = splits_of(settings.eval_data)[1] or settings.eval_data
     tables = read_tables(train_names)
-    rows = _rows(tables)
+    rows = _collect_rows(tables)
     others = read_tables(eval_names) if eval_names is not None else []
     left_out = [where for table in (*tables, *others) for where in table.left_out]
     hints = [hint for table in (*tables, *others) for hint in table.hints]
@@ -249,26 +248,26 @@ def read_source(settings: TrainSettings) -> TaskRows:
         )
     if eval_names is not None and tuple(train_names) == tuple(eval_names):
         return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)
-    hints += nul_hints((*rows, *_rows(others)))
+    hints += nul_hints((*rows, *_collect_rows(others)))
     if others:
-        train, validation = rows, _rows(others)
+        train, validation = rows, _collect_rows(others)
     else:
         train, validation = split_rows(rows, settings.eval_fraction)
     return TaskRows(train, validation, tables[0], (*hints, *overlap_hints(train, validation)))
 
 
-def _rows(tables: Sequence[Table]) -> list[Row]:
+def _collect_rows(tables: Sequence[Table]) -> list[Row]:
     return [row for table in tables for row in table.rows]
 
 
-def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
+def _encode_conversations(request: TaskRequest, *, saved: bool) -> TaskData:
     """Return samples of conversations. `saved`: whether training saves the tokenizer."""
     settings, source, seq_len = request.settings, request.source, request.padding.seq_len
 
-    def texts() -> list[str]:
+    def message_texts() -> list[str]:
         return [str(m["content"]) for row in source.train for m in messages_of(row)]
 
-    plain = request.tokenizer(False, texts)
+    plain = request.tokenizer(False, message_texts)
     chat = ChatFormat(plain)
     request.model.check_vocab(chat.tokenizer)
     notify(request.callbacks, "on_stage", "encoding conversations")
@@ -278,7 +277,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
             (source.train, " to train on"), (source.validation, f" {held_out_part(settings)}"),
         )
     ]  # fmt: skip
-    hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _count(source))]
+    hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _row_count(source))]
     opened = request.model.opened
     if settings.lora_rank is not None and settings.init != "random":
         assert opened is not None and opened.weights is not None  # checked with the base model
@@ -310,7 +309,6 @@ def held_out_part(settings: TrainSettings) -> str:
 def _chat_hints(
     chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
 ) -> list[str]:
-    """Return notes on parts of conversations that are changed or not used for training."""
     counted = {
         "cut": f"are longer than {seq_len} tokens and were truncated",
         "empty": "have no answer to train on and were skipped",
@@ -342,7 +340,7 @@ def _chat_hints(
         hints.append(
             f"columns that are not part of a conversation are ignored: {', '.join(unread)}"
         )
-    hints += _unknown_hints(chat.tokenizer, [part.samples for part in parts])
+    hints += _unknown_token_hints(chat.tokenizer, [part.samples for part in parts])
     if not chat.stops:
         hints.append(
             "the chat template ends answers without a special token (such as "
@@ -357,8 +355,7 @@ def _chat_hints(
     return hints
 
 
-def _classify(request: TaskRequest) -> TaskData:
-    """Return samples of texts with their classes."""
+def _encode_classified_texts(request: TaskRequest) -> TaskData:
     settings, source, seq_len = request.settings, request.source, request.padding.seq_len
     opened, spec = request.model.opened, request.model.spec
     assert spec is not None
@@ -381,9 +378,9 @@ def _classify(request: TaskRequest) -> TaskData:
     request.model.check_vocab(tokenizer)
     notify(request.callbacks, "on_stage", "encoding the texts")
     # What samples depend on besides the rows, such as how class names became labels.
-    how = json.dumps([columns.texts, columns.label, labels, list(classes), tokenizer.pad_id,
+    encoding = json.dumps([columns.texts, columns.label, labels, list(classes), tokenizer.pad_id,
                       tokenizer.truncation_side])  # fmt: skip
-    fingerprints = _fingerprints(source, tokenizer, how)
+    fingerprints = _fingerprint_samples(source, tokenizer, encoding)
     segments = spec.segments > 1
     more = json.dumps([2, seq_len, segments, encoder])
     encoded = [
@@ -404,11 +401,11 @@ def _classify(request: TaskRequest) -> TaskData:
         *classify.examples_hints(parts[: source.parts]),
     ]  # fmt: skip
     hints += _label_hints(labels, known, other, kept is not None, parts[0] != unnamed)
-    hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
+    hints += _unknown_token_hints(tokenizer, [part.samples for part in encoded])
     if cut:
         hints.append(
-            f"{cut:,} of {_count(source)} samples are longer than {seq_len} tokens and were "
-            "truncated"
+            f"{cut:,} of {_row_count(source)} samples are longer than {seq_len} tokens and "
+            "were truncated"
         )
     train, validation = (
         request.dataset(part.samples, once, mask=encoder, last=not encoder)
@@ -452,21 +449,25 @@ def _label_hints(
     return hints
 
 
-def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
-    """Return a hint if the tokenizer has no tokens for many of the texts' characters."""
+def _unknown_token_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))
 
 
-def _count(source: TaskRows) -> str:
+def _row_count(source: TaskRows) -> str:
     return f"{len(source.train) + (len(source.validation) if source.parts > 1 else 0):,}"
 
 
-def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
-    """Return fingerprints of the training and validation samples, from rows and encoding."""
+def _fingerprint_samples(source: TaskRows, tokenizer: Tokenizer, encoding: str) -> tuple[str, str]:
+    """Return the fingerprints of the training and of the validation samples.
+
+    `encoding`: all that samples depend on besides their rows and the tokenizer, as text.
+    """
     first, second = (
-        xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
+        xxhash.xxh3_128_hexdigest(
+            f"{fingerprint(rows)}|{tokenizer.fingerprint}|{encoding}".encode()
+        )
         for rows in (source.train, source.validation)
     )
     return first, second

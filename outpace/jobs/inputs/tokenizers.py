@@ -47,8 +47,8 @@ def tokenizer_for(
             "tokenizer with --tokenizer."
         )
     _require_no_weights(settings, opened)
-    masked, family = objective == "masked", _family(opened)
-    learner = _Learner(vocab or DEFAULT_VOCAB, masked, family, cache_dir, callbacks)
+    masked, family = objective == "masked", _exported_family(opened)
+    learner = _TokenizerTrainer(vocab or DEFAULT_VOCAB, masked, family, cache_dir, callbacks)
     content = content_fingerprint(settings.data, settings.text_field, cache_dir)
     split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
     told = f"{content}|{split}|{settings.eval_fraction!r}|{learner.vocab}|{masked}"
@@ -74,12 +74,13 @@ def task_tokenizer(
     if opened is not None and opened.tokenizer is not None:
         return load_tokenizer(str(opened.tokenizer))
     _require_no_weights(settings, opened)
-    learner = _Learner(vocab or DEFAULT_VOCAB, masked, _family(opened), cache_dir, callbacks)
+    learner = _TokenizerTrainer(
+        vocab or DEFAULT_VOCAB, masked, _exported_family(opened), cache_dir, callbacks
+    )
     return learner.load_or_train(f"{content}|{settings.task}|{learner.vocab}|{masked}", texts)
 
 
-def _family(opened: OpenedModel | None) -> str | None:
-    """Return the family that the model is exported as; None for a custom model."""
+def _exported_family(opened: OpenedModel | None) -> str | None:
     return None if opened is None or opened.spec is None else exported_type(opened.spec)
 
 
@@ -92,20 +93,21 @@ def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> 
 
 
 @dataclass(frozen=True)
-class _Learner:
-    """Trains and caches a tokenizer of `vocab` tokens."""
-
+class _TokenizerTrainer:
     vocab: int
     masked: bool
     family: str | None
     cache_dir: Path
     callbacks: Sequence[Callback]
 
-    def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Load the tokenizer cached under the key `told`, or train it on `texts` and cache it."""
+    def load_or_train(self, identity: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Return the tokenizer cached under `identity`, training and caching it if there is none.
+
+        `identity` is a text that differs whenever the trained tokenizer would.
+        """
         by_family = has_class_by_family(self.family)
-        told += f"|{self.family}" if by_family else ""
-        key = xxhash.xxh3_128_hexdigest(told.encode())
+        identity += f"|{self.family}" if by_family else ""
+        key = xxhash.xxh3_128_hexdigest(identity.encode())
         folder = self.cache_dir / "tokenizers" / key
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +116,13 @@ class _Learner:
                     return known
                 notify(self.callbacks, "on_stage", f"training a tokenizer of {self.vocab} tokens")
                 pattern = cut_as_qwen2 if by_family else None
-                learnt = train_tokenizer(
+                trained = train_tokenizer(
                     texts(), self.vocab, masked=self.masked, set_pattern=pattern
                 )
                 temporary = folder.with_suffix(".tmp")
                 for left in (temporary, folder):  # damaged, or left by a killed process
                     _remove(left)
-                learnt.save(temporary)
+                trained.save(temporary)
                 write_checksums(temporary)
                 temporary.replace(folder)
         except OSError as error:
@@ -132,7 +134,6 @@ class _Learner:
 
 
 def _load_cached(folder: Path) -> Tokenizer | None:
-    """Return the cached tokenizer; None if it is missing or damaged."""
     try:
         return load_tokenizer(str(folder))
     except BadInputError:

@@ -38,18 +38,18 @@ class Limit:
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
     """Return the lowest limit of this rank: --memory-limit, the cgroup's, or available memory."""
-    limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
+    limits = _device_limits(device) if device.type == "cuda" else _host_limits(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
     return min(limits, key=lambda limit: limit.bytes)
 
 
-def _of_device(device: torch.device) -> list[Limit]:
+def _device_limits(device: torch.device) -> list[Limit]:
     free, _ = torch.cuda.mem_get_info(device)
     return [Limit(free + torch.cuda.memory_reserved(device), "the device's memory")]
 
 
-def _of_host(ranks: Ranks, device: torch.device) -> list[Limit]:
+def _host_limits(ranks: Ranks, device: torch.device) -> list[Limit]:
     own, share = anonymous_bytes(), ranks.local_world_size
     limits = [Limit(psutil.virtual_memory().available // share + own, "the host's free memory")]
     group = find_cgroup()

@@ -57,7 +57,7 @@ def predictor(
 
     def predict(plan: Plan) -> Cost:
         if plan not in known:
-            cost = _cost(account, settings, spec, plan, seq_len, site)
+            cost = _predict_cost(account, settings, spec, plan, seq_len, site)
             slack = site.held_bytes + slack_bytes(cost.tensor_bytes, site.device)
             known[plan] = replace(cost, peak_memory_bytes=cost.peak_memory_bytes + slack)
         return known[plan]
@@ -122,7 +122,7 @@ def _with_micro_batch(ask: TraceRequest, samples: int) -> TraceRequest:
     return ask.model_copy(update={"plan": plan, "settings": settings})
 
 
-def _cost(
+def _predict_cost(
     account: Account,
     settings: TrainSettings,
     spec: ModelSpec,
@@ -142,10 +142,10 @@ def _cost(
     )
 
 
-def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
+def _save_bytes(summary: AccountSummary, plan: Plan, device: torch.device) -> int:
     """Return the memory that saving needs: the state, and a second copy in CPU runs."""
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
-    state = sum(found.by_kind.get(kind, 0) for kind in kinds)
+    state = sum(summary.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)
     copied = device.type == "cpu" and not on_disk and plan.lora_rank is None
     return 2 * state if copied else state

@@ -97,7 +97,7 @@ class ModuleQuestion:
         from outpace.trace.custom_module import ModuleWorkload
 
         return ModuleWorkload(
-            self.build, self._samples, self.plan, self.accumulation, self.settings
+            self.build, self._make_batch, self.plan, self.accumulation, self.settings
         )
 
     def trace(self, rank: int) -> MemoryAccount:
@@ -106,7 +106,7 @@ class ModuleQuestion:
 
         return account_of_module(
             self.model,
-            self._samples,
+            self._make_batch,
             self.plan,
             accumulation=self.accumulation,
             rank=rank,
@@ -115,7 +115,7 @@ class ModuleQuestion:
             ranks_per_host=self.ranks_per_host,
         )
 
-    def _samples(self, count: int) -> Any:
+    def _make_batch(self, count: int) -> Any:
         return batch_of(self.model, count, self.seq_len)
 
 
@@ -163,12 +163,12 @@ def question(
     world_size = settings.nproc or 1 if node is None else node.processes * nodes
     per_host = world_size if node is None else node.processes_per_host
     changed = {
-        "precision": _precision(settings, node, accelerator),
+        "precision": _resolve_traced_precision(settings, node, accelerator),
         "model": without_weights(settings.model),
     }
     settings = settings.model_copy(update=changed)
     given = settings.global_batch if origins.get("global_batch") != "default" else None
-    plan = _plan(settings, world_size, per_host, given)
+    plan = _resolve_traced_plan(settings, world_size, per_host, given)
     require(plan, torch.device("cpu" if accelerator is None else "cuda"))
     try:
         opened = open_model(settings.model)
@@ -176,7 +176,7 @@ def question(
         outline = find_outline and find_untrained(settings.model, find_outline)
         if outline is None:
             raise
-        _require_formula(plan, outline)
+        _require_formula_options(plan, outline)
         batch = given or plan.samples_per_pass * plan.data_parallel
         return FormulaQuestion(outline, plan, settings, batch, accelerator)
     if opened.build is not None:
@@ -200,8 +200,7 @@ def question(
     return MemoryQuery(ask=ask, global_batch=global_batch)
 
 
-def _require_formula(plan: Plan, outline: Outline) -> None:
-    """Raise BadInputError for options that the formula does not cover."""
+def _require_formula_options(plan: Plan, outline: Outline) -> None:
     if plan.lora_rank is not None:
         raise BadInputError(
             f"--lora-rank: {outline.untrained}, and the formula assumes that all weights are "
@@ -210,7 +209,6 @@ def _require_formula(plan: Plan, outline: Outline) -> None:
 
 
 def _require_traceable(settings: TrainSettings) -> None:
-    """Raise BadInputError for settings that only training resolves, and for classification."""
     said = "`outpace memory` traces a plan as given"
     if settings.micro_batch == "auto":
         raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
@@ -231,10 +229,12 @@ def _require_traceable(settings: TrainSettings) -> None:
         )
 
 
-def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | None) -> Plan:
+def _resolve_traced_plan(
+    settings: TrainSettings, world_size: int, per_host: int, global_batch: int | None
+) -> Plan:
     ranks = Ranks(world_size=world_size, local_world_size=min(per_host, world_size))
     machine, cpu = identify(find_accelerator), torch.device("cpu")
-    if given is None:
+    if global_batch is None:
         each = settings.micro_batch or 1
         # With the optimizer in the backward there is only one micro-batch.
         most = 1 if settings.optimizer_in_backward else 4 * world_size
@@ -245,10 +245,9 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
     return resolve_plan(settings, ranks, cpu, machine)
 
 
-def _precision(
+def _resolve_traced_precision(
     settings: TrainSettings, node: Node | None, accelerator: Accelerator | None
 ) -> str | None:
-    """Return the requested precision, or the one that training would choose on the device."""
     if settings.precision is not None or node is None:
         return settings.precision
     if accelerator is None:

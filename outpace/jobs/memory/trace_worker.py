@@ -86,12 +86,12 @@ class Tracer:
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the training process
             )
-        asked, told = self._process.stdin, self._process.stdout
-        assert asked is not None and told is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
         try:
-            asked.write(ask.model_dump_json() + "\n")
-            asked.flush()
-            line = told.readline()
+            requests.write(ask.model_dump_json() + "\n")
+            requests.flush()
+            line = answers.readline()
         except OSError:
             line = ""
         if not line:
@@ -122,11 +122,11 @@ class Tracer:
             process.communicate()
 
 
-def serve(asked: IO[str], told: IO[str]) -> None:
-    """Answer requests until the input ends."""
-    for line in asked:
-        told.write(json.dumps(_answer(TraceRequest.model_validate_json(line))) + "\n")
-        told.flush()
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Answer each line of `requests`, a `TraceRequest` as JSON, with a line in `answers`."""
+    for line in requests:
+        answers.write(json.dumps(_answer_request(TraceRequest.model_validate_json(line))) + "\n")
+        answers.flush()
 
 
 def account_of(ask: TraceRequest) -> MemoryAccount:
@@ -159,7 +159,7 @@ def time_of(ask: TraceRequest) -> float | None:
         return None  # memory alone is useful, too
 
 
-def _answer(ask: TraceRequest) -> dict[str, Any]:
+def _answer_request(ask: TraceRequest) -> dict[str, Any]:
     try:
         found = account_of(ask)
     except Exception as error:  # plans that cannot be traced are not proposed

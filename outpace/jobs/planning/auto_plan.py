@@ -65,23 +65,23 @@ def apply_settings_plan(
     workload: dict[str, int] = {}
     given = settings.plan
     if given == "auto":
-        chosen = _pick(settings, origins, ranks, say)
+        chosen = _choose_plan(settings, origins, ranks, say)
     else:
         file = PlanFile.load(Path(given).expanduser(), option="--plan ")
-        chosen, workload = file.plan, _workload(file, origins)
-        _check_file(chosen, settings, origins, ranks)
+        chosen, workload = file.plan, _workload_of_file(file, origins)
+        _check_plan_file(chosen, settings, origins, ranks)
     if chosen.training_obstacle is not None:
         raise BadInputError(
             f"--plan {settings.plan}: outpace cannot train it: {chosen.training_obstacle}."
         )
-    values = _values(chosen, settings)
+    values = _plan_to_settings(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
         del values["compile"]  # decided later, by the length of the run
     if ranks is not None:
         values["nproc"] = None  # the ranks are already running
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
-        values["expect_step_time_s"] = _tuned_step_time(
+        values["expect_step_time_s"] = _read_tuned_step_time_s(
             path, chosen, settings.model_copy(update=workload), say
         )
     where = f"plan {settings.plan}"
@@ -92,7 +92,7 @@ def apply_settings_plan(
     )
 
 
-def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
+def _workload_of_file(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
     """Return sequence length and global batch from the plan file, unless the user set them."""
     known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
     return {
@@ -102,7 +102,7 @@ def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
     }
 
 
-def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
+def _plan_to_settings(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     """Convert a plan to settings, leaving unset those that its strategy does not use."""
     both = set(Plan.model_fields) & set(TrainSettings.model_fields)
     values = {name: getattr(plan, name) for name in both}
@@ -123,7 +123,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     return values
 
 
-def _tuned_step_time(
+def _read_tuned_step_time_s(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
     """Return the step time in seconds that tuning measured; None if settings or machine differ."""
@@ -147,7 +147,7 @@ def _tuned_step_time(
     return tuning.step_time_s
 
 
-def _check_file(
+def _check_plan_file(
     plan: Plan, settings: TrainSettings, origins: Mapping[str, str], ranks: Ranks | None
 ) -> None:
     world = ranks.world_size if ranks is not None else settings.nproc or plan.world_size
@@ -155,7 +155,7 @@ def _check_file(
         raise BadInputError(
             f"--plan {settings.plan} is for {plan.world_size} processes, but there are {world}."
         )
-    for name, value in _values(plan, settings).items():
+    for name, value in _plan_to_settings(plan, settings).items():
         asked = getattr(settings, name)
         # −1 stands for all remaining ranks; the precision may be an Apex level.
         if asked == -1 or LEVELS.get(asked, asked) == value:
@@ -167,7 +167,7 @@ def _check_file(
             )
 
 
-def _pick(
+def _choose_plan(
     settings: TrainSettings,
     origins: Mapping[str, str],
     ranks: Ranks | None,
@@ -178,7 +178,7 @@ def _pick(
     answers = []
     failed: BadInputError | None = None
     per_node = None if ranks is None else ranks.local_world_size
-    for world in _worlds(settings, ranks, machine):
+    for world in _world_sizes(settings, ranks, machine):
         try:
             job = question(settings, origins, machine, world, per_node)
             answers.append((plans(job), job))
@@ -194,7 +194,7 @@ def _pick(
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:
         for planned in answer.plans:
-            if _fits(planned, settings, job, say):
+            if _fits_when_traced(planned, settings, job, say):
                 _report_plan(answer, planned, say)
                 return planned.plan
     raise BadInputError(
@@ -203,7 +203,7 @@ def _pick(
     )
 
 
-def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
+def _world_sizes(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
     """Return the numbers of processes to plan for.
 
     This is the number of running or requested ranks, if any. Otherwise it is one per accelerator,
@@ -225,8 +225,7 @@ def candidate_world_sizes(machine: Machine) -> list[int]:
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
 
-def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Raise BadInputError if the user set something that the planner does not support."""
+def _require_plannable(settings: TrainSettings, origins: Mapping[str, str]) -> None:
     what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
@@ -255,11 +254,11 @@ def question(
     `per_node`: processes per host, on hosts like this one; None: all processes on this host.
     `measured`: this host's rates, if it was not probed.
     """
-    _require_known(settings, origins)
+    _require_plannable(settings, origins)
     _, outline, _ = find_outline(settings.model)
     classifies = settings.task == "classify"
     outline = classifier_outline(outline) if classifies else outline
-    cluster = _cluster(settings, machine, world, per_node or world, measured)
+    cluster = _build_cluster(settings, machine, world, per_node or world, measured)
     keep: dict[str, Any] = {}
     if settings.compile is not None:
         keep["compile"] = settings.compile
@@ -293,14 +292,14 @@ def question(
             vary=default_vary(cluster, keep),
             trained=True,
             naive=False,
-            without=NOT_CLASSIFY if classifies else _find_excluded(settings, world),
+            without=NOT_CLASSIFY if classifies else _find_excluded_strategies(settings, world),
             on_host=not machine.devices,
         ),
         count=_COUNT,
     )
 
 
-def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
+def _find_excluded_strategies(settings: TrainSettings, world: int) -> Collection[Strategy]:
     """Return the strategies that cannot split a custom model; empty for other models."""
     if not names_code(settings.model):
         return ()
@@ -311,10 +310,14 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
     return find_refused_strategies(build_custom_model(build), world).keys()
 
 
-def _cluster(
+def _build_cluster(
     settings: TrainSettings, machine: Machine, world: int, per_node: int, measured: HostRates | None
 ) -> Cluster:
-    """Return the cluster as probed if machine.json describes this machine, else as detected."""
+    """Return the cluster as probed if machine.json describes this machine, else as detected.
+
+    The memory of its devices is limited to --memory-limit, if set. On a CPU, what this process
+    already holds is subtracted.
+    """
     if world % per_node:
         raise BadInputError(
             f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have a "
@@ -343,7 +346,7 @@ def _cluster(
     return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
 
 
-def _fits(
+def _fits_when_traced(
     planned: RankedPlan, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
 ) -> bool:
     """Return whether the plan fits in memory when traced; True if it cannot be traced."""

@@ -85,8 +85,8 @@ def calibrate_machine(
     log cannot be read or lacks something that no flag provides.
     """
     logged = [read_log(path) for path in request.logs]
-    base, kept = _base(request.asked)
-    questions = [_question(one, request, base) for one in logged]
+    base, kept = _uncorrected_question(request.asked)
+    questions = [_build_problem(one, request, base) for one in logged]
     before = [estimate_plan(one, plan).estimate for one, plan in questions]
     runs = tuple(
         _observe(one, question, plan)
@@ -105,18 +105,18 @@ def calibrate_machine(
             run,
             was.step_time_s,
             now.step_time_s,
-            _planned_bytes(question, run, was),
+            _predicted_log_bytes(question, run, was),
             one.notes,
-            list_assumed(one, run.plan, _answers(request)),
+            list_assumed(one, run.plan, _read_flags(request)),
         )
         for run, was, now, one, (question, _) in zip(
             runs, before, after, logged, questions, strict=True
         )
     )
-    return compared, _file(base, every)
+    return compared, _correct_machine(base, every)
 
 
-def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
+def _uncorrected_question(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     """Return the question for the uncorrected machine, and the runs that corrected it before."""
     if asked.machine is None:
         raise BadInputError(
@@ -145,7 +145,7 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     return base, file.runs
 
 
-def _planned_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
+def _predicted_log_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
     """Return the predicted memory, of the kind that the run's log reports."""
     if run.memory_kind == "allocated":
         return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
@@ -155,7 +155,7 @@ def _planned_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimat
     return planned.peak_memory_bytes
 
 
-def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachine:
+def _correct_machine(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachine:
     path = Path(str(asked.machine)).expanduser()
     probed = path.suffix == ".json" or path.is_file()
     return CorrectedMachine(
@@ -167,13 +167,12 @@ def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachin
     )
 
 
-def _question(
+def _build_problem(
     logged: LoggedRun, request: CalibrationRequest, base: PlanQuestion
 ) -> tuple[PlanningProblem, Plan]:
-    """Return the planning problem for a log's run, and the run's plan."""
-    answers = _answers(request)
+    answers = _read_flags(request)
     check_contradictions(logged, answers)
-    plan = _plan(logged, request)
+    plan = _build_plan(logged, request)
     seq_len = request.asked.seq_len or logged.seq_len
     batch = request.asked.global_batch or logged.global_batch
     for value, flag, what in (
@@ -195,8 +194,7 @@ def _question(
     return question, plan
 
 
-def _answers(request: CalibrationRequest) -> Answers:
-    """Return the values that flags provide for the runs."""
+def _read_flags(request: CalibrationRequest) -> Answers:
     asked = request.asked
     layout = _read_layout(request.layout)
     if request.plan is not None:
@@ -225,7 +223,7 @@ def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> Observ
     )  # fmt: skip
 
 
-def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
+def _build_plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
     """Return the run's plan: from --plan, from the log, or from the log's settings and --layout."""
     if request.plan is not None:
         return PlanFile.load(request.plan, option="--plan ").plan
@@ -244,9 +242,9 @@ def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
     if logged.plan is None:
         values = _add_data_parallel(values, logged)
     if "strategy" not in values:
-        values["strategy"] = _strategy(values, logged)
+        values["strategy"] = _infer_strategy(values, logged)
     if logged.plan is None:
-        values = _add_pipeline(values, logged, request)
+        values = _add_pipeline_fields(values, logged, request)
     return Plan.parse(values, f"{logged.log}, with --layout {request.layout or '(not given)'}")
 
 
@@ -268,7 +266,6 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree, if the log states the number of devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
@@ -281,7 +278,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
     return {**values, "dp_replicate" if replicated else "dp_shard": max(1, rest)}
 
 
-def _add_pipeline(
+def _add_pipeline_fields(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
     """Add the ZeRO level of `3d` plans, and the number of pipeline micro-batches."""
@@ -295,8 +292,7 @@ def _add_pipeline(
     return found
 
 
-def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
-    """Return the strategy that the axes imply, with the ZeRO level from the log."""
+def _infer_strategy(values: dict[str, Any], logged: LoggedRun) -> str:
     axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
     if not axes:
         return "single"

@@ -71,7 +71,7 @@ def check_exportable(name: str, model: NamedModel, adapters: AdapterSettings | N
             "train all weights. Write the plan with --out plan.json, and train with outpace train "
             "--plan plan.json."
         )
-    _write(name, Plan(micro_batch=1), model, 1, _SHORT)
+    _export(name, Plan(micro_batch=1), model, 1, _SHORT)
 
 
 def pick_plan(
@@ -91,7 +91,7 @@ def pick_plan(
     if chosen is None:
         of = f" of the plans that {name} can express" if job.wanted.accepts is not None else ""
         label += f", the {join_and(planned.roles)}{of}"
-    return _pick(name, there, planned, model, number, f"{label}: {planned.title}.")
+    return _build_choice(name, there, planned, model, number, f"{label}: {planned.title}.")
 
 
 def list_alternatives(answer: Plans) -> list[str]:
@@ -113,15 +113,15 @@ class _MissingFeatures:
 
     def __call__(self, plan: Plan, global_batch: int) -> str:
         try:
-            written = _write(self.name, plan, self.model, global_batch, self.seq_len)
+            written = _export(self.name, plan, self.model, global_batch, self.seq_len)
         except BadInputError as error:
             return str(error)
-        missing = (one for one in written.differences if one not in self._of_model)
+        missing = (one for one in written.differences if one not in self._model_differences)
         return " ".join(one.partition(" The export has ")[0] for one in missing)
 
     @cached_property
-    def _of_model(self) -> tuple[str, ...]:
-        return _write(self.name, Plan(micro_batch=1), self.model, 1, self.seq_len).differences
+    def _model_differences(self) -> tuple[str, ...]:
+        return _export(self.name, Plan(micro_batch=1), self.model, 1, self.seq_len).differences
 
 
 def restrict_search(
@@ -131,12 +131,12 @@ def restrict_search(
     name = FORMAT_OF.get(trainer, trainer)
     if name == "outpace":
         return job
-    model = NamedModel(reference, spec or _same_depth(job.outline))
+    model = NamedModel(reference, spec or _stand_in_model(job.outline))
     missing = _MissingFeatures(name, model, job.wanted.seq_len)
     return replace(job, wanted=replace(job.wanted, accepts=Acceptance(trainer, missing)))
 
 
-def _same_depth(outline: Outline) -> ModelSpec:
+def _stand_in_model(outline: Outline) -> ModelSpec:
     """Return a stand-in model with the outline's layers, to find out what a format supports."""
     return preset("llama-3-8b").model_copy(update={"layers": outline.layers})
 
@@ -147,7 +147,6 @@ def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
 
 
 def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
-    """Return how the target trainer uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
         if precision in COMPUTES_IN_BF16:
@@ -156,7 +155,7 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
     return _TRAITS.get(name, _OTHERS)
 
 
-def _write(
+def _export(
     name: str, plan: Plan, model: NamedModel, global_batch: int, seq_len: int
 ) -> ExportedPlan:
     return export_plan(
@@ -165,7 +164,7 @@ def _write(
     )  # fmt: skip
 
 
-def _pick(
+def _build_choice(
     name: str,
     job: PlanningProblem,
     planned: RankedPlan,
@@ -174,11 +173,10 @@ def _pick(
     why: str,
 ) -> ExportChoice:
     wanted = job.wanted
-    written = _write(name, planned.plan, model, wanted.global_batch, wanted.seq_len)
+    written = _export(name, planned.plan, model, wanted.global_batch, wanted.seq_len)
     estimate, known = _estimate_written(job, planned.plan, written)
-    return ExportChoice(
-        planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
-    )
+    warning = _format_warning(name, planned, written, estimate, known)
+    return ExportChoice(planned, number, written, estimate, why, warning)
 
 
 def _estimate_written(
@@ -194,10 +192,9 @@ def _estimate_written(
         return None, False
 
 
-def _warning(
+def _format_warning(
     name: str, planned: RankedPlan, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
-    """Describe what the export loses and whether it fits; None if there is nothing to warn of."""
     if not written.differences:
         if estimate is None or estimate.fits:
             return None
@@ -217,7 +214,6 @@ def _warning(
 
 
 def _describe_condition(written: ExportedPlan) -> str:
-    """Describe when a configuration trains as estimated: unchanged, or after edits to a script."""
     match len(written.edits):
         case 0:
             return "As written"

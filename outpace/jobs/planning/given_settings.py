@@ -63,14 +63,13 @@ def _suggest_setting(name: str, value: str) -> str:
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
     begin = [known for known in KEPT if known.startswith(start)]
-    begin = [known for known in begin if _accepts(known, value)] or begin
+    begin = [known for known in begin if _accepts_value(known, value)] or begin
     if begin:
         return f" Did you mean {join_or(map(repr, begin))}?"
     return suggest(name, KEPT, "{}={}".format)
 
 
-def _accepts(name: str, value: str) -> bool:
-    """Return whether a setting accepts a value."""
+def _accepts_value(name: str, value: str) -> bool:
     try:
         parse_value(name, value)
     except BadInputError:
@@ -95,7 +94,7 @@ def parse_value(name: str, value: str, typed: str | None = None) -> Any:
         given = int(value) if whole else parts
         found = TypeAdapter(annotation).validate_python(given, strict=False)
     except ValidationError as error:
-        remedy = _format_allowed(error.errors()[0])
+        remedy = _format_allowed_values(error.errors()[0])
         raise BadInputError(f"{typed}: {remedy}.") from None
     except ValueError:
         allowed = f"one of {', '.join(map(str, choices))}"
@@ -108,8 +107,7 @@ def parse_value(name: str, value: str, typed: str | None = None) -> Any:
     return found
 
 
-def _format_allowed(problem: Any) -> str:
-    """Describe the values that a setting allows, from pydantic's error."""
+def _format_allowed_values(problem: Any) -> str:
     kind, bounds = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
         return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"

@@ -53,27 +53,28 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
     if answers.precision is not None:
         given.append((f"--precision {answers.precision}", "precision", answers.precision))
     for flag, name, value in given:
-        if told.get(name) not in (None, value) and not _is_same_computation(logged, name, value):
-            _refuse(logged, f"{name}={told[name]}", flag)
+        if told.get(name) not in (None, value) and not _has_same_matmul_dtype(logged, name, value):
+            _refuse_flag(logged, f"{name}={told[name]}", flag)
     if answers.seq_len is not None and logged.seq_len not in (None, answers.seq_len):
-        _refuse(logged, f"sequences of {logged.seq_len} tokens", f"--seq-len {answers.seq_len}")
+        _refuse_flag(
+            logged, f"sequences of {logged.seq_len} tokens", f"--seq-len {answers.seq_len}"
+        )
     asked, batch = answers.global_batch, logged.global_batch
     if asked is not None and batch is not None and abs(asked / batch - 1) > _BATCH_ERROR:
-        _refuse(logged, f"{batch} sequences per step", f"--global-batch {asked}")
+        _refuse_flag(logged, f"{batch} sequences per step", f"--global-batch {asked}")
 
 
-def _is_same_computation(logged: LoggedRun, name: str, value: object) -> bool:
-    """Return whether the given precision has the same matmul dtype as the log's."""
+def _has_same_matmul_dtype(logged: LoggedRun, name: str, value: object) -> bool:
     traits: Mapping[Any, PrecisionTraits] = PRECISION_TRAITS
     if name != "precision" or logged.precision is None or value not in traits:
         return False
     return traits[value].matmuls == traits[logged.precision].matmuls
 
 
-def _refuse(logged: LoggedRun, told: str, given: str) -> None:
+def _refuse_flag(logged: LoggedRun, in_log: str, flag: str) -> None:
     raise BadInputError(
-        f"{logged.log} says {told}, but you gave {given}. Leave out the flag, or pass the log that "
-        "matches it."
+        f"{logged.log} says {in_log}, but you gave {flag}. Leave out the flag, or pass the log "
+        "that matches it."
     )
 
 
@@ -107,10 +108,10 @@ def check_model(logged: LoggedRun, question: PlanningProblem, plan: Plan, model:
         _refuse_adapters(logged)
 
 
-def _refuse_model(logged: LoggedRun, told: str, given: str) -> NoReturn:
+def _refuse_model(logged: LoggedRun, in_log: str, in_model: str) -> NoReturn:
     raise BadInputError(
-        f"{logged.log} is from a model with {told}, but --model {given}. Pass the model that was "
-        "trained."
+        f"{logged.log} is from a model with {in_log}, but --model {in_model}. Pass the model that "
+        "was trained."
     )
 
 

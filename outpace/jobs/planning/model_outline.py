@@ -36,14 +36,14 @@ def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     if not path.exists() and not reference.rpartition(":")[0].endswith(".py"):
         known = (*PRESETS, *OUTLINES)
         raise unknown_model(reference, known)
-    return _open(reference, path)
+    return _open_outline(reference, path)
 
 
-def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
+def _open_outline(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
     from outpace.interop.models import open_model
     from outpace.interop.outline import needs_trace, read_outline_and_spec
 
-    config = _config_of(path)
+    config = _find_config_folder(path)
     if config is not None:
         if needs_trace(config):
             from outpace.trace.transformers_outline import outline_from_folder
@@ -56,11 +56,11 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
     if opened.spec is not None:
         return opened.name, outline(opened.spec, opened.name), opened.spec
     assert opened.build is not None
-    found, spec = _trace(opened.build, opened.name)
+    found, spec = _trace_custom_model(opened.build, opened.name)
     return opened.name, found, spec
 
 
-def _config_of(path: Path) -> Path | None:
+def _find_config_folder(path: Path) -> Path | None:
     """Return the directory with the config.json of a model or an adapter's base, or None."""
     from outpace.interop.config import CONFIG_FILE
     from outpace.interop.custom_model import CUSTOM_MODEL_FILE
@@ -73,7 +73,7 @@ def _config_of(path: Path) -> Path | None:
     return base_of(path) if (path / ADAPTER_CONFIG).is_file() else None
 
 
-def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
+def _trace_custom_model(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
     """Trace a custom model and its loss, on two samples of its data set or on token ids."""
     from outpace.interop.custom_model import CustomObjective, build_custom_model
     from outpace.nn.transformer import Transformer
@@ -82,13 +82,13 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
     own = build_custom_model(build)
     if isinstance(own.module, Transformer):
         return outline(own.module.spec, name), own.module.spec
-    found = _by_config(own.module)
+    found = _outline_of_module_config(own.module)
     if found is None:
-        found = outline_from_module(CustomObjective(own), (_custom_batch(own),), name)
+        found = outline_from_module(CustomObjective(own), (_make_trace_batch(own),), name)
     return found.model_copy(update={"name": name, "source": name, "untrained": None}), None
 
 
-def _by_config(module: Any) -> Outline | None:
+def _outline_of_module_config(module: Any) -> Outline | None:
     """Return the outline from a transformers config; None if the architecture is unknown.
 
     A config gives more detail than a trace.
@@ -107,7 +107,7 @@ def _by_config(module: Any) -> Outline | None:
     return found if parameters(found) == own else None
 
 
-def _custom_batch(custom: Any) -> Any:
+def _make_trace_batch(custom: Any) -> Any:
     from outpace.interop.custom_model import read_positions
 
     length = min(_TRACED_TOKENS, read_positions(custom.module) or _TRACED_TOKENS)

@@ -25,7 +25,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
 
     Raises BadInputError if the model, the plan, the machine or a network is not valid.
     """
-    name, spec = _model(asked.model)
+    name, spec = _find_spec(asked.model)
     site = Site(asked)
     plan = None
     if asked.plan is not None:
@@ -42,7 +42,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
         seq_len=asked.seq_len or min(spec.max_positions, 2048),
         cluster=cluster,
         tolerance=asked.tolerance,
-        networks=_networks(asked.networks, site.own),
+        networks=_list_networks(asked.networks, site.own),
         present=site.own,
         device_links=[] if link is None else by_rate([link, *device_ladder(site.accelerator)]),
         present_link=link,
@@ -51,15 +51,11 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
     if plan is not None:
         needs = network_needs(problem, [_file_entry(asked, plan, site)])
     else:
-        needs, refused = _compare(asked, problem, precision)
-    return _answer(asked, name, problem, site, precision, needs, refused)
+        needs, refused = _compare_strategies(asked, problem, precision)
+    return _build_report(asked, name, problem, site, precision, needs, refused)
 
 
 def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
-    """Return the entry for the --plan file.
-
-    Raises BadInputError if the plan is for another number of devices.
-    """
     world = site.nodes * site.per_node
     if plan.world_size != world:
         raise BadInputError(
@@ -71,10 +67,9 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
     return NetworkEntry(plan.strategy, plan, batch)
 
 
-def _compare(
+def _compare_strategies(
     asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
-    """Return the needs of one plan per strategy, and the reasons why others are impossible."""
     found = list(candidate_plans(problem, asked, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
     axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
@@ -84,8 +79,7 @@ def _compare(
     return network_needs(problem, [one for one in found if isinstance(one, NetworkEntry)]), refused
 
 
-def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
-    """Note which global batches are used if some plans cannot split the requested one."""
+def _batch_notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
     taken: dict[int, list[str]] = {}
     for need in needs:
         taken.setdefault(need.global_batch, []).append(need.title)
@@ -97,7 +91,7 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
     ]
 
 
-def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
+def _list_networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
     """Return the machine's, the requested and the catalog's networks, slowest first, each once."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
@@ -105,7 +99,7 @@ def _networks(words: Sequence[str], machine_network: Network | None) -> list[Net
     return by_rate([*named, *ladder()])
 
 
-def _model(reference: str) -> tuple[str, ModelSpec]:
+def _find_spec(reference: str) -> tuple[str, ModelSpec]:
     if reference in DIMENSIONS:
         return reference, DIMENSIONS[reference].spec
     from outpace.interop.models import open_model
@@ -119,7 +113,7 @@ def _model(reference: str) -> tuple[str, ModelSpec]:
     return opened.name, opened.spec
 
 
-def _answer(
+def _build_report(
     asked: NetworkQuestion,
     name: str,
     problem: NetworkProblem,
@@ -149,5 +143,5 @@ def _answer(
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
-        notes=(*site.notes, *_notes(asked.global_batch, needs)),
+        notes=(*site.notes, *_batch_notes(asked.global_batch, needs)),
     )

@@ -77,13 +77,13 @@ class Proposer:
         rates, if it was not probed.
         """
         self.machine = identify(find_accelerator)
-        own, device = _ranks(settings), resolve_device(settings, Ranks())
+        own, device = _default_ranks(settings), resolve_device(settings, Ranks())
         self.default = resolve_plan(settings, own, device, self.machine)
         used = used_machine(self.machine, device)
         self._jobs: dict[int, PlanningProblem] = {}
         self._learned: dict[tuple[PlanTrial, ...], _Corrections] = {}
         refused: list[BadInputError] = []
-        for world in _worlds(settings, used):
+        for world in _world_sizes_to_try(settings, used):
             limited = settings
             if host_bytes is not None and settings.memory_limit is None:
                 limited = settings.model_copy(update={"memory_limit": host_bytes // world})
@@ -99,18 +99,19 @@ class Proposer:
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
         """Return plans worth trying, sorted by predicted step time, corrected by the `trials`."""
-        learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
+        learned = self._corrections(trials)
+        too_many, found = self._lowest_oom_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
             fit = _fitting_plans(job, [plan for plan, _ in plans], too_many.get(world, math.inf))
-            found += _propose(job, _drop_needless_savings(fit, job.outline.layers), learned)
+            found += _make_proposals(job, _drop_needless_savings(fit, job.outline.layers), learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
     def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> TuningProposal:
         """Predict one plan, whether or not it fits in memory."""
-        return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
+        return _make_proposals(self._jobs[plan.world_size], [plan], self._corrections(trials))[0]
 
-    def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
+    def _lowest_oom_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
         """Return the lowest predicted memory of a trial that did not fit, by number of processes.
 
         Trials that ran concurrently are ignored, since they shared memory.
@@ -119,17 +120,16 @@ class Proposer:
         for trial in trials:
             if trial.exit_code in OUT_OF_MEMORY_CODES and not trial.raced:
                 world = trial.plan.world_size
-                (needs,) = _needs(self._jobs[world], [trial.plan]).tolist()
+                (needs,) = _required_bytes(self._jobs[world], [trial.plan]).tolist()
                 found[world] = min(needs, found.get(world, math.inf))
         return found
 
-    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Corrections":
-        """Return the corrections learned from the trials, computed once per list of trials."""
+    def _corrections(self, trials: Sequence[PlanTrial]) -> "_Corrections":
         if tuple(trials) not in self._learned:
-            self._learned[tuple(trials)] = self._learn(trials)
+            self._learned[tuple(trials)] = self._fit_corrections(trials)
         return self._learned[tuple(trials)]
 
-    def _learn(self, trials: Sequence[PlanTrial]) -> "_Corrections":
+    def _fit_corrections(self, trials: Sequence[PlanTrial]) -> "_Corrections":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
@@ -149,7 +149,7 @@ class Proposer:
         missed, slopes = [], np.zeros((len(found.adjustments), 1))
         for one in tried:
             world = one.plan.world_size
-            take = partial(_steps_s, self._jobs[world], [one.plan])
+            take = partial(_step_times_s, self._jobs[world], [one.plan])
             missed.append(math.log(one.step_time_s / take(found.rates[world])[0]))
         if tried:
             slopes = found.slopes(world, take)
@@ -169,32 +169,35 @@ class _Corrections:
     slopes: Floats
 
 
-def _propose(
+def _make_proposals(
     job: PlanningProblem, plans: Sequence[Plan], learned: _Corrections
 ) -> list[TuningProposal]:
     if not plans:
         return []
-    world, take = job.wanted.world, partial(_steps_s, job, plans)
-    said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
+    world, take = job.wanted.world, partial(_step_times_s, job, plans)
+    predicted_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
     longer, own = learned.deviations.predict(plans)
     # Errors in rates that affect the fastest trial equally cancel out.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
-    figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
+    figures = zip(predicted_s * np.exp(longer), spreads, _required_bytes(job, plans), strict=True)
     return [
         TuningProposal(plan, title(plan), *map(float, three))
         for plan, three in zip(plans, figures, strict=True)
     ]
 
 
-def _needs(job: PlanningProblem, plans: Sequence[Plan]) -> Floats:
-    """Return the bytes that a rank of each plan needs."""
+def _required_bytes(job: PlanningProblem, plans: Sequence[Plan]) -> Floats:
     return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
-def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float) -> list[Plan]:
+def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], limit_bytes: float) -> list[Plan]:
     if not plans:
         return []
-    return [plan for plan, needs in zip(plans, _needs(job, plans), strict=True) if needs < too_many]
+    return [
+        plan
+        for plan, required in zip(plans, _required_bytes(job, plans), strict=True)
+        if required < limit_bytes
+    ]
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
@@ -202,48 +205,50 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
     Such plans cannot be faster, however wrong the predictions are.
     """
-    saves = [_saves(plan, layers) for plan in plans]
+    saves = [_savings(plan, layers) for plan in plans]
     beside: dict[str, set[tuple[int, int]]] = {}
     for plan, own in zip(plans, saves, strict=True):
-        beside.setdefault(_without_savings(plan), set()).add(own)
+        beside.setdefault(_key_without_savings(plan), set()).add(own)
 
     def is_needless(plan: Plan, saved: tuple[int, int]) -> bool:
         return any(other != saved and other[0] <= saved[0] and other[1] <= saved[1]
-                   for other in beside[_without_savings(plan)])  # fmt: skip
+                   for other in beside[_key_without_savings(plan)])  # fmt: skip
 
     return [plan for plan, own in zip(plans, saves, strict=True) if not is_needless(plan, own)]
 
 
-def _saves(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return the sum of the layers' indices in MODES (recomputation), and 1 if loss is chunked."""
+def _savings(plan: Plan, layers: int) -> tuple[int, int]:
+    """Return two measures of the memory that a plan saves at the cost of time.
+
+    The first is the sum over layers of the recomputation mode's index in MODES, the second 1 if the
+    loss is chunked, else 0.
+    """
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
-def _without_savings(plan: Plan) -> str:
+def _key_without_savings(plan: Plan) -> str:
     """Return a key shared by plans that differ only in recomputation and chunked loss."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
     return plan.model_copy(update=nothing).model_dump_json()
 
 
-def _steps_s(job: PlanningProblem, plans: Sequence[Plan], rates: RateFit) -> Floats:
+def _step_times_s(job: PlanningProblem, plans: Sequence[Plan], rates: RateFit) -> Floats:
     columns = of_plans(plans, job.wanted.global_batch, job.outline.layers)
     return steps_s(_with_rates(job, rates).question, columns)
 
 
 def _with_rates(job: PlanningProblem, rates: RateFit) -> PlanningProblem:
-    """Return the problem for a machine with these rates."""
     cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
     return replace(job, cluster=cluster)
 
 
-def _ranks(settings: TrainSettings) -> Ranks:
-    """Return the ranks that `outpace train` starts by default."""
+def _default_ranks(settings: TrainSettings) -> Ranks:
     count = settings.nproc or 1
     return Ranks(world_size=count, local_world_size=count)
 
 
-def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
+def _world_sizes_to_try(settings: TrainSettings, machine: Machine) -> list[int]:
     """Return the numbers of processes to try.
 
     This is --nproc, if set. Otherwise it is 1 and the number of accelerators or, without any, each

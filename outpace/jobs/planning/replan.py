@@ -35,25 +35,24 @@ def replan(
     of_run = [name for name in _LAYOUT if origins.get(name) == RUN_FILE]
     typed = any(origins.get(name) not in (None, auto_plan.DEFAULT, RUN_FILE) for name in _LAYOUT)
     why = None
-    for asked in [settings, *([_drop_settings(settings, of_run)] if typed else [])]:
-        found = _why_not(asked, ranks)
+    for asked in [settings, *([_reset_settings(settings, of_run)] if typed else [])]:
+        found = _find_layout_obstacle(asked, ranks)
         if found is None:
             say(f"{moved}: the requested layout is kept")
             return asked, dict(origins)
         why = why or found
     say(f"{moved}: the layout is planned again ({why})")
-    opened = _drop_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
+    opened = _reset_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
     left = {**origins, **dict.fromkeys(_LAYOUT, auto_plan.DEFAULT)}
     return auto_plan.apply_settings_plan(opened, left, ranks, say)
 
 
-def _drop_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettings:
+def _reset_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettings:
     defaults = {name: TrainSettings.model_fields[name].default for name in names}
     return settings.model_copy(update=defaults)
 
 
-def _why_not(settings: TrainSettings, ranks: Ranks) -> str | None:
-    """Return why the requested layout is not possible on these ranks; None if it is."""
+def _find_layout_obstacle(settings: TrainSettings, ranks: Ranks) -> str | None:
     try:
         machine = identify(find_accelerator)
         device = resolve_device(settings, ranks)

@@ -96,7 +96,7 @@ class PlanQuestion:
 def job(asked: PlanQuestion) -> PlanningProblem:
     """Build the planning problem. Raises BadInputError for unknown or impossible values."""
     _, outline, spec = find_outline(asked.model)
-    cluster = _set_host_memory(_cluster(asked), asked.host_memory)
+    cluster = _set_host_memory(_resolve_cluster(asked), asked.host_memory)
     world = cluster.devices
     seq_len = asked.seq_len or min(outline.max_positions, PLANNED_SEQ_LEN)
     if outline.learned_positions and seq_len > outline.max_positions:
@@ -104,9 +104,9 @@ def job(asked: PlanQuestion) -> PlanningProblem:
             f"--seq-len {seq_len}: {outline.name} has {outline.max_positions} positions. Use at "
             f"most {outline.max_positions}."
         )
-    outline = _with_positions(outline, seq_len, asked.trained)
+    outline = _note_long_sequences(outline, seq_len, asked.trained)
     keep = kept_settings(asked)
-    precision = asked.precision or _precision(cluster, asked.autocast)
+    precision = asked.precision or _default_precision(cluster, asked.autocast)
     check_adapters({"precision": precision, **keep}, outline, asked.trainer)
     check_dtype(keep.get("precision", precision), cluster.device)
     question = PlanningProblem(
@@ -122,7 +122,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
             offloaded_precision=None if asked.precision else WHERE_OFFLOADED.get(precision),
             most_tp=asked.max_tp,
             keep=keep,
-            vary=_vary(asked, keep, cluster, outline),
+            vary=_resolve_vary(asked, keep, cluster, outline),
             trained=asked.trained,
             on_host=cluster.device.kind == "cpu",
         ),
@@ -137,7 +137,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
     return restrict_search(asked.trainer, question, asked.model, spec)
 
 
-def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
+def _note_long_sequences(outline: Outline, seq_len: int, trained: bool) -> Outline:
     """Return the outline, with a note if sequences are longer than the model's positions.
 
     Rotary positions have no parameters, so time and memory can be planned anyway. With `trained`,
@@ -157,10 +157,9 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
     return outline.model_copy(update={"notes": (*outline.notes, note)})
 
 
-def _vary(
+def _resolve_vary(
     asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each varied setting, requested or by default, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     small = parameters(outline) < FP8_PARAMETERS
     if "precision" in found and (small or "lora_rank" in keep):
@@ -175,14 +174,14 @@ def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[A
     return {"compile": VARIED["compile"]} if asks else {}
 
 
-def _this_machine(asked: PlanQuestion) -> Cluster:
+def _cluster_of_this_machine(asked: PlanQuestion) -> Cluster:
     """Return this machine as measured by outpace probe if its file is here, else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
         notes = (CALIBRATED_HINT,)
     elif find_probe(machine) is not None:
-        return _cluster(replace(asked, machine=str(PROBE_FILE)))
+        return _resolve_cluster(replace(asked, machine=str(PROBE_FILE)))
     elif has_probe_file():
         notes = (IGNORED_PROBE_HINT,)
     if asked.network is not None:
@@ -199,12 +198,12 @@ def _this_machine(asked: PlanQuestion) -> Cluster:
     return replace(cluster, nodes=asked.nodes, notes=(*notes, *cluster.notes))
 
 
-def _cluster(asked: PlanQuestion) -> Cluster:
+def _resolve_cluster(asked: PlanQuestion) -> Cluster:
     if asked.machine is None:
-        return _this_machine(asked)
+        return _cluster_of_this_machine(asked)
     path = Path(asked.machine).expanduser()
     if is_corrected(path):
-        return _read_corrected(asked, path)
+        return _corrected_cluster(asked, path)
     if path.suffix == ".json" or path.is_file():
         machine = Machine.load(path, option="--machine ")
         if asked.network is not None:
@@ -216,14 +215,13 @@ def _cluster(asked: PlanQuestion) -> Cluster:
     if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
         raise BadInputError(
             f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}. "
-            f"{_larger_node(node, asked.devices_per_node)}"
+            f"{_advise_larger_node(node, asked.devices_per_node)}"
         )
     network = None if asked.network is None else read_network(asked.network)
     return of_catalog(node, asked.nodes, network, asked.devices_per_node)
 
 
-def _larger_node(node: Node, devices: int) -> str:
-    """Return advice on how to request nodes with `devices` devices of the same kind."""
+def _advise_larger_node(node: Node, devices: int) -> str:
     try:
         name = find_node(f"{devices}x{node.accelerator}").name
     except BadInputError:
@@ -232,10 +230,6 @@ def _larger_node(node: Node, devices: int) -> str:
 
 
 def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
-    """Return the cluster with `nbytes` of memory per host.
-
-    Raises BadInputError if the cluster trains on its CPUs.
-    """
     if nbytes is None:
         return cluster
     if cluster.device.kind == "cpu":
@@ -261,8 +255,7 @@ def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> No
     )
 
 
-def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
-    """Return a machine corrected by logged runs. Raises BadInputError if flags contradict it."""
+def _corrected_cluster(asked: PlanQuestion, path: Path) -> Cluster:
     file = CorrectedMachine.load(path, option="--machine ")
     check_network(asked, file, path)
     devices = asked.devices_per_node or file.devices_per_node
@@ -270,7 +263,7 @@ def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
         base = _probed_cluster(file.machine, asked.nodes, devices)
     else:
         known = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
-        base = _cluster(known)
+        base = _resolve_cluster(known)
     return correct_cluster(base, file.runs)
 
 
@@ -282,7 +275,7 @@ def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluste
     return replace(of_probe(machine, ranks), nodes=max(nodes, hosts))
 
 
-def _precision(cluster: Cluster, autocast: bool) -> Precision:
+def _default_precision(cluster: Cluster, autocast: bool) -> Precision:
     """Return the default precision: bf16 if supported and, on a CPU, measured to be faster.
 
     On a GPU, weights and residual stream are in bf16 too, with master weights, unless `autocast`.
@@ -357,7 +350,7 @@ def _read_vary(
             f"--precision {asked} and --vary {text}: use one precision or search all. Leave out "
             "one of the two."
         )
-    precision = asked or _precision(cluster, question.autocast)
+    precision = asked or _default_precision(cluster, question.autocast)
     for name in names:
         if name not in VARIED:
             raise BadInputError(
@@ -410,7 +403,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
     return changed, numbers
 
 
-def _inside_share(cluster: Cluster) -> float:
+def _device_link_efficiency(cluster: Cluster) -> float:
     """Return the achieved fraction of the nominal rate of a node's device links; 1 if unknown."""
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
@@ -425,7 +418,7 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
     fabric, device = cluster.fabric, cluster.device
     inside, across = fabric.inside_bytes_per_s, numbers.get("link", fabric.across_bytes_per_s)
     if "inside" in numbers:
-        inside = numbers["inside"] * _inside_share(cluster)
+        inside = numbers["inside"] * _device_link_efficiency(cluster)
     fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
         # `memory` is the vendor's figure. Assume that the driver leaves the same fraction usable.

@@ -51,7 +51,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Run:
+class _CollectivesRun:
+    """The ranks, clock and time budget that all measurements of collectives share."""
+
     groups: Groups
     place: AxisPlace  # position among all ranks
     clock: RanksClock
@@ -63,12 +65,10 @@ class _Run:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds per case."""
         return rounds_of(self.quick)
 
     @property
     def samples(self) -> int:
-        """Return the number of samples per case, over all rounds."""
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
@@ -112,16 +112,16 @@ def probe_collectives(
         )
     doing = RankActivity()
     with hang_watchdog(groups, doing):
-        run = _begin(groups, device, quick, budget_s, doing, progress)
+        run = _prepare_run(groups, device, quick, budget_s, doing, progress)
         found = ProbeSection(notes=tuple(world_notes(run.nodes)))
         if only is not None:
-            parts = {only: _by_size(run, (only,), 1.0)}
+            parts = {only: _measure_by_size(run, (only,), 1.0)}
         else:
             parts = {
-                "collectives": _by_size(run, COLLECTIVES, _CASES),
-                "each rank's own speed": _rank_speeds(run),
-                "send/recv between pairs": _between_pairs(run),
-                "collectives while computing": _overlap(run),
+                "collectives": _measure_by_size(run, COLLECTIVES, _CASES),
+                "each rank's own speed": _measure_rank_speeds(run),
+                "send/recv between pairs": _measure_pairs(run),
+                "collectives while computing": _measure_overlap(run),
             }
         turns = interleave_turns(*(run.note_turns(what, part) for what, part in parts.items()))
         found = sum((yield from turns), found)
@@ -131,10 +131,11 @@ def probe_collectives(
     return found
 
 
-def _begin(
+def _prepare_run(
     groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: RankActivity,
     progress: Callable[[float], None],
-) -> _Run:  # fmt: skip
+) -> _CollectivesRun:  # fmt: skip
+    """Create this rank's clock and buffers, and learn which ranks share a node. Collective."""
     ranks = groups.ranks
     nodes = nodes_of(gather_objects((ranks.local_rank, ranks.local_world_size), groups.control))
     everyone = dist.group.WORLD
@@ -144,7 +145,7 @@ def _begin(
         Buffers(device, ranks.rank),
     )  # fmt: skip
     clock = RanksClock(patient_clock(device, everyone), groups.control)
-    return _Run(groups, place, clock, nodes, quick, budget_s, doing, progress)
+    return _CollectivesRun(groups, place, clock, nodes, quick, budget_s, doing, progress)
 
 
 def backend_of(device: torch.device) -> str:
@@ -152,17 +153,19 @@ def backend_of(device: torch.device) -> str:
     return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
 
 
-def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[ProbeSection]:
+def _measure_by_size(
+    run: _CollectivesRun, collectives: Sequence[str], share: float
+) -> Turns[ProbeSection]:
     """Measure collectives by array size on all axes, interleaved in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
     # Half of the budget limits the largest array. Each sample takes two calls, one of them the
     # clock's, and all smaller sizes together take a third of the largest one's time.
     calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
-    limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
+    limits = SizeLimits(_largest_array_bytes(run), budget_s / 2 / calls)
     sizes = QUICK_BYTES if run.quick else FULL_BYTES
     cases: list[Case] = []
-    for place in (_place_on(run, axis) for axis in axes):
+    for place in (_create_axis_groups(run, axis) for axis in axes):
         for name in collectives:
             run.doing.what = f"{name} over the axis {place.axis.name}"
             cases += cases_by_size(name, place, sizes, limits, run.clock)
@@ -184,7 +187,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
     )  # fmt: skip
 
 
-def _place_on(run: _Run, axis: Axis) -> AxisPlace:
+def _create_axis_groups(run: _CollectivesRun, axis: Axis) -> AxisPlace:
     """Create the axis's process groups and return this rank's place. Call this on every rank."""
     if axis.name == "all":
         return run.place
@@ -197,8 +200,8 @@ def _place_on(run: _Run, axis: Axis) -> AxisPlace:
     return replace(run.place, axis=axis, group=own)
 
 
-def _most_bytes(run: _Run) -> int:
-    """Return the largest array size in bytes: an eighth of free memory on the fullest rank."""
+def _largest_array_bytes(run: _CollectivesRun) -> int:
+    """Return an eighth of the free memory of the fullest rank, at most 4 GiB. Collective."""
     device = run.place.buffers.device
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
@@ -220,15 +223,14 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
     return replace(case, make=make)
 
 
-def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
+def _measure_rank_speeds(run: _CollectivesRun) -> Turns[ProbeSection]:
     """Measure the speed of each rank while all ranks compute."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
 
 
-def _between_pairs(run: _Run) -> Turns[ProbeSection]:
-    """Measure the speed of each pair of ranks."""
+def _measure_pairs(run: _CollectivesRun) -> Turns[ProbeSection]:
     if run.groups.ranks.world_size == 2:
         return ProbeSection()  # the only pair is all ranks
     sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -245,10 +247,10 @@ def _between_pairs(run: _Run) -> Turns[ProbeSection]:
     return ProbeSection(tuple(figures), advice, tuple(notes), tuple(pair_fits(pairs)))
 
 
-def _overlap(run: _Run) -> Turns[ProbeSection]:
-    """Measure how much of each collective is hidden by computation."""
+def _measure_overlap(run: _CollectivesRun) -> Turns[ProbeSection]:
     size = min(
-        (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
+        (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20),
+        _largest_array_bytes(run),
     )
     sizes = (size,) if run.quick else (size // 16, size)
     budget_s = _OVERLAP * run.budget_s

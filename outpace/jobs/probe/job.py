@@ -62,14 +62,14 @@ def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
     """Probe this host: local sections in this process, sections between ranks in new processes."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
-    device, notes = _device(request, Ranks())
+    device, notes = _choose_device(request, Ranks())
     here = _ProcessState(request, device, shown, watch_gpu(device, (), _DRIVER_S))
-    world_size = _world_size(request, device) if request.rank_sections() else 1
+    world_size = _resolve_world_size(request, device) if request.rank_sections() else 1
     found = run_turns(
         interleave_turns(
-            *(_probe_alone(name, here) for name in request.local_sections()),
+            *(_probe_local_section(name, here) for name in request.local_sections()),
             *(
-                [_probe_started(request.rank_sections(), here, world_size)]
+                [_probe_in_new_ranks(request.rank_sections(), here, world_size)]
                 if request.rank_sections()
                 else []
             ),
@@ -77,14 +77,14 @@ def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
     )
     steadiness = judge_use([[steady.read_use()]], [*slowed_words(here.seen), *here.slowed])
     section = sum(found, ProbeSection(notes=notes))
-    return _machine(here, section, steadiness, time.monotonic() - begin_s, world_size)
+    return _build_machine(here, section, steadiness, time.monotonic() - begin_s, world_size)
 
 
 def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> Machine | None:
     """Probe as one of a job's ranks. Return the machine on rank 0, None on others."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
-    device, notes = _device(request, ranks)
+    device, notes = _choose_device(request, ranks)
     set_threads(None, usable_cores(), ranks.local_world_size, os.environ)
     backend = resolve_backend(request.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, backend) as groups:
@@ -93,21 +93,24 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
         here = _ProcessState(request, device, shown, gpu)
         found = run_turns(
             interleave_turns(
-                *(_on_first(_probe_alone(name, here), groups) for name in request.local_sections()),
-                *(_probe_between(name, here, groups) for name in request.rank_sections()),
+                *(
+                    _run_turns_on_rank_0(_probe_local_section(name, here), groups)
+                    for name in request.local_sections()
+                ),
+                *(_probe_between_ranks(name, here, groups) for name in request.rank_sections()),
             )
         )
-        used = _by_host(steady.read_use(), groups)
+        used = _gather_use_by_host(steady.read_use(), groups)
         slowed = slowed_words(_gather_observations(here.seen, groups))
     if ranks.rank != 0:
         return None
     took_s = time.monotonic() - begin_s
     steadiness = judge_use(used, slowed)
     section = sum(found, ProbeSection(notes=notes))
-    return _machine(here, section, steadiness, took_s, ranks.world_size, len(used))
+    return _build_machine(here, section, steadiness, took_s, ranks.world_size, len(used))
 
 
-def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
+def _choose_device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
     """Return the device to measure, and notes. Metal has no clock here, so the CPU replaces it."""
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
@@ -133,7 +136,7 @@ class _ProcessState:
 
 
 @dataclass
-class _Notes:
+class _SectionObservations:
     """CPU use and GPU observations during the turns of one section."""
 
     gpu: GpuWatch | None
@@ -146,18 +149,17 @@ class _Notes:
             yield
 
 
-def _probe_alone(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
-    """Probe a section that a single process runs."""
-    notes = _Notes(here.gpu)
-    section = yield from wrap_turns(_turns(name, here), notes.record)
+def _probe_local_section(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
+    notes = _SectionObservations(here.gpu)
+    section = yield from wrap_turns(_local_turns(name, here), notes.record)
     here.shown(name, 1.0)
     here.seen.extend(notes.seen)
-    return _judge(name, section, here.device, [[total(notes.used)]], notes.seen)
+    return _withdraw_if_disturbed(name, section, here.device, [[total(notes.used)]], notes.seen)
 
 
-def _turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
+def _local_turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
     request, device, quick = here.request, here.device, here.request.quick
-    budget_s, progress = request.budget_s(name), _progress(name, here.shown)
+    budget_s, progress = request.budget_s(name), _section_progress(name, here.shown)
     if name == "matmul":
         features = identify(find_accelerator).cpu_features
         tokens = request.tokens()
@@ -169,11 +171,11 @@ def _turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
     return probe_loader(request.loader(), quick, budget_s, progress, device)
 
 
-def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
-    """Run the turns on rank 0 while other ranks wait. Return the section on all ranks."""
+def _run_turns_on_rank_0(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
+    """Run the turns on rank 0 alone; return the section on all ranks. Collective."""
     try:
         while True:
-            found = groups.run_on_rank_0(lambda: _next(turns))
+            found = groups.run_on_rank_0(lambda: _take_turn(turns))
             if found is not None:
                 return found
             yield
@@ -181,7 +183,8 @@ def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]
         turns.close()
 
 
-def _next(turns: Turns[ProbeSection]) -> ProbeSection | None:
+def _take_turn(turns: Turns[ProbeSection]) -> ProbeSection | None:
+    """Advance by one turn; return the section after the last one, None before."""
     try:
         next(turns)
     except StopIteration as end:
@@ -190,7 +193,7 @@ def _next(turns: Turns[ProbeSection]) -> ProbeSection | None:
     return None
 
 
-def _judge(
+def _withdraw_if_disturbed(
     name: SectionName, section: ProbeSection, device: torch.device,
     hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
@@ -203,12 +206,11 @@ def _judge(
     return section if why is None else withdraw_values(section, why)
 
 
-def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
-    """Return a progress callback for one section."""
+def _section_progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
     return lambda share: shown(name, min(share, 0.99))
 
 
-def _probe_started(
+def _probe_in_new_ranks(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
     """Start `nproc` ranks that probe sections `names`, after half of the local sections' rounds."""
@@ -248,8 +250,7 @@ def _probe_started(
     return ProbeSection(measured, probed.advice, (*notes, *probed.notes), probed.fits)
 
 
-def _world_size(request: ProbeRequest, device: torch.device) -> int:
-    """Return the number of processes: --nproc, or one per GPU, or 2 to 4 on a CPU."""
+def _resolve_world_size(request: ProbeRequest, device: torch.device) -> int:
     return request.settings.nproc or _default_nproc(device)
 
 
@@ -259,20 +260,23 @@ def _default_nproc(device: torch.device) -> int:
     return min(4, max(2, torch.get_num_threads()))
 
 
-def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Turns[ProbeSection]:
-    request, progress, device = here.request, _progress(name, here.shown), here.device
+def _probe_between_ranks(
+    name: SectionName, here: _ProcessState, groups: Groups
+) -> Turns[ProbeSection]:
+    request, progress, device = here.request, _section_progress(name, here.shown), here.device
     quick, budget_s = request.quick, request.budget_s(name)
     if name == "steps":
         turns = probe_steps(groups, device, quick, budget_s, progress)
     else:
         only = "all-reduce" if name == "allreduce" else None
         turns = probe_collectives(groups, device, quick, budget_s, progress, only)
-    notes = _Notes(here.gpu)
+    notes = _SectionObservations(here.gpu)
     found = yield from wrap_turns(turns, notes.record)
     here.shown(name, 1.0)
     here.seen.extend(notes.seen)
-    hosts, seen = _by_host(total(notes.used), groups), _gather_observations(notes.seen, groups)
-    return _judge(name, found, device, hosts, seen)
+    hosts = _gather_use_by_host(total(notes.used), groups)
+    seen = _gather_observations(notes.seen, groups)
+    return _withdraw_if_disturbed(name, found, device, hosts, seen)
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
@@ -282,8 +286,8 @@ def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list
     return [one for of in gather_objects(own, groups.control) for one in of]
 
 
-def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
-    """Gather all ranks' CPU usage, grouped by host. Each host begins with local rank 0."""
+def _gather_use_by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
+    """Gather all ranks' CPU use, one list per host, by local rank. Collective."""
     hosts: list[list[CoreSeconds]] = []
     for local_rank, one in gather_objects((groups.ranks.local_rank, used), groups.control):
         if local_rank == 0:
@@ -292,13 +296,13 @@ def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
     return hosts
 
 
-def _machine(
+def _build_machine(
     here: _ProcessState, found: ProbeSection, steadiness: Steadiness, took_s: float,
     world_size: int, hosts: int = 1,
 ) -> Machine:  # fmt: skip
     machine, request = identify(find_accelerator), here.request
     topology = read_if_there(_DRIVER_S) if machine.devices else None
-    figures = found.figures + tuple(_from_catalog(machine))
+    figures = found.figures + tuple(_catalog_figures(machine))
     settings = [] if request.environ is None else find_misconfiguration(request.environ)
     peaks = peak_notes(figures) if here.device.type == "cuda" else ()
     probed = ProbeRecord(
@@ -319,7 +323,7 @@ def _machine(
     return machine.model_copy(update={"topology": topology, "probed": probed})
 
 
-def _from_catalog(machine: Machine) -> list[Figure]:
+def _catalog_figures(machine: Machine) -> list[Figure]:
     """Return published figures of the first device for comparison: peaks and memory bandwidth."""
     if not machine.devices or machine.devices[0].accelerator is None:
         return []

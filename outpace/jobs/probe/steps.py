@@ -42,7 +42,7 @@ def probe_steps(
         everyone = dist.group.WORLD
         assert everyone is not None
         clock = RanksClock(patient_clock(device, everyone), groups.control)
-        cases, notes = _cases(groups, device, quick, doing)
+        cases, notes = _prepare_cases(groups, device, quick, doing)
         # Call a step once before timing it, to warm it up (`RanksClock`).
         effort = Effort(
             budget_s, rounds_of(quick), sample_s=0.0, least_rounds=2 if quick else 5,
@@ -52,21 +52,21 @@ def probe_steps(
     return ProbeSection(figures=tuple(figures), notes=tuple(notes))
 
 
-def _cases(
+def _prepare_cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
     """Return cases that together fit in half of the free memory, and notes on the others."""
     cases, notes = [], []
-    world, room = groups.ranks.world_size, _room(groups, device)
+    world, room = groups.ranks.world_size, _available_bytes(groups, device)
     for ranks in sorted({1, world}):
-        for name, one in references(ranks, _kind(device), quick).items():
+        for name, one in references(ranks, _device_kind(device), quick).items():
             doing.what = f"a step of {name}"
-            room -= _needs(one, device)
+            room -= _required_bytes(one, device)
             if room < 0:
                 notes.append(f"no steps of {name}: it would need more than half of the memory")
-                room += _needs(one, device)
+                room += _required_bytes(one, device)
                 continue
-            case, refused = _case_or_refusal(one, ranks, groups, device, doing)
+            case, refused = _try_case(one, ranks, groups, device, doing)
             if refused is not None:
                 notes.append(f"no steps of {name}: {refused}")
             elif case is not None:
@@ -74,27 +74,28 @@ def _cases(
     return cases, notes
 
 
-def _case_or_refusal(
-    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
+def _try_case(
+    reference: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
 ) -> tuple[Case | None, str | None]:
     """Return the case if all ranks can run it, or why one cannot. Collective."""
     case, own = None, None
     try:
-        case = _case(one, ranks, groups, device, doing)
+        case = _build_case(reference, ranks, groups, device, doing)
     except (OutpaceError, torch.OutOfMemoryError) as error:
         own = str(error).splitlines()[0]
     said = gather_objects(own, groups.control)
     return case, next((why for why in said if why is not None), None)
 
 
-def _needs(one: Reference, device: torch.device) -> float:
-    """Return the bytes that a rank needs for the reference run."""
-    columns = of_plans([one.plan], one.global_batch, one.spec.layers)
-    question = MemoryQuestion(outline(one.spec, one.name), one.seq_len, _kind(device))
+def _required_bytes(reference: Reference, device: torch.device) -> float:
+    columns = of_plans([reference.plan], reference.global_batch, reference.spec.layers)
+    question = MemoryQuestion(
+        outline(reference.spec, reference.name), reference.seq_len, _device_kind(device)
+    )
     return float(peak.reserved_bytes(question, columns)[0])
 
 
-def _room(groups: Groups, device: torch.device) -> float:
+def _available_bytes(groups: Groups, device: torch.device) -> float:
     """Return half of the free memory of the fullest rank, in bytes. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -105,18 +106,18 @@ def _room(groups: Groups, device: torch.device) -> float:
     return float(least.item())
 
 
-def _kind(device: torch.device) -> Kind:
+def _device_kind(device: torch.device) -> Kind:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def _case(
-    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
+def _build_case(
+    reference: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
 ) -> Case:
-    course = SyntheticTraining(one.spec, one.global_batch, one.seq_len)
+    course = SyntheticTraining(reference.spec, reference.global_batch, reference.seq_len)
 
     @contextmanager
-    def threads() -> Iterator[None]:
-        doing.what = f"a step of {one.name}"
+    def with_threads() -> Iterator[None]:
+        doing.what = f"a step of {reference.name}"
         own = torch.get_num_threads()
         if ranks == 1 and device.type == "cpu":  # the other ranks are idle: use their cores
             torch.set_num_threads(usable_cores())
@@ -125,10 +126,10 @@ def _case(
         finally:
             torch.set_num_threads(own)
 
-    with threads():
-        steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
+    with with_threads():
+        steps = SyntheticSteps(reference.plan, course, groups.ranks, device, groups.control)
         steps.step()  # some errors appear only in a step
     key = Key(kind="step", what="time",
-              of={"reference": one.name, "ranks": ranks, "device": device.type,
-                  "digest": one.digest})  # fmt: skip
-    return Case(key, "s", lambda: steps.step, within=threads)
+              of={"reference": reference.name, "ranks": ranks, "device": device.type,
+                  "digest": reference.digest})  # fmt: skip
+    return Case(key, "s", lambda: steps.step, within=with_threads)

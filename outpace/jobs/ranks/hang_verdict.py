@@ -43,11 +43,17 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Replace the stored verdict with `new` if it is still `known`; return what is stored."""
-        return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
+        """Replace the stored verdict with `new` if it is still `known`; return what is then stored.
+
+        None stands for no verdict.
+        """
+        return _parse(self._store.compare_set(_KEY, _serialize(known), _serialize(new)))
 
     def write(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
-        """Write `new`, unless the stored verdict takes precedence; return the stored one."""
+        """Write `new`, and return the verdict that is then stored.
+
+        A stored verdict for which `unless` returns True is kept.
+        """
         known = self.read()
         while known is None or not unless(known):
             found = self.replace(known, new)
@@ -57,13 +63,17 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Mark the verdict that ends this rank as final; return the stored one if that is final."""
+        """Mark `verdict`, which is about to end this rank, as final.
+
+        Returns the stored verdict if it is final; None if another rank has replaced `verdict` by
+        one that is not.
+        """
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None
 
 
-def _text(verdict: HangVerdict | None) -> str:
+def _serialize(verdict: HangVerdict | None) -> str:
     return _NONE if verdict is None else verdict.model_dump_json()
 
 

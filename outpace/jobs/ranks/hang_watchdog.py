@@ -122,7 +122,7 @@ def hang_watchdog(
     try:
         yield
     except RuntimeError as error:
-        lost = _communication(error)
+        lost = _is_communication_error(error)
         # Errors with a type of their own, such as CUDA's, are not communication failures.
         if not lost and type(error) is not RuntimeError:
             raise
@@ -130,7 +130,7 @@ def hang_watchdog(
             assert stop is not None
             raise InterruptedRunError(stop.message) from None
         why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
-        verdict = watcher.verdict(lost, why)
+        verdict = watcher.find_verdict(lost, why)
         if verdict is None:
             watcher.report_failure(f"{type(error).__name__}: {why}")
             raise
@@ -143,8 +143,7 @@ def hang_watchdog(
         own.leave()
 
 
-def _communication(error: RuntimeError) -> bool:
-    """Return whether an error means that ranks could not reach each other in time."""
+def _is_communication_error(error: RuntimeError) -> bool:
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
@@ -221,10 +220,10 @@ class _Watchdog:
         with suppress(RuntimeError):  # if the store is gone, waiting ranks notice by themselves
             while not self.over.wait(LISTEN_S):
                 if self.query is not None:
-                    self._follow(self.query, verdicts)
+                    self._update_query(self.query, verdicts)
                 if (asks := store.add(_ASKS, 0)) > self.answered:
-                    self._answer(store, asks)
-                if self._long():
+                    self._write_snapshot(store, asks)
+                if self._waits_long():
                     self._query_long_wait(store)
                 elif self.beats.send_and_check(store):
                     self._end_if_rank_is_lost(store)
@@ -232,9 +231,9 @@ class _Watchdog:
                 self._share_interruption(store)
                 self._check_surplus(store, shared)
                 self.store_silent_s = 0.0
-            self._withdraw(verdicts)
+            self._withdraw_verdict(verdicts)
             self._share_interruption(store)
-            self._await_knowing(store)
+            self._await_interruption_known(store)
             self.beats.end(store)
 
     def _watch_store(self) -> None:
@@ -248,12 +247,11 @@ class _Watchdog:
                 return
 
     def _end_if_rank_is_lost(self, store: Any) -> None:
-        """End the job if a rank is suspended, gone or unreachable."""
         verdict = self._judge_ranks(store, doubtful=True, final=True)
         if verdict is None:  # too busy to send its heartbeat
             self.beats.reset()
         else:
-            self._end(verdict)
+            self._end_process(verdict)
 
     def _query_long_wait(self, store: Any) -> None:
         """Query all ranks before the time limit ends this process, possibly without a message."""
@@ -263,21 +261,23 @@ class _Watchdog:
         if verdict is not None:
             self.query = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
-    def _follow(self, query: _HangQuery, verdicts: HangVerdicts) -> None:
-        """Drop the hang query once this rank moves on.
+    def _update_query(self, query: _HangQuery, verdicts: HangVerdicts) -> None:
+        """Check whether this rank still waits where it was when it queried the others.
 
-        End the process if it is still stuck after the timeout and a final verdict stands.
+        Once it has moved on, the query and its verdict are dropped. If it is still there after
+        `timeout_s`, the verdict becomes final and ends this process. If the backend ends processes
+        silently, the verdict becomes final shortly before the backend's limit.
         """
         query.age_s += LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (query.number, query.position):
-            self._withdraw(verdicts)
+            self._withdraw_verdict(verdicts)
             self._restart_clock(query, 0.0)
         elif self.failed is not None:
             return
         elif query.age_s > self.timeout_s:
             standing = verdicts.finalize(query.verdict)
             if standing is not None:
-                self._end(standing)
+                self._end_process(standing)
             self.query = None
         elif query.is_author and self.ends_silently and not query.verdict.final:
             if query.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
@@ -292,8 +292,7 @@ class _Watchdog:
         if self.doing.number == query.number:
             self.doing.limited_s = time.monotonic() - ago_s
 
-    def _withdraw(self, verdicts: HangVerdicts) -> None:
-        """Withdraw this rank's verdict, unless it is final."""
+    def _withdraw_verdict(self, verdicts: HangVerdicts) -> None:
         query, self.query = self.query, None
         if query is not None and query.is_author:
             verdicts.replace(query.verdict, None)
@@ -310,7 +309,7 @@ class _Watchdog:
         if verdict is None or self.failed is not None:
             return
         if verdict.final and self.seen_s > self.timeout_s:
-            self._end(verdict)
+            self._end_process(verdict)
         elif not verdict.final and self.seen_s > self.timeout_s + 2 * _ANSWER_S:
             verdicts.replace(verdict, None)
 
@@ -347,8 +346,8 @@ class _Watchdog:
         if store.check([_MIXED]):
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
-    def _await_knowing(self, store: Any) -> None:
-        """Keep rank 0, which may serve the store, until all ranks have seen the interruption."""
+    def _await_interruption_known(self, store: Any) -> None:
+        """Wait on rank 0, which may serve the store, until all ranks know of the interruption."""
         until_s = time.monotonic() + _ANSWER_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -365,16 +364,16 @@ class _Watchdog:
         _run_with_limit(check_store, _ANSWER_S)
         return self.interrupted
 
-    def _end(self, verdict: HangVerdict) -> None:
+    def _end_process(self, verdict: HangVerdict) -> None:
         lost = RankLostError(self.doing.what, verdict.sentence)
         self.deadline.end_now(str(lost), lost.exit_code)
 
-    def _long(self) -> bool:
+    def _waits_long(self) -> bool:
         since_s = self.doing.limited_s
         return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
 
-    def _answer(self, store: Any, asks: int) -> None:
-        """Write a snapshot of this rank, once per query."""
+    def _write_snapshot(self, store: Any, asks: int) -> None:
+        """Write a snapshot of this rank to the store, as the answer to query number `asks`."""
         self.answered = asks
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
@@ -386,7 +385,7 @@ class _Watchdog:
         store.set(f"alive/stands/{self.rank}", found.model_dump_json())
         store.set(f"alive/answered/{self.rank}", str(asks))
 
-    def verdict(self, lost: bool, why: str) -> str | None:
+    def find_verdict(self, lost: bool, why: str) -> str | None:
         """Return a sentence about the rank to blame for this rank's failed collective.
 
         `lost`: whether the error is about a connection. Returns None if no other rank is to blame.
@@ -413,7 +412,6 @@ class _Watchdog:
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
-        """Tell the other ranks, which may wait for this one, that it has failed."""
         sentence = f"rank {self.rank} on {socket.gethostname()} {FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
@@ -470,7 +468,7 @@ class _Watchdog:
     def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
         """Ask all ranks for snapshots; return the query's number, and the snapshots by rank."""
         asks = store.add(_ASKS, 1)
-        self._answer(store, asks)  # the thread that asks may be the one that answers
+        self._write_snapshot(store, asks)  # the thread that asks may be the one that answers
         until_s = time.monotonic() + _ANSWER_S
         missing = list(self.everyone)
         while missing and time.monotonic() < until_s:

@@ -99,7 +99,7 @@ class Guard:
         self._readings = readings
         self._store = store if self._ranks.world_size > 1 else None
         if readings or self._store is not None:
-            self._watch = Watch(self._check)
+            self._watch = Watch(self._check_memory)
 
     def close(self) -> None:
         """Stop monitoring, at the end of the job."""
@@ -121,21 +121,20 @@ class Guard:
             call_off(self._thread)
             shortage = self._shortage
         if shortage is None:
-            own = None if error is None else self._of_exception(error)
+            own = None if error is None else self._shortage_of_error(error)
             if own is not None:
-                shortage = self._agree(own)
+                shortage = self._agree_on_shortage(own)
             elif error is not None and not isinstance(error, OutpaceError):
                 shortage = self._read_shortage()  # a collective fails when another rank ends
             if shortage is None:
                 return
         traceback.clear_frames(trace)  # frees the failed step's activations
         give_back_free()
-        raise OutOfMemoryError(self._message(shortage)) from None
+        raise OutOfMemoryError(self._get_message(shortage)) from None
 
-    def _of_exception(self, error: BaseException) -> Shortage | None:
-        """Return the shortage that an allocator reported; None for other errors."""
+    def _shortage_of_error(self, error: BaseException) -> Shortage | None:
         if isinstance(error, torch.OutOfMemoryError) and self._device.type == "cuda":
-            return self._on_cuda(error)
+            return self._cuda_shortage(error)
         on_host = isinstance(error, RuntimeError) and any(w in str(error) for w in _SHORT_ON_HOST)
         if not on_host and not isinstance(error, MemoryError):
             return None
@@ -148,7 +147,7 @@ class Guard:
             self.list_holders(used),
         )
 
-    def _on_cuda(self, error: BaseException) -> Shortage:
+    def _cuda_shortage(self, error: BaseException) -> Shortage:
         stats = torch.cuda.memory_stats(self._device)
         used, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
         first = str(error).split(". ")
@@ -164,7 +163,7 @@ class Guard:
 
     # The following methods run in the monitoring thread, or in both threads.
 
-    def _check(self) -> bool:
+    def _check_memory(self) -> bool:
         """Look for a shortage here or on other ranks; after one, make sure that this process ends.
 
         Returns False, since monitoring continues until `close`.
@@ -172,16 +171,16 @@ class Guard:
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
-                self._begin(self._agree(self._limit_shortage(over)))
+                self._interrupt_training(self._agree_on_shortage(self._shortage_over_limit(over)))
             elif self._looks % _HEAR_EVERY == 0:
                 heard = self._read_shortage()
                 if heard is not None:
-                    self._begin(heard)
+                    self._interrupt_training(heard)
             self._looks += 1
             return False
         return self._enforce_end()
 
-    def _limit_shortage(self, over: Reading) -> Shortage:
+    def _shortage_over_limit(self, over: Reading) -> Shortage:
         used, kept = over.now(), over.limit_bytes - over.soft_bytes
         rest = f" minus {show_bytes(kept)} for a clean shutdown" if kept else ""
         return Shortage(
@@ -192,7 +191,7 @@ class Guard:
             self.list_holders(anonymous_bytes()),
         )
 
-    def _begin(self, shortage: Shortage) -> None:
+    def _interrupt_training(self, shortage: Shortage) -> None:
         with self._lock:
             self._shortage, self._since_s = shortage, time.monotonic()
             if not self._unwinding and self._thread:
@@ -207,20 +206,22 @@ class Guard:
             self.relieve()
         late = waited_s > (END_S if self._unwinding else GRACE_S)
         if self._end is not None and (late or (pressed and not self._unwinding)):
-            self._end_here(self._end, self._shortage, pressed)
+            self._end_process(self._end, self._shortage, pressed)
         return False
 
-    def _end_here(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
+    def _end_process(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
         """End the process; under memory pressure immediately, without predicting what would fit."""
         with self._lock:
             message = self._answered
         if message is None:
-            message = f"out of memory: {shortage.sentence}" if pressed else self._message(shortage)
+            message = (
+                f"out of memory: {shortage.sentence}" if pressed else self._get_message(shortage)
+            )
         with suppress(Exception):  # must end whatever happens
             self.tidy(message)
         end(message, EXIT_OUT_OF_MEMORY)
 
-    def _agree(self, shortage: Shortage) -> Shortage:
+    def _agree_on_shortage(self, shortage: Shortage) -> Shortage:
         """Return the job's first shortage: this one, or one that another rank reported earlier."""
         if self._store is None:
             return shortage
@@ -247,7 +248,7 @@ class Guard:
         store: Store = kept["_outpace_store"][1]
         return store
 
-    def _message(self, shortage: Shortage) -> str:
+    def _get_message(self, shortage: Shortage) -> str:
         """Return the message that all ranks show, written by the rank that ran out of memory."""
         if shortage.rank == self._ranks.rank:
             message = self._make_message(shortage)
@@ -285,8 +286,8 @@ class Guard:
         return shortage.sentence
 
 
-def _parse_shortage(told: bytes) -> Shortage:
-    values = json.loads(told)
+def _parse_shortage(stored: bytes) -> Shortage:
+    values = json.loads(stored)
     return Shortage(**{**values, "anatomy": tuple(values["anatomy"])})
 
 

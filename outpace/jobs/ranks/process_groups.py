@@ -138,7 +138,7 @@ def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch
     return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked
 
 
-def _join(
+def _create_default_group(
     backend: str, store: Store, ranks: Ranks, timeout: timedelta, device: torch.device
 ) -> None:
     """Create the default process group.
@@ -170,7 +170,7 @@ def _join(
     _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
 
 
-def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> None:
+def _destroy_groups(backend: str, failure: type[BaseException] | None, *_: object) -> None:
     """Destroy all groups; after a failure, abort NCCL's, which would wait for lost messages."""
     if failure is not None and "nccl" in backend:
         _abort_process_group()  # destroy_process_group would wait
@@ -178,7 +178,7 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
         dist.destroy_process_group()
 
 
-def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
+def _open_store(ranks: Ranks, timeout: timedelta, several_hosts: bool) -> Store:
     """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
     Rank 0 listens only on the address to which other ranks resolve MASTER_ADDR, if it is known.
@@ -186,24 +186,24 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     connect within `timeout`.
     """
     url = init_method(os.environ)
-    host, port = _place(url)
-    waited_s = _wait_for_name(host, timeout.total_seconds())
+    host, port = _parse_address(url)
+    waited_s = _wait_for_host_name(host, timeout.total_seconds())
 
     def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # A port in use belongs to these ranks' earlier groups, and torch shares it, or to
             # another process, and torch reports it.
             with suppress(OSError):
-                bound = listen(host, port, apart)
+                bound = listen(host, port, several_hosts)
                 if bound is not None:
                     return store_on(bound, host, timeout)
         found: Store = next(rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout))[0]
         return found
 
-    return _in_time(connect, ranks, timeout, waited_s)
+    return _run_within_timeout(connect, ranks, timeout, waited_s)
 
 
-def _wait_for_name(host: str, limit_s: float) -> float:
+def _wait_for_host_name(host: str, limit_s: float) -> float:
     """Wait until a host name resolves (a pod may still be starting); return the seconds waited.
 
     Raises BadInputError if it does not resolve within the limit.
@@ -224,7 +224,7 @@ def _wait_for_name(host: str, limit_s: float) -> float:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _in_time(
+def _run_within_timeout(
     action: Callable[[], Result], ranks: Ranks, timeout: timedelta, waited_s: float = 0.0
 ) -> Result:
     """Run an action that needs all ranks. Raises OutpaceError if they do not join within `timeout`.
@@ -247,19 +247,19 @@ def _in_time(
     while thread.is_alive() and time.monotonic() < until_s:
         thread.join(_LOOK_AGAIN_S)
     if errors and isinstance(errors[0], RuntimeError):  # raised by gloo, or as torch's DistError
-        raise _not_met(errors[0], ranks, timeout) from None
+        raise _explain_failed_rendezvous(errors[0], ranks, timeout) from None
     if errors:
         raise errors[0]
     if not outcome:
         silence = TimeoutError("the process listening there does not answer as rank 0 would")
-        raise _not_met(silence, ranks, timeout)
+        raise _explain_failed_rendezvous(silence, ranks, timeout)
     return outcome[0]
 
 
-def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
+def _explain_failed_rendezvous(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
     if ranks.world_size == 1:
         return error
-    host, port = _place(init_method(os.environ))
+    host, port = _parse_address(init_method(os.environ))
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return BadInputError(
             f"the ranks cannot use {host}, port {port} for their rendezvous: another program "
@@ -278,7 +278,7 @@ def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
     )
 
 
-def _place(url: str) -> tuple[str, int]:
+def _parse_address(url: str) -> tuple[str, int]:
     if url == "env://":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     host, _, port = url.removeprefix("tcp://").rpartition(":")
@@ -306,21 +306,23 @@ def process_groups(
     session: Session | None
     shared: Store | None
     store: Store
-    apart = ranks.world_size > ranks.local_world_size
+    several_hosts = ranks.world_size > ranks.local_world_size
     if ranks.world_size == 1:
         session, shared, store = None, None, HashStore()
         backend = "gloo"
     else:
-        shared = _open_store(ranks, timeout, apart)
+        shared = _open_store(ranks, timeout, several_hosts)
         job, restarted = job_identity(os.environ), is_restarted(os.environ)
         agree = partial(agree_on_session, shared, ranks, timeout_s, job, restarted)
-        session = _in_time(agree, ranks, timeout)
+        session = _run_within_timeout(agree, ranks, timeout)
         store = PrefixStore(f"outpace-{session.name}", shared)
     with ExitStack() as stack:
-        own = frozenset[str]() if apart else stack.enter_context(use_interface(LOOPBACK))
-        _in_time(partial(_join, backend, store, ranks, timeout, device), ranks, timeout)
+        own = frozenset[str]() if several_hosts else stack.enter_context(use_interface(LOOPBACK))
+        _run_within_timeout(
+            partial(_create_default_group, backend, store, ranks, timeout, device), ranks, timeout
+        )
         register_gloo_shutdown()
-        stack.push(partial(_leave, backend))
+        stack.push(partial(_destroy_groups, backend))
 
         def make_groups() -> Groups:
             patience = max(timeout, _PATIENCE)
@@ -335,4 +337,4 @@ def process_groups(
                 shared=shared,
             )
 
-        yield _in_time(make_groups, ranks, timeout)
+        yield _run_within_timeout(make_groups, ranks, timeout)

@@ -43,7 +43,7 @@ def snapshot_rank(
     elif (waits or open_ones) and last:
         place = f"{last[0].name}, number {last[0].number} of {last[0].group}"
     else:
-        place = "its main thread has ended" if at is None else _line(at)
+        place = "its main thread has ended" if at is None else _format_line(at)
     return RankSnapshot(
         rank=rank,
         host=socket.gethostname(),
@@ -52,8 +52,8 @@ def snapshot_rank(
         state="waits" if failed is not None or waits or open_ones else "works",
         place=place,
         processes={one: process_state(pid) for one, pid in neighbours.items()},
-        stacks=_stacks(frames, thread),
-        collectives=tuple(_latest(collectives)),
+        stacks=_format_stacks(frames, thread),
+        collectives=tuple(_keep_latest(collectives)),
     )
 
 
@@ -65,20 +65,19 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-def _line(at: traceback.FrameSummary) -> str:
-    """Format a position in the source, as file and line."""
+def _format_line(at: traceback.FrameSummary) -> str:
     name = "/".join(Path(at.filename).parts[-2:])
     return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
 
 
-def _latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
+def _keep_latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
     """Return the latest collectives, and the last one of each group."""
     last = {one.group: place for place, one in enumerate(events)}
     kept = {*last.values(), *range(len(events))[-_LAST:]}
     return [events[place] for place in sorted(kept)]
 
 
-def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
+def _format_stacks(frames: Mapping[int, FrameType], main: int) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     said = []
     for ident in sorted(frames, key=lambda one: one != main):
@@ -105,14 +104,14 @@ def read_flight_recorder() -> list[CollectiveEvent]:
     found: list[CollectiveEvent] = []
     for dump in flight_recorder_dumps():
         with suppress(ValueError, KeyError, TypeError, RuntimeError):
-            found += _parse(json.loads(dump()).get("entries", ()))
+            found += _parse_entries(json.loads(dump()).get("entries", ()))
     return found
 
 
-def _parse(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
+def _parse_entries(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
     return [
         CollectiveEvent(
-            group=_group(*one["process_group"]),
+            group=_name_group(*one["process_group"]),
             number=int(one["p2p_seq_id"] if one["is_p2p"] else one["collective_seq_id"]),
             name=str(one["profiling_name"]).partition(":")[2] or str(one["profiling_name"]),
             state=str(one["state"]),
@@ -121,6 +120,6 @@ def _parse(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
     ]
 
 
-def _group(name: str, described: str) -> str:
+def _name_group(name: str, described: str) -> str:
     """Describe a group; all groups of one mesh axis share a description."""
     return f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"

@@ -49,7 +49,6 @@ class _Arrival(Record):
 
     @property
     def process(self) -> str:
-        """Return the process's name for the user."""
         return f"process {self.pid} on {self.host}"
 
     def find_difference(self, other: "_Arrival") -> str | None:
@@ -87,7 +86,7 @@ class Session:
                 continue
             self.pending.discard(number)
             key = store.get(f"token/{number}").decode()
-            late = _parse(key)
+            late = _parse_arrival(key)
             if late is None:
                 continue
             different = self.arrival.find_difference(late)
@@ -176,17 +175,17 @@ def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Sessio
         shown = {number for number in waiting if store.check([f"token/{number}"])}
         for number in shown:
             key = store.get(f"token/{number}").decode()
-            store.set(f"session/{key}", _invite(leader, _parse(key)))
+            store.set(f"session/{key}", _answer_arrival(leader, _parse_arrival(key)))
         waiting -= shown
         if time.monotonic() > until_s:
-            raise RuntimeError(_describe_missing(store, name, world_size))
+            raise RuntimeError(_describe_missing_rank(store, name, world_size))
         pause_s = _FIRST_PAUSE_S if count > seen else min(2 * pause_s, _LONGEST_PAUSE_S)
         seen = count
         time.sleep(pause_s)
     return Session(name, leader, seen, waiting)
 
 
-def _invite(leader: _Arrival, one: _Arrival | None) -> str:
+def _answer_arrival(leader: _Arrival, one: _Arrival | None) -> str:
     """Return the session's name for a process of this job, or a refusal for one of another job."""
     different = None if one is None else leader.find_difference(one)
     if one is None or different is None:
@@ -205,10 +204,10 @@ def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
 
 
 def _read_arrival(store: Store, key: str) -> _Arrival | None:
-    return _parse(store.get(key).decode())
+    return _parse_arrival(store.get(key).decode())
 
 
-def _parse(shown: str) -> _Arrival | None:
+def _parse_arrival(shown: str) -> _Arrival | None:
     """Parse a process's arrival; None if another version of outpace wrote it."""
     try:
         return _Arrival.model_validate_json(shown)
@@ -216,6 +215,6 @@ def _parse(shown: str) -> _Arrival | None:
         return None
 
 
-def _describe_missing(store: Store, name: str, world_size: int) -> str:
+def _describe_missing_rank(store: Store, name: str, world_size: int) -> str:
     missing = (rank for rank in range(1, world_size) if not store.check([f"joined/{name}/{rank}"]))
     return f"rank {next(missing, world_size - 1)} did not join"

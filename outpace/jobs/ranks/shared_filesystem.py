@@ -20,8 +20,8 @@ def require_shared(groups: Groups, folder: Path) -> None:
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return
-    with _token(groups, folder) as name:
-        said = gather_objects((socket.gethostname(), _sees(folder / name)), groups.patient)
+    with _shared_token_file(groups, folder) as name:
+        said = gather_objects((socket.gethostname(), _is_visible(folder / name)), groups.patient)
     blind = sorted({host for host, sees in said if not sees})
     if blind:
         raise BadInputError(
@@ -32,7 +32,7 @@ def require_shared(groups: Groups, folder: Path) -> None:
 
 
 @contextmanager
-def _token(groups: Groups, folder: Path) -> Iterator[str]:
+def _shared_token_file(groups: Groups, folder: Path) -> Iterator[str]:
     """Yield the name of a file that rank 0 keeps in `folder` until all ranks have checked it."""
     token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
 
@@ -51,7 +51,7 @@ def _token(groups: Groups, folder: Path) -> Iterator[str]:
                 token.unlink()
 
 
-def _sees(token: Path) -> bool:
+def _is_visible(token: Path) -> bool:
     for _ in range(_LOOKS):
         if token.is_file():
             return True

@@ -88,7 +88,7 @@ def find_micro_batch(
     for size in [known for known in sizes(plan) if known <= size]:
         notify(callbacks, "on_stage", f"trying micro-batch {size}")
         port = groups.run_on_rank_0(free_port)
-        code, words = attempt(_trial(settings, with_size(plan, size)), port)
+        code, words = attempt(_trial_settings(settings, with_size(plan, size)), port)
         outcomes = gather_objects((code, words), groups.patient)
         codes = [code for code, _ in outcomes]
         if not any(codes):
@@ -102,7 +102,7 @@ def find_micro_batch(
     )
 
 
-def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
+def _trial_settings(settings: TrainSettings, plan: Plan) -> TrainSettings:
     """Return settings of a short run that needs as much memory as a long one."""
     limit = settings.memory_limit
     passes = min(2, plan.accumulation(settings.global_batch))
@@ -163,12 +163,12 @@ def trial_runner(environ: Mapping[str, str]) -> Try:
                 text=True,
                 check=False,
             )
-        return done.returncode, _words(done.stdout)
+        return done.returncode, _read_error(done.stdout)
 
     return attempt
 
 
-def _words(output: str) -> str:
+def _read_error(output: str) -> str:
     try:
         return str(json.loads(output)["error"])
     except (ValueError, KeyError, TypeError):

@@ -47,7 +47,7 @@ def device_steps(
     `asked_bytes`: the requested limit, restored afterwards; None: all of the device's memory.
     """
 
-    def take(plan: Plan, samples: int) -> None:
+    def run_steps(plan: Plan, samples: int) -> None:
         limit_device(round(OF_LIMIT * limit_bytes), device)
         try:
             steps = SyntheticSteps(
@@ -60,7 +60,7 @@ def device_steps(
             whole = torch.cuda.get_device_properties(device).total_memory
             limit_device(asked_bytes or whole, device)
 
-    return take
+    return run_steps
 
 
 def find_on_device(

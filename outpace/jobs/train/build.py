@@ -103,7 +103,7 @@ class PreparedRun:
             ):
                 for step in self.loop.iterate():
                     if not seen:
-                        seen |= self._first_step()
+                        seen |= self._first_step_times()
                     self.stragglers.after_step(self.loop.stepper.heard)
                     if self.comm_stats is not None:
                         self.comm_stats.after_step(step)
@@ -130,7 +130,6 @@ class PreparedRun:
 
     @property
     def _interruption_message(self) -> str:
-        """Return the message about a signal after the last step."""
         if self.job.settings.measure_only:
             return "interrupted after the last step; with --measure-only nothing was saved"
         return (
@@ -139,8 +138,7 @@ class PreparedRun:
             f"{resume_command(self.job.run_dir.path)}"
         )
 
-    def _first_step(self) -> dict[str, Any]:
-        """Return the time to the end of the first step; note if it includes compilation."""
+    def _first_step_times(self) -> dict[str, Any]:
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
@@ -154,10 +152,7 @@ class PreparedRun:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Avoid unwanted kernels.
-
-    With --no-compile, these are kernels that must be compiled; for custom models, faulty ones.
-    """
+    """Disable kernels that must be compiled (--no-compile), and faulty ones for custom models."""
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -188,7 +183,7 @@ def _begin_record(
     record = run_record(job, threads, parameters)
     record = job.groups.run_on_rank_0(lambda: claim(job, record, stack))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
-    guard.tidy = partial(_tidy, job)
+    guard.tidy = partial(_clean_up, job)
     if not job.settings.measure_only:
         require_shared(job.groups, job.run_dir.path)
     if not job.settings.resume:
@@ -247,20 +242,20 @@ def assemble(
     del whole_values
     if job.inputs.is_transformer and fills_later(plan):
         wide_values = _fill_weights(job, layout, mixed)
-    optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
-    checkpointer = _checkpointer(job, mixed)
+    optimizer = _build_optimizer(job, layout, scratch, mixed, wide_values)
+    checkpointer = _build_checkpointer(job, mixed)
     stack.callback(checkpointer.close)
     progress = restore(job, checkpointer, *layout.checkpoint_state(optimizer), mixed)
     start_step = progress.step if progress else 0
     recording = Recording(job, start_step)
-    guard.tidy = partial(_tidy, job, recording=recording)
+    guard.tidy = partial(_clean_up, job, recording=recording)
     guard.list_holders = partial(answer.anatomy, layout, optimizer)
     layout.resume_from(start_step)
     job.groups.run_on_rank_0(lambda: continue_run(job, record, start_step))
     if settings.resume:
         _open_logs(job, record, start_step)
-    stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
-    stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
+    stack.push(lambda _, error, __: None if error is None else _record_end(job, _reason_of(error)))
+    stepper = _build_stepper(job, layout, optimizer, mixed, checkpointer.before_change)
     loader = make_loader(job, job.inputs.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
     hint_once = cache(say)
@@ -275,7 +270,7 @@ def assemble(
     notify(job.callbacks, "on_start", run_info(job, record, trained, start_step, placement))
     initial = stop.unless_ended(partial(evaluate_before, job, start_step, measure, layout))
     parts = _StepParts(record, layout, optimizer, stepper, checkpointer, start_step)
-    heedful, ledger = partial(measure, heeds_stop=True), _ledger(job, progress, trained)
+    heedful, ledger = partial(measure, heeds_stop=True), _build_ledger(job, progress, trained)
     loop = _make_loop(job, parts, loader, ledger, stop, heedful)
     loop.check_first_batch = make_first_check(first, layout, stepper, job.device, start_step)
     comm_stats = _watch_steps(job, parts, loop, reporter)
@@ -294,7 +289,6 @@ def _make_loop(
     stop: StopSignal,
     evaluate: Callable[[int], Evaluation | None],
 ) -> Loop:
-    """Return the loop over the remaining steps."""
     p, settings = parts, job.settings
     return Loop(
         settings=settings,
@@ -342,7 +336,7 @@ def _watch_steps(
     return comm_stats
 
 
-def _optimizer(
+def _build_optimizer(
     job: Job,
     layout: Layout,
     scratch: Scratch,
@@ -367,7 +361,6 @@ def _optimizer(
 
 
 def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
-    """Start the run's logs, on rank 0. `start_step`: the step from which the run resumes."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
             job.run_dir, record, start_step, partial(notify, job.callbacks, "on_hint")
@@ -376,35 +369,33 @@ def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> No
 
 
 def _discard_unbegun(job: Job) -> None:
-    """Remove all files of a run that failed before its first step was done."""
     if job.ranks.rank == 0 and not job.settings.resume:
         job.run_dir.discard_unbegun()
 
 
-def _end_early(job: Job, reason: str) -> None:
-    """Record in the run's folder why it ends early."""
+def _record_end(job: Job, reason: str) -> None:
     if job.ranks.rank == 0:
         with suppress(OSError):  # the disk may be full
             saved = whole_checkpoints(job.run_dir.checkpoints)
             job.run_dir.end_early(reason, step_of(saved[0]) if saved else None)
 
 
-def _reason(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     return str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
 
 
-def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
-    """Close what is open when a process ends in the middle of training."""
+def _clean_up(job: Job, reason: str, recording: Recording | None = None) -> None:
+    """Close logs and remove partial files of a process that ends in the middle of training."""
     notify(job.callbacks, "close")
     if recording is not None:
         recording.close()
-        _end_early(job, reason)
+        _record_end(job, reason)
     _discard_unbegun(job)
     if job.ranks.rank == 0:
         clear_partial(job.run_dir.checkpoints)
 
 
-def _stepper(
+def _build_stepper(
     job: Job,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
@@ -436,7 +427,7 @@ def _require_known_targets(job: Job) -> None:
         )
 
 
-def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
+def _build_checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
     own = job.inputs.custom_model is not None  # a custom model's forward may change any state
     return Checkpointer(
         job.run_dir.checkpoints,
@@ -452,7 +443,7 @@ def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
     )
 
 
-def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
+def _build_ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     spec, seq_len = job.inputs.spec, job.inputs.seq_len
     samples = job.settings.global_batch
     model_flops = hardware_flops = None

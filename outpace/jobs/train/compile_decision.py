@@ -70,15 +70,15 @@ def decide(
     if plan.precision == "fp8":
         return Decision(True, "compile: yes, since float8 is slow without it")
     if layers is None:
-        return _of_unknown(total_steps)
-    times = _step_times_s(settings, plan, device, machine, ranks)
+        return _decide_for_unknown_model(total_steps)
+    times = _predict_step_times_s(settings, plan, device, machine, ranks)
     if times is None:
-        return _of_unknown(total_steps)
+        return _decide_for_unknown_model(total_steps)
     return by_times(*times, expected_compile_s(layers, compiled_region(plan)), total_steps)
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """Decide whether a run's steps save more time than compiling takes."""
+    """Decide whether a run's steps save more time than the one compilation takes (`once_s`)."""
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (
@@ -96,7 +96,7 @@ def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int)
     )
 
 
-def _of_unknown(total_steps: int) -> Decision:
+def _decide_for_unknown_model(total_steps: int) -> Decision:
     compiles = total_steps >= _UNKNOWN_STEPS
     return Decision(
         compiles,
@@ -106,7 +106,7 @@ def _of_unknown(total_steps: int) -> Decision:
     )
 
 
-def _step_times_s(
+def _predict_step_times_s(
     settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine, ranks: Ranks
 ) -> tuple[float, float] | None:
     """Predict the plan's step time, eager and compiled; None if the planner cannot predict it."""

@@ -22,7 +22,10 @@ from outpace.training.guards import StopSignal
 def make_loader(
     job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
 ) -> Loader:
-    """Return this rank's micro-batches of `data` by step; `batch` replaces the global batch."""
+    """Return a loader of this rank's micro-batches of `data`, one step at a time.
+
+    `batch` replaces the global batch of the settings.
+    """
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(
@@ -61,7 +64,7 @@ def evaluate_held_out(
     data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return None
-    most = _held_out_samples(job)
+    most = _max_held_out_samples(job)
     batch = job.plan.samples_read * job.plan.readers
     own_data = not isinstance(data, (PaddedDataset, TokenDataset))  # the user's, of any loss
     if isinstance(data, (PaddedDataset, TokenDataset)):
@@ -84,8 +87,7 @@ def evaluate_held_out(
     return found.model_copy(update={"perplexity": None}) if own_data else found
 
 
-def _held_out_samples(job: Job) -> int:
-    """Return the largest number of samples that an evaluation may read."""
+def _max_held_out_samples(job: Job) -> int:
     if job.settings.eval_batches is not None:
         return job.settings.eval_batches * job.settings.global_batch
     data = job.inputs.eval_data
@@ -97,7 +99,7 @@ def evaluation_stage(job: Job, which: str) -> str:
     stage, data = f"measuring the {which} loss", job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return stage
-    samples = min(_held_out_samples(job), len(data))
+    samples = min(_max_held_out_samples(job), len(data))
     fewer = "" if job.settings.eval_batches is not None else " (for fewer: --eval-batches)"
     return f"{stage} on {samples:,} sample{'s' * (samples != 1)}{fewer}"
 

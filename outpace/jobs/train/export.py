@@ -60,7 +60,7 @@ def finish(
             notify(job.callbacks, "on_eval", final, True)
         if not job.settings.measure_only:
             notify(job.callbacks, "on_stage", "writing the model")
-            _export(job, model)
+            _write_trained_model(job, model)
         if loop.start_step == job.total_steps:
             before = job.run_dir.history().measurement
             if before is not None and before.steps == job.total_steps:
@@ -71,8 +71,8 @@ def finish(
                 )
                 loop.stop.disarm()
                 return before
-        sample = _sample(job, model)
-        measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
+        sample = _generate_sample(job, model)
+        measurement = _build_measurement(job, loop, parameters, initial, final, train_s, sample)
         measurement = measurement.model_copy(update=seen)
         loop.stop.disarm()
         measurement.save(job.run_dir.path / RESULT_FILE)
@@ -84,17 +84,17 @@ def finish(
     return measurement
 
 
-def _export(job: Job, model: nn.Module) -> None:
+def _write_trained_model(job: Job, model: nn.Module) -> None:
     tokenizer, directory = job.inputs.tokenizer, job.run_dir.model
     if isinstance(model, Classifier):
         assert tokenizer is not None and job.inputs.labels is not None
-        written = _with_positions(job, tokenizer)
+        written = _with_max_length(job, tokenizer)
         write_classifier(directory, model, model.state_dict(), job.inputs.labels, written.save)
         return
     if isinstance(model, Transformer):
-        save, origin = _kept_files(job)
+        save, origin = _tokenizer_writer_and_origin(job)
         if job.plan.lora_rank is not None:
-            base, ends = _base_weights(job), _stop_ids(job)
+            base, ends = _base_weights_folder(job), _stop_ids(job)
             write_adapter(directory, model, job.plan, base, save, ends)
             return
         dtype = model.head_weight.dtype  # 16-bit weights stay 16-bit
@@ -107,7 +107,7 @@ def _export(job: Job, model: nn.Module) -> None:
     write_custom_model(directory, model, job.settings.model, save)
 
 
-def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
+def _tokenizer_writer_and_origin(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
     """Return a function that writes the run's tokenizer, and the folder whose settings to keep.
 
     Either may be None. A tokenizer's files are copied from its folder (converted if their format is
@@ -126,10 +126,10 @@ def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
         if theirs.fingerprint == tokenizer.fingerprint:
             new = tokenizer.chat_template if theirs.chat_template is None else None
             return tokenizer_writer(source, new), origin
-    return _with_positions(job, tokenizer).save, None
+    return _with_max_length(job, tokenizer).save, None
 
 
-def _with_positions(job: Job, tokenizer: Tokenizer) -> Tokenizer:
+def _with_max_length(job: Job, tokenizer: Tokenizer) -> Tokenizer:
     spec = job.inputs.spec
     return tokenizer if spec is None else tokenizer.with_length(spec.max_positions)
 
@@ -142,7 +142,7 @@ def _stop_ids(job: Job) -> tuple[int, ...]:
     return (ChatFormat(tokenizer).stop_id,)
 
 
-def _base_weights(job: Job) -> Path:
+def _base_weights_folder(job: Job) -> Path:
     """Return the directory of the adapters' base weights; random ones are written first."""
     opened, settings = job.inputs.opened, job.settings
     assert opened is not None and job.inputs.spec is not None
@@ -154,7 +154,7 @@ def _base_weights(job: Job) -> Path:
     return job.run_dir.base
 
 
-def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
+def _sample_prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
     """Return the prompt of the sample: the first held-out words, or `def ` for Python source."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
@@ -180,14 +180,13 @@ def whole_words(ids: Sequence[int], tokenizer: Tokenizer, begins: bool) -> list[
     return list(ids[begin:end])
 
 
-def _sample(job: Job, model: nn.Module) -> str | None:
-    """Generate a sample text, if the model is causal and has a tokenizer."""
+def _generate_sample(job: Job, model: nn.Module) -> str | None:
     tokenizer, count = job.inputs.tokenizer, job.settings.sample_tokens
     if tokenizer is None or count == 0 or not isinstance(model, Transformer):
         return None
     if not model.spec.causal:
         return None
-    prompt, stop_ids = _prompt(job, tokenizer), {tokenizer.eos_id}
+    prompt, stop_ids = _sample_prompt(job, tokenizer), {tokenizer.eos_id}
     held_out = job.inputs.eval_data
     if isinstance(held_out, PaddedDataset):
         prompt = held_out.first_prompt()
@@ -205,7 +204,7 @@ def _sample(job: Job, model: nn.Module) -> str | None:
     return tokenizer.decode(ids, cut=cut).lstrip(" ")
 
 
-def _measurement(
+def _build_measurement(
     job: Job,
     loop: Loop,
     parameters: int,
@@ -220,7 +219,7 @@ def _measurement(
     corpus = job.inputs.eval_corpus
     last = ledger.steady[-1] if ledger.steady else None
 
-    def share(name: str) -> float | None:
+    def fraction_of_peak(name: str) -> float | None:
         peak, flops_per_s = costs.peak_flops_per_s, ledger.rate(name)
         return None if peak is None or flops_per_s is None else flops_per_s / peak
 
@@ -239,8 +238,8 @@ def _measurement(
         samples_per_s=ledger.rate("samples"),
         model_flops_per_s=ledger.rate("model_flops"),
         hardware_flops_per_s=ledger.rate("hardware_flops"),
-        mfu=share("model_flops"),
-        hfu=share("hardware_flops"),
+        mfu=fraction_of_peak("model_flops"),
+        hfu=fraction_of_peak("hardware_flops"),
         peak_memory_bytes=max(ledger.peak_memory_by_rank, default=None),
         peak_memory_by_rank=ledger.peak_memory_by_rank,
         parts=ledger.median_parts(),

@@ -113,17 +113,17 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         live = context.model is not None
         plan = resolve_plan(settings, ranks, device, machine, custom_model=live)
         plan = _without_disabled_compilation(settings, plan, heard)
-        _keep_freed(settings, plan, device)
+        _keep_freed_memory(settings, plan, device)
         guard = Guard(ranks, device, context.end)
         stack.callback(guard.close)
-        deadline.tidy = partial(_tidy_with, guard)
+        deadline.tidy = partial(_call_tidy, guard)
         stack.enter_context(fp32_matmuls(plan.precision, device))
         _require_possible(settings, plan, context, device, backend)
         cache_dir = cache_folder(settings.cache_dir, os.environ)
         inputs = _prepare_inputs(settings, context, plan, device, cache_dir, heard)
         lr = resolve_lr(settings, inputs.starts_from_stored(settings))
         settings = settings.model_copy(update={"lr": lr})
-        total_steps = _resolve_length(settings, inputs, heard)
+        total_steps = _resolve_total_steps(settings, inputs, heard)
         plan = with_powersgd_start(plan, settings, total_steps)
         timeout_s = settings.comm_timeout_s
         groups = stack.enter_context(process_groups(ranks, device, timeout_s, backend))
@@ -132,20 +132,20 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             groups.require_one_job()
-            _require_same(groups, settings, device, plan, total_steps, inputs)
+            _require_same_training(groups, settings, device, plan, total_steps, inputs)
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
-            fitting = _fit_memory(settings, context, device, machine, inputs, tracer)
+            fitting = _make_memory_fit(settings, context, device, machine, inputs, tracer)
             plan = groups.run_on_rank_0(lambda: fitting.with_budget(plan))
-            plan = _with_compile(groups, settings, plan, fitting, total_steps, inputs, heard)
+            plan = _decide_compile(groups, settings, plan, fitting, total_steps, inputs, heard)
             stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             if settings.micro_batch == "auto":
-                plan = _with_micro_batch(settings, plan, context, groups, fitting, inputs, heard)
+                plan = _find_micro_batch(settings, plan, context, groups, fitting, inputs, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _compare_samples(groups, settings, inputs, heard, doing)
             run_dir = RunDir(groups.run_on_rank_0(lambda: resolve_out(settings, inputs.name)))
-            doing.on_hang = partial(_keep, run_dir, context.explain)
+            doing.on_hang = partial(_save_hang_report, run_dir, context.explain)
             job = Job(
                 settings, context, groups, device, machine, plan, inputs, total_steps, run_dir,
                 heard, doing,
@@ -153,7 +153,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             answer = OomMessage(job, fitting)
             guard.answer = answer.format
             groups.run_on_rank_0(answer.check_fit)
-            reporter = _memory_reporter(job, fitting, tracer, stack) if settings.memory else None
+            reporter = _make_reporter(job, fitting, tracer, stack) if settings.memory else None
             tracer.close()  # frees memory for training
             ready = assemble(job, threads, stop, stack, guard, answer, reporter, began_s)
             if ahead is not None:
@@ -165,7 +165,6 @@ def _prepare_inputs(
     settings: TrainSettings, context: RunContext, plan: Plan, device: torch.device,
     cache_dir: Path, heard: Sequence[Callback],
 ) -> TrainingInputs:  # fmt: skip
-    """Open the model and prepare the data."""
     notify(heard, "on_stage", "preparing data")
     return gather(
         settings, context.model, cache_dir, usable_cores(), heard, plan, device.type,
@@ -173,8 +172,7 @@ def _prepare_inputs(
     )  # fmt: skip
 
 
-def _keep_freed(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
-    """Keep freed CPU memory for later steps, unless it is limited or --empty-cache is set."""
+def _keep_freed_memory(settings: TrainSettings, plan: Plan, device: torch.device) -> None:
     if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
         keep_freed(os.environ)
 
@@ -189,11 +187,14 @@ def _compare_samples(
     doing.begin("the preparation")
 
 
-def _fit_memory(
+def _make_memory_fit(
     settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
     inputs: TrainingInputs, tracer: Tracer,
 ) -> MemoryFit:  # fmt: skip
-    """Return the run's `MemoryFit`, which excludes prefaulted memory; hand that to training."""
+    """Return the run's `MemoryFit`, which does not count prefaulted memory as used.
+
+    Afterwards, the prefaulted memory is handed over to training.
+    """
     ahead = context.page_prefaulter
     # A trace assumes a head over the vocabulary.
     account = tracer if context.foresee and inputs.is_transformer else None
@@ -207,11 +208,10 @@ def _fit_memory(
     return fitting
 
 
-def _with_micro_batch(
+def _find_micro_batch(
     settings: TrainSettings, plan: Plan, context: RunContext, groups: Groups, fitting: MemoryFit,
     inputs: TrainingInputs, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
-    """Return the plan with the largest micro-batch that fits, found by trials."""
     device, spec, seq_len = fitting.device, inputs.spec, inputs.seq_len
     if can_try(plan, settings, device, inputs.is_transformer):
         assert spec is not None and seq_len is not None
@@ -224,7 +224,7 @@ def _with_micro_batch(
     )
 
 
-def _memory_reporter(
+def _make_reporter(
     job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack
 ) -> "MemoryReporter":
     """Trace the memory of a step, to compare it with the run's measured memory."""
@@ -235,7 +235,7 @@ def _memory_reporter(
     return MemoryReporter(job, fitting, tracer, stack)
 
 
-def _tidy_with(guard: Guard, message: str) -> None:
+def _call_tidy(guard: Guard, message: str) -> None:
     """Call the guard's current cleanup, which changes as more objects are created."""
     guard.tidy(message)
 
@@ -259,7 +259,7 @@ def _without_disabled_compilation(
     return plan.model_copy(update={"compile": False})
 
 
-def _with_compile(
+def _decide_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, fitting: MemoryFit, total_steps: int,
     inputs: TrainingInputs, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
@@ -279,18 +279,18 @@ def _with_compile(
     return plan.model_copy(update={"compile": decision.compile})
 
 
-def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
-    """Save the hang report in the run's folder, with the explanation that `explain` adds."""
+def _save_hang_report(
+    run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport
+) -> None:
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)
     if explain is not None:
         explain(path)
 
 
-def _resolve_length(
+def _resolve_total_steps(
     settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback]
 ) -> int:
-    """Return the number of steps; note if each step reads the data many times."""
     samples = len(inputs.train_data)
     if note := note_passes(settings.global_batch, samples):
         notify(heard, "on_hint", note)
@@ -336,7 +336,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _require_same(
+def _require_same_training(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
 ) -> None:  # fmt: skip
@@ -398,17 +398,16 @@ def _require_same(
         }
     )
     if groups.ranks.world_size > 1 and not settings.resume:  # resuming reads a checkpoint instead
-        groups.require_same(_stored_weights(groups.ranks, settings, inputs))
+        groups.require_same(_weights_facts(groups.ranks, settings, inputs))
 
 
 def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) -> str | None:
-    """Return a hash of the chat template; None if training does not use one."""
     if settings.task != "chat" or tokenizer is None:
         return None
     return xxhash.xxh3_64_hexdigest((tokenizer.chat_template or "").encode())
 
 
-def _stored_weights(
+def _weights_facts(
     ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
 ) -> dict[str, Fact]:
     """Return a digest of the stored weights to start from; {} except on a host's first rank."""

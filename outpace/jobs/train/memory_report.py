@@ -40,7 +40,7 @@ class MemoryReporter:
         self._job = job
         self._grown = stack.enter_context(resident_growth(_LOOK_EVERY_S))
         self._traced: MemoryAccount | None = job.groups.run_on_rank_0(
-            lambda: _trace(job, fitting, tracer)
+            lambda: _trace_fullest_rank(job, fitting, tracer)
         )
         self._watched: MemoryAccount | None = None
         if job.device.type == "cuda":
@@ -108,8 +108,7 @@ class MemoryReporter:
         return self._watched.model_copy(update=seen)
 
 
-def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
-    """Trace the memory of the fullest rank; None if it cannot be traced."""
+def _trace_fullest_rank(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
     if job.inputs.custom_model is not None:
         notify(
             job.callbacks, "on_hint",

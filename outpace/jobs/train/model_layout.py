@@ -48,7 +48,7 @@ def lay_out(
             blocks=None if own is None else own.blocks,
             layouts=None if own is None else own.layouts,
             cuda_graphs=takes_cuda_graphs(
-                job.settings, plan, job.device, own is not None, _dropout(job)
+                job.settings, plan, job.device, own is not None, _dropout_probability(job)
             ),
             on_failure=say,
         )
@@ -97,7 +97,6 @@ def _check_first_batch(
     return totals
 
 
-def _dropout(job: Job) -> float:
-    """Return the model's dropout probability; 0 for a custom model."""
+def _dropout_probability(job: Job) -> float:
     spec = job.inputs.spec
     return 0.0 if spec is None else spec.dropout

@@ -84,7 +84,7 @@ def format_oom(
     lines = [f"out of memory: {short.sentence}.", *short.anatomy]
     lines += [short.advice] if short.advice else []
     if not proposals:
-        return "\n".join([*lines, _without_proposals()])
+        return "\n".join([*lines, _format_no_proposals()])
     lines.append("What would fit, cheapest first, as predicted:")
     for number, proposal in enumerate(proposals, 1):
         command = changed_command(context.command, context.origins, proposal.settings, run)
@@ -93,7 +93,7 @@ def format_oom(
     return "\n".join(lines)
 
 
-def _without_proposals() -> str:
+def _format_no_proposals() -> str:
     return (
         "No single change, nor any two together, is predicted to fit. Use several: --micro-batch "
         "1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a smaller --seq-len "
@@ -104,7 +104,7 @@ def _without_proposals() -> str:
 def _format_proposal(proposal: Proposal) -> str:
     what = " and ".join(f"{name.replace('_', '-')} {v}" for name, v in proposal.settings.items())
     takes = f"{show_bytes(proposal.peak_memory_bytes)}, {_format_slowdown(proposal.slowdown)}"
-    return f"{what}: {takes}{_caution(proposal)}"
+    return f"{what}: {takes}{_format_caution(proposal)}"
 
 
 def _format_slowdown(slowdown: float | None) -> str:
@@ -113,7 +113,7 @@ def _format_slowdown(slowdown: float | None) -> str:
     return f"{abs(slowdown):.0%} {'slower' if slowdown >= 0 else 'faster'}"
 
 
-def _caution(proposal: Proposal) -> str:
+def _format_caution(proposal: Proposal) -> str:
     if proposal.exact:
         return ""
     if proposal.settings.get("optimizer", ADAMW[0]) not in ADAMW:
@@ -143,7 +143,6 @@ def flag(name: str) -> str:
 
 
 def _drop_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return a command's words without these flags and their values."""
     kept: list[str] = []
     dropping = False
     for word in command:

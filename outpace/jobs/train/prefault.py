@@ -32,7 +32,7 @@ def prefault_memory(
     This is only done on a CPU, and only if a core would otherwise be idle, so not with several
     ranks per host.
     """
-    if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
+    if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _trains_on_cpu(settings):
         return None
     needed, free = needed_bytes(settings), free_bytes()
     if needed == 0 or needed > free:  # training will refuse it with advice
@@ -78,7 +78,7 @@ def _weights_bytes(reference: str) -> int:
     return 0
 
 
-def _on_cpu(settings: TrainSettings) -> bool:
+def _trains_on_cpu(settings: TrainSettings) -> bool:
     """Return whether training will run on the CPU, as far as known before importing torch."""
     found = any(Path(one).exists() for one in _ACCELERATORS)
     return settings.device == "cpu" or (settings.device == "auto" and not found)

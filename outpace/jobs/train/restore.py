@@ -38,7 +38,7 @@ def restore(
     if not job.settings.resume:
         return None
     say = partial(notify, job.callbacks, "on_hint")
-    folder = job.groups.run_on_rank_0(lambda: _checkpoint(job, say))
+    folder = job.groups.run_on_rank_0(lambda: _choose_checkpoint(job, say))
     if folder is None:
         say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
         return None
@@ -48,17 +48,16 @@ def restore(
     return progress
 
 
-def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
+def _choose_checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
     chosen = newest_intact(job.run_dir.checkpoints, say)
     if chosen is None:
-        _require_unsaved(job, job.run_dir.require_run(), job.run_dir.history())
+        _require_never_saved(job, job.run_dir.require_run(), job.run_dir.history())
     else:
-        _require_saved_by(chosen, job.run_dir.require_run())
+        _require_same_run(chosen, job.run_dir.require_run())
     return chosen
 
 
-def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
-    """Raise BadInputError if another run saved the checkpoint."""
+def _require_same_run(checkpoint: Path, run: RunRecord) -> None:
     of = Progress.load(checkpoint / PROGRESS_FILE).run_started
     if of is not None and of != run.started:
         raise BadInputError(
@@ -68,9 +67,9 @@ def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
         )
 
 
-def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
+def _require_never_saved(job: Job, earlier: RunRecord, history: History) -> None:
     """Raise BadInputError if a run without a checkpoint once had one, or has finished."""
-    sign = _sign_of_checkpoints(earlier, history)
+    sign = _find_evidence_of_checkpoint(earlier, history)
     if sign is None:
         return
     run = job.run_dir.path
@@ -82,8 +81,7 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
     )
 
 
-def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
-    """Return the evidence that the run had a checkpoint or finished; None without any."""
+def _find_evidence_of_checkpoint(earlier: RunRecord, history: History) -> str | None:
     if history.is_finished:
         return "the run finished before"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)

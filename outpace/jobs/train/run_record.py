@@ -82,7 +82,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     )  # fmt: skip
     earlier = job.run_dir.require_run()
     _require_same_inputs(earlier, record, job.run_dir)
-    _require_same_weights(earlier.plan, record.plan, job.run_dir)
+    _require_same_weight_storage(earlier.plan, record.plan, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
     kept = {name: earlier.origins.get(name, where) if where == RUN_FILE else where
             for name, where in record.origins.items()}  # fmt: skip
@@ -95,13 +95,12 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
 
 
 def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
-    """Raise BadInputError if model, samples or tokenizer have changed since the start."""
     code = (earlier.model_code, now.model_code)
     template = " (its rows, or their text by the chat template)" * (now.settings.task == "chat")
     changed = [
         what
         for what, was, is_now in (
-            (_model_change(earlier.model, now.model), earlier.model, now.model),
+            (_describe_model_change(earlier.model, now.model), earlier.model, now.model),
             ("the code of your model", *(code if all(code) else (None, None))),
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
             (f"the training data{template}", earlier.train_data, now.train_data),
@@ -127,8 +126,7 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
     )
 
 
-def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
-    """Describe which fields of the model have changed."""
+def _describe_model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
     if was is None or now is None:
         return "the model"
     earlier, later = was.model_dump(), now.model_dump()
@@ -155,7 +153,9 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
         for name in _INEXACT
         if getattr(earlier.plan, name) != getattr(job.plan, name)
     ]
-    if _drops(job) and any(getattr(earlier.plan, n) != getattr(job.plan, n) for n in _LAYOUT):
+    if _uses_dropout(job) and any(
+        getattr(earlier.plan, n) != getattr(job.plan, n) for n in _LAYOUT
+    ):
         changes.append("micro-batches or ranks differ, so dropout draws other masks")
     for name, version in (("outpace", __version__), ("torch", VERSION)):
         if earlier.versions.get(name, version) != version:
@@ -176,15 +176,13 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
     return said
 
 
-def _drops(job: Job) -> bool:
-    """Return whether the model or its adapters use dropout."""
+def _uses_dropout(job: Job) -> bool:
     spec, plan = job.inputs.spec, job.plan
     adapters = job.settings.lora_dropout if plan.lora_rank is not None else 0
     return (0 if spec is None else spec.dropout) > 0 or adapters > 0
 
 
-def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
-    """Raise BadInputError for a precision that stores weights or optimizer state differently."""
+def _require_same_weight_storage(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
     was, is_now = earlier.precision, now.precision
     if was != is_now and {was, is_now} & set(PURE):
         raise BadInputError(
@@ -195,7 +193,7 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
         )
 
 
-def _base(job: Job) -> Path | None:
+def _find_base_weights(job: Job) -> Path | None:
     """Return the directory of the adapters' base weights; None if they are random."""
     opened = job.inputs.opened
     assert opened is not None
@@ -203,7 +201,7 @@ def _base(job: Job) -> Path | None:
 
 
 def _base_fingerprint(job: Job) -> str | None:
-    base = None if job.plan.lora_rank is None else _base(job)
+    base = None if job.plan.lora_rank is None else _find_base_weights(job)
     return None if base is None else fingerprint(base)
 
 
@@ -242,12 +240,11 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
     )
 
 
-def _computation(job: Job, parameters: int) -> list[str]:
-    """Return hints on sizes and precisions that would be faster on this device."""
+def _speed_hints(job: Job, parameters: int) -> list[str]:
     hints = []
     if job.device.type != "cpu":  # CPU matmuls do not need such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
-    hints += float8_hints(job.plan) + _unused_gpus(job)
+    hints += float8_hints(job.plan) + _unused_gpu_hints(job)
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(
@@ -257,8 +254,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
     return hints
 
 
-def _unused_gpus(job: Job) -> list[str]:
-    """Return a hint if this host has GPUs but torch sees none of them."""
+def _unused_gpu_hints(job: Job) -> list[str]:
     if job.device.type != "cpu" or job.settings.device != "auto":
         return []
     of_amd = torch.version.hip is not None
@@ -288,10 +284,9 @@ def _unused_gpus(job: Job) -> list[str]:
     ]
 
 
-def _without_effect(
+def _ineffective_setting_hints(
     settings: TrainSettings, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield hints on settings that the user set but that have no effect in this run."""
     plain = all(Path(one).is_file() and form_of(Path(one)) == "text" for one in settings.data)
     alone = plan.world_size == 1 and plan.compress_gradients != "none"
     cases = (
@@ -325,8 +320,7 @@ def _offloads(plan: Plan) -> tuple[str, str, str]:
     return plan.offload_activations, plan.offload_parameters, plan.offload_optimizer
 
 
-def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
-    """Return hints on a strategy without effect, and on a learning rate that rarely works."""
+def _unlikely_setting_hints(settings: TrainSettings, plan: Plan) -> list[str]:
     hints = []
     if (alone := idle_strategy_note(settings.strategy, plan.world_size)) is not None:
         hints.append(f"{alone}. Start several with --nproc N or torchrun")
@@ -338,7 +332,7 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
     return hints
 
 
-def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
+def _low_learning_rate_hints(job: Job, record: RunRecord, start_step: int) -> list[str]:
     """Warn if a few steps at the default rate will barely move weights trained at a high rate.
 
     Without a recorded rate, there is no warning: most published weights ended at a low rate, for
@@ -348,7 +342,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
     if start_step or chosen or not job.inputs.starts_from_stored(settings):
         return []
-    found, now = _recorded_rate(job), settings.lr or 0.0
+    found, now = _recorded_learning_rate(job), settings.lr or 0.0
     if found is None or job.total_steps > _FEW_STEPS or found[1] < _MUCH_HIGHER * now:
         return []
     where, before = found
@@ -359,8 +353,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     ]
 
 
-def _recorded_rate(job: Job) -> tuple[Path, float] | None:
-    """Return the run that the initial weights come from, and the learning rate recorded for it."""
+def _recorded_learning_rate(job: Job) -> tuple[Path, float] | None:
     opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):
@@ -376,13 +369,13 @@ def run_info(
 ) -> RunInfo:
     """Describe what is about to be trained, with hints on possible improvements."""
     parameters = record.parameters
-    hints = [*job.inputs.hints, *_repetitions(job), *placement]
-    hints += _computation(job, parameters) + _unlikely_settings(job.settings, job.plan)
-    hints += _without_effect(job.settings, job.plan, record.origins)
-    hints += _low_rate(job, record, start_step)
+    hints = [*job.inputs.hints, *_repetition_hints(job), *placement]
+    hints += _speed_hints(job, parameters) + _unlikely_setting_hints(job.settings, job.plan)
+    hints += _ineffective_setting_hints(job.settings, job.plan, record.origins)
+    hints += _low_learning_rate_hints(job, record, start_step)
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
-        base = _base(job)
+        base = _find_base_weights(job)
         weights = "the random weights" if base is None else f"the weights in {base}"
         hints.append(
             f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
@@ -446,8 +439,7 @@ def run_info(
     )
 
 
-def _repetitions(job: Job) -> list[str]:
-    """Return hints on data that a step or the whole run repeats too often."""
+def _repetition_hints(job: Job) -> list[str]:
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
     # much larger batches were already reported

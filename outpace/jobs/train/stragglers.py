@@ -102,11 +102,11 @@ def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
     return [ranks for ranks in stages if len(ranks) > 1]
 
 
-def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
+def _with_loads(gathered: list[tuple[Facts, Load | None]]) -> list[Facts]:
     """Add to each rank's facts its host's load, which one rank per host reports."""
-    loads = {facts.host: load for facts, load in said if load is not None}
+    loads = {facts.host: load for facts, load in gathered if load is not None}
     found = []
-    for facts, _ in said:
+    for facts, _ in gathered:
         load = loads.get(facts.host)
         if load is None:
             found.append(facts)

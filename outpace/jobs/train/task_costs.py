@@ -33,8 +33,8 @@ def step_costs(
         work = dataset.sample_lengths(settings.seed, slots, plan.samples_read)
         model = hardware = None
         if spec is not None:
-            model = _flops(spec, work.lengths, labels, adapters)
-            hardware = _flops(spec, work.padded, labels, adapters, plan)
+            model = _sum_step_flops(spec, work.lengths, labels, adapters)
+            hardware = _sum_step_flops(spec, work.padded, labels, adapters, plan)
         return Costs(
             samples=settings.global_batch,
             tokens=int(work.lengths.sum()),
@@ -46,7 +46,7 @@ def step_costs(
     return costs_of
 
 
-def _flops(
+def _sum_step_flops(
     spec: ModelSpec,
     lengths: np.ndarray,
     labels: Sequence[str] | None,

@@ -34,7 +34,7 @@ class Recording:
         node = hosts.index(mine)
         path = job.run_dir.path / UTILISATION_FOLDER / f"host-{node}{self._resumed}.json"
         self._recorder = LoadRecorder(Sampler(pids, nvml=open_nvml(), node=node), path)
-        job.callbacks.append(_Curves(job.callbacks, self._recorder))
+        job.callbacks.append(_LoadNotifier(job.callbacks, self._recorder))
         self._recorder.start()
 
     @property
@@ -55,7 +55,7 @@ class Recording:
         return tuple(load for load in said if load is not None)
 
 
-class _Curves(Callback):
+class _LoadNotifier(Callback):
     """Passes new loads to callbacks with their step, in the training thread."""
 
     def __init__(self, callbacks: Sequence[Callback], recorder: LoadRecorder) -> None:

@@ -9,7 +9,7 @@ import torch
 from outpace.jobs.defaults import DEFAULT_SEQ_LEN
 from outpace.jobs.probe import job
 from outpace.jobs.probe.collectives import overlap_notes
-from outpace.jobs.probe.job import _judge
+from outpace.jobs.probe.job import _withdraw_if_disturbed
 from outpace.jobs.probe.notes import find_misconfiguration, finding_notes, peak_notes
 from outpace.jobs.probe.request import ProbeRequest
 from outpace.probing.timing.interference import CoreSeconds
@@ -57,7 +57,7 @@ def test_a_section_is_withdrawn_for_what_disturbed_what_it_measured(name, device
     section = ProbeSection(
         (figure("best", 1e12, dtype="bf16"),), notes=("a note",), said=("1 TFLOP/s",)
     )
-    found = _judge(name, section, device, hosts, seen)
+    found = _withdraw_if_disturbed(name, section, device, hosts, seen)
     if why is None:
         assert found == section
     else:
@@ -142,7 +142,7 @@ def test_what_is_published_is_taken_from_one_process_only(monkeypatch, tmp_path)
     monkeypatch.setattr(job.local, "start", start)
     wishes = ProbeRequest(("steps",), True, TrainSettings(), "outpace probe steps", None)
     here = job._ProcessState(wishes, torch.device("cpu"), MagicMock(), None)
-    turns = job._probe_started(["steps"], here, 2)
+    turns = job._probe_in_new_ranks(["steps"], here, 2)
     with pytest.raises(StopIteration) as end:
         while True:
             next(turns)
