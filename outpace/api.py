@@ -76,15 +76,15 @@ def train(
         # process reports that the worker has ended.
         sys.exit(1)
     live = None if model is None or isinstance(model, (str, Path)) else model
-    reference = model if live is None else _name_of(live)
+    reference = model if live is None else _qualified_name(live)
     given = {"model": reference, "data": data, **settings}
-    merged, origins = _merge(given)
+    merged, origins = _merge_settings(given)
     require_inputs(merged, origins)
     ranks = ranks_from(os.environ)
     if ranks is None and (merged.nproc or 1) > 1:
-        _check_startable(live, callbacks, merged.nproc or 1)
+        _refuse_in_new_processes(live, callbacks, merged.nproc or 1)
         return local.start_settings(merged, origins, merged.nproc or 1, progress)
-    heard = [*_progress(progress), *callbacks]
+    heard = [*_progress_callbacks(progress), *callbacks]
     context = RunContext(
         ranks=ranks or Ranks(),
         origins=origins,
@@ -158,7 +158,7 @@ def evaluate(
 
     return inference.evaluate(
         Path(run),
-        None if data is None else _words(data),
+        None if data is None else _to_words(data),
         batches=batches,
         batch_size=batch_size,
         device=device,
@@ -191,7 +191,7 @@ def merge(
     from outpace.cli import merge as command
 
     asked = {"out": out, "model": model, "base": base, "dtype": dtype}
-    return command.answer([*_options(asked), str(adapter)])
+    return command.answer([*_format_keywords(asked), str(adapter)])
 
 
 def plan(
@@ -242,14 +242,14 @@ def plan(
     asked = {
         "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
         "network": network, "host_memory": host_memory, "seq_len": seq_len,
-        "global_batch": global_batch, "precision": precision, "keep": _pairs(keep),
-        "vary": _join(vary), "lora_rank": lora_rank, "lora_alpha": lora_alpha,
-        "lora_targets": _join(lora_targets), "lora_dropout": lora_dropout,
+        "global_batch": global_batch, "precision": precision, "keep": _format_pairs(keep),
+        "vary": _join_with_commas(vary), "lora_rank": lora_rank, "lora_alpha": lora_alpha,
+        "lora_targets": _join_with_commas(lora_targets), "lora_dropout": lora_dropout,
         "base": base, "max_tp": max_tp,
         "trainer": trainer, "trained": trained, "may_idle": may_idle, "tokens": tokens,
         "price": price, "count": count,
     }  # fmt: skip
-    return command.answer(_options(asked))
+    return command.answer(_format_keywords(asked))
 
 
 def estimate(
@@ -290,7 +290,7 @@ def estimate(
         "network": network, "host_memory": host_memory, "seq_len": seq_len,
         "global_batch": global_batch, "depth": depth, "plan": name,
     }  # fmt: skip
-    return command.answer(_options(asked), file)
+    return command.answer(_format_keywords(asked), file)
 
 
 def memory(
@@ -312,7 +312,7 @@ def memory(
     from outpace.cli import memory as command
 
     asked = {"model": model, "machine": machine, "nodes": nodes, "rank": rank}
-    return command.answer([*_options(asked), *_flags(settings)])
+    return command.answer([*_format_keywords(asked), *_format_settings(settings)])
 
 
 def network(
@@ -334,7 +334,9 @@ def network(
 
     links = [network] if isinstance(network, str) else network
     words = [f"--network={one}" for one in links]
-    return command.answer([*_options({"model": model, "machine": machine, **asked}), *words])
+    return command.answer(
+        [*_format_keywords({"model": model, "machine": machine, **asked}), *words]
+    )
 
 
 def topology(
@@ -389,7 +391,7 @@ def probe(
     """
     from outpace.cli import probe as command
 
-    return command.probe_machine(sections, quick, budget_s, _path(out), settings)
+    return command.probe_machine(sections, quick, budget_s, _to_path(out), settings)
 
 
 def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Comparison":
@@ -407,7 +409,7 @@ def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Compa
     from outpace.cli.compare import run_comparison
 
     words = [str(arm) for arm in arms]
-    return run_comparison([*words, *_flags(settings)], quiet=not progress)
+    return run_comparison([*words, *_format_settings(settings)], quiet=not progress)
 
 
 def tune(**settings: Any) -> "Tuning":
@@ -423,7 +425,7 @@ def tune(**settings: Any) -> "Tuning":
     """
     from outpace.cli.tune import run_tuning
 
-    return run_tuning(_flags(settings))
+    return run_tuning(_format_settings(settings))
 
 
 def runs(
@@ -458,11 +460,10 @@ def report(
 
     if not paths:
         raise BadInputError("outpace.report: pass a run, or another record to report on.")
-    return write_report([Path(path) for path in paths], _path(out), format, browser)
+    return write_report([Path(path) for path in paths], _to_path(out), format, browser)
 
 
 def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
-    """Raise BadInputError unless `callbacks` is a sequence of Callback objects."""
     from outpace.training.callbacks import Callback
 
     wanted = "callbacks must be a list of outpace.Callback objects, such as callbacks=[Mine()]"
@@ -473,75 +474,74 @@ def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
             raise BadInputError(f"{wanted}; {callback!r} is not a Callback")
 
 
-def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
+def _merge_settings(keywords: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
     from outpace.cli.train import merge
 
     fields = TrainSettings.model_fields
-    for name in given:
+    for name in keywords:
         if name not in fields:
             raise BadInputError(
                 f"outpace.train has no keyword {name!r}.{suggest(name, fields)} "
                 "The keywords are the options of outpace train, with underscores for hyphens."
             )
     values = {
-        name: options.convert(name, _plain(value), f"outpace.train: {name}")
-        for name, value in given.items()
+        name: options.convert(name, _to_json_value(value), f"outpace.train: {name}")
+        for name, value in keywords.items()
         if value is not None
     }
     return merge({ORIGIN: values})
 
 
-def _path(place: str | Path | None) -> Path | None:
-    return None if place is None else Path(place)
+def _to_path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
-def _pairs(given: str | Mapping[str, Any] | None) -> str | None:
-    """Return settings in the form "precision=bf16,tp=2"."""
-    if given is None or isinstance(given, str):
-        return given
-    return ",".join(f"{name}={value}" for name, value in given.items())
+def _format_pairs(settings: str | Mapping[str, Any] | None) -> str | None:
+    """Format settings as "precision=bf16,tp=2"; text and None are returned as they are."""
+    if settings is None or isinstance(settings, str):
+        return settings
+    return ",".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _join(given: str | Sequence[str] | None) -> str | None:
-    return given if given is None or isinstance(given, str) else ",".join(given)
+def _join_with_commas(words: str | Sequence[str] | None) -> str | None:
+    return words if words is None or isinstance(words, str) else ",".join(words)
 
 
-def _options(asked: Mapping[str, Any]) -> list[str]:
-    """Return keywords as command-line options; True gives a flag, False and None nothing."""
-    given = {name: value for name, value in asked.items() if value is not None}
+def _format_keywords(keywords: Mapping[str, Any]) -> list[str]:
+    """Format keywords as command-line options: True as a flag; False and None are left out."""
+    values = {name: value for name, value in keywords.items() if value is not None}
     return [
         options.flag(name) if value is True else f"{options.flag(name)}={value}"
-        for name, value in given.items()
+        for name, value in values.items()
         if value is not False
     ]
 
 
-def _flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as command-line options."""
-    return options.as_flags({name: _plain(value) for name, value in settings.items()})
+def _format_settings(settings: Mapping[str, Any]) -> list[str]:
+    return options.as_flags({name: _to_json_value(value) for name, value in settings.items()})
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
-    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+    return [_to_json_value(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
+def _to_words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
     return (str(value),) if isinstance(value, (str, Path)) else tuple(str(part) for part in value)
 
 
-def _name_of(live: object) -> str:
-    """Return the name that run.json has for a module or function that the caller passed."""
+def _qualified_name(model: object) -> str:
+    """Return the name that run.json has for a module, or for a function that builds one."""
     from torch import nn
 
-    kind = live if callable(live) and not isinstance(live, nn.Module) else type(live)
-    return f"python:{getattr(kind, '__qualname__', type(live).__qualname__)}"
+    kind = model if callable(model) and not isinstance(model, nn.Module) else type(model)
+    return f"python:{getattr(kind, '__qualname__', type(model).__qualname__)}"
 
 
-def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
-    """Raise BadInputError for a live model or callbacks, which new processes cannot get."""
-    if live is not None:
+def _refuse_in_new_processes(model: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
+    """Raise BadInputError for a module or callbacks, which cannot be passed to new processes."""
+    if model is not None:
         raise BadInputError(
             f"nproc={nproc} starts new processes, which cannot use a module of this one. Pass its "
             "source instead (model='file.py:build'), or start your program with torchrun."
@@ -553,7 +553,7 @@ def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) 
         )
 
 
-def _progress(wanted: bool) -> "list[Callback]":
+def _progress_callbacks(enabled: bool) -> "list[Callback]":
     from outpace.reporting.terminal.progress import TrainingProgress
 
-    return [TrainingProgress()] if wanted else []
+    return [TrainingProgress()] if enabled else []

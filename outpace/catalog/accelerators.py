@@ -30,10 +30,10 @@ _USABLE_SHARE = 0.985
 _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
 
-def _accelerators() -> Iterator[Accelerator]:
-    """Yield the accelerators of accelerators.json, each with the chip and the rates its row names.
+def _read_accelerators() -> Iterator[Accelerator]:
+    """Yield the accelerators of accelerators.json; a row names its chip, and its table of rates.
 
-    The published rates belong to the first of `powers_w`.
+    The rates are those at the first of the row's `powers_w`.
     """
     table = read_table("accelerators")
     for row in read_rows(table):
@@ -56,11 +56,8 @@ def _accelerators() -> Iterator[Accelerator]:
         )
 
 
-def _card(card: Card) -> Accelerator:
-    """Create an accelerator from a row of the table.
-
-    Before Ampere, the 16-bit rate applies to fp16 only.
-    """
+def _make_card(card: Card) -> Accelerator:
+    """Return the accelerator of a table's row. Before Ampere, its 16-bit rate is for fp16 only."""
     source = SOURCE.format(PAPERS[card.architecture])
     rates: dict[Dtype, float] = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":
@@ -85,7 +82,7 @@ def _card(card: Card) -> Accelerator:
     )
 
 
-def _apple_chip(chip: apple_chips.AppleChip) -> Accelerator:
+def _make_apple_chip(chip: apple_chips.AppleChip) -> Accelerator:
     dtypes: tuple[Dtype, ...] = ("fp32", "fp16", "bf16") if chip.has_bf16 else ("fp32", "fp16")
     rates = dict.fromkeys(dtypes, chip.fp32 * _T)
     return Accelerator(
@@ -108,9 +105,9 @@ def _apple_chip(chip: apple_chips.AppleChip) -> Accelerator:
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
-    {one.name: one for one in _accelerators()}
-    | {card.name: _card(card) for card in CARDS}
-    | {chip.name: chip for chip in map(_apple_chip, apple_chips.CHIPS)}
+    {one.name: one for one in _read_accelerators()}
+    | {card.name: _make_card(card) for card in CARDS}
+    | {chip.name: chip for chip in map(_make_apple_chip, apple_chips.CHIPS)}
 )
 
 # Words before a product's name. Any other word makes it another product ("4090 D", "Laptop GPU").

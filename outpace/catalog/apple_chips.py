@@ -35,11 +35,11 @@ class AppleChip(NamedTuple):
     has_bf16: bool
 
 
-def _chips() -> Iterator[AppleChip]:
+def _read_chips() -> Iterator[AppleChip]:
     for row in read_rows(read_table("apple_chips")):
         name, cores, fp32, gb_per_s, sizes = row.values()
         for size in sizes:
             yield AppleChip(name, size, gb_per_s, fp32, cores, not name.startswith("M1"))
 
 
-CHIPS = tuple(_chips())
+CHIPS = tuple(_read_chips())

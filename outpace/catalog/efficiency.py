@@ -113,13 +113,12 @@ def _power_share(power_w: float, reference_w: float) -> float:
 
 
 def _power_w(name: str) -> int:
-    """Return the power limit of a chip whose maker publishes one."""
     found = ACCELERATORS[name].power_w
     assert found is not None
     return found
 
 
-def _blackwell_ultra(power_w: float) -> MatmulCurve:
+def _make_blackwell_ultra(power_w: float) -> MatmulCurve:
     """Return the curve of a B300 or GB300, for which no sustained matmuls have been measured.
 
     The ratio of sustained to short matmuls is B200's, scaled to this board's power limit.
@@ -137,7 +136,7 @@ def _blackwell_ultra(power_w: float) -> MatmulCurve:
     )  # fmt: skip
 
 
-_B300, _GB300 = (_blackwell_ultra(_power_w(name)) for name in ("B300", "GB300"))
+_B300, _GB300 = (_make_blackwell_ultra(_power_w(name)) for name in ("B300", "GB300"))
 # L40S and the RTX cards: no measured matmul ran for a second; on the L40S, even short ones reach
 # its limit of 350 W.
 _ADA = MatmulCurve(
@@ -261,7 +260,7 @@ _FLASH2_BLACKWELL = AttentionRate(
 )
 
 
-def _cudnn_on(chip: str, forward: float, backward: float, peak: float) -> AttentionRate:
+def _make_cudnn_rate(chip: str, forward: float, backward: float, peak: float) -> AttentionRate:
     return AttentionRate(
         forward=forward / peak, backward=backward / peak, narrow=0.65, half_length=1100,
         source=_CUDNN_BLACKWELL.format(chip),
@@ -269,9 +268,9 @@ def _cudnn_on(chip: str, forward: float, backward: float, peak: float) -> Attent
 
 
 _CUDNN_OF: Mapping[str, AttentionRate] = {
-    "GB200": _cudnn_on("GB200", 1760, 1370, 2500),
-    "GB300": _cudnn_on("GB300", 2080, 1500, 2500),
-    "B300": _cudnn_on("GB300", 2080, 1500, 2500),
+    "GB200": _make_cudnn_rate("GB200", 1760, 1370, 2500),
+    "GB300": _make_cudnn_rate("GB300", 2080, 1500, 2500),
+    "B300": _make_cudnn_rate("GB300", 2080, 1500, 2500),
 }
 _WITHOUT_OWN: tuple[Architecture, ...] = ("pascal", "volta", "turing", "ampere", "cdna2")
 ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = MappingProxyType(
@@ -280,7 +279,7 @@ ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = Mapp
         "ada": {"flash2": _FLASH2_ADA},
         "hopper": {"flash2": _FLASH2_HOPPER, "flash3": _FLASH3, "cudnn": _CUDNN},
         "blackwell": {
-            "flash2": _FLASH2_BLACKWELL, "cudnn": _cudnn_on("B200", 1450, 1140, 2250)
+            "flash2": _FLASH2_BLACKWELL, "cudnn": _make_cudnn_rate("B200", 1450, 1140, 2250)
         },
         "cdna3": {"flash2": _FLASH2_HOPPER},
         "cdna4": {"flash2": _FLASH2_HOPPER},
@@ -513,19 +512,19 @@ def has_fused_attention(accelerator: Accelerator) -> bool:
 
 
 def _has_tensor_memory(accelerator: Accelerator) -> bool:
-    """Return whether this is a Blackwell data-centre GPU (sm100, sm103), with tensor memory."""
+    """Return whether this is a data-centre GPU of Blackwell (sm100, sm103)."""
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 
 
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
-    """Return whether this is a Blackwell GPU without tensor memory (sm120, sm121)."""
+    """Return whether this is a GPU of Blackwell without tensor memory (sm120, sm121)."""
     return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether this is a GeForce Ada GPU, whose matmuls stay below the power limit.
+    """Return whether this is a GeForce GPU of Ada, whose matmuls stay below the power limit.
 
-    GeForce Ada accumulates in fp32 at half of the chip's rate.
+    Its tensor cores accumulate in fp32 at half of the chip's rate.
     """
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

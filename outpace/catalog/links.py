@@ -14,12 +14,12 @@ from outpace.records.hardware import Bundle, Link
 _GIGA = 1e9
 
 
-def _link(gb_per_s: float, **values: Any) -> Link:
+def _make_link(gb_per_s: float, **values: Any) -> Link:
     return Link(bytes_per_s=gb_per_s * _GIGA, **values)
 
 
 LINKS: Mapping[str, Link] = MappingProxyType(
-    {row["name"]: _link(**row) for row in read_rows(read_table("links"))}
+    {row["name"]: _make_link(**row) for row in read_rows(read_table("links"))}
 )
 
 

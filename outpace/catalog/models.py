@@ -24,8 +24,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-def _repositories() -> Iterator[tuple[str, str]]:
-    """Yield each known Hugging Face repository, in lower case, and outpace's name for its model."""
+def _list_repositories() -> Iterator[tuple[str, str]]:
+    """Yield each known Hugging Face repository, in lower case, and its model's name."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
@@ -35,7 +35,7 @@ def _repositories() -> Iterator[tuple[str, str]]:
             yield found[1].casefold(), name
 
 
-_BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
+_BY_HUB: Mapping[str, str] = MappingProxyType(dict(_list_repositories()))
 
 
 def named_model(reference: str) -> str:

@@ -28,42 +28,45 @@ def find_node(name: str) -> Node:
     Raises BadInputError, which suggests the closest entries, if there is no such machine.
     """
     wanted = _slug(name)
-    if found := _find(name) or _find_several(name, wanted):
+    if found := _find_by_name(name) or _find_other_forms(name, wanted):
         return found
     plain = [_slug(known) for known in ACCELERATORS]
     known = [*NODES, *plain]
-    alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
-    meant = f" Did you mean {join_or(alike)}?" if alike else _suggest(wanted, known, plain)
+    alike = [] if translate_alias(wanted, known)[0] else _list_similar(wanted, plain)
+    meant = f" Did you mean {join_or(alike)}?" if alike else _suggest_names(wanted, known, plain)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
         f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md lists all."
     )
 
 
-def _find(name: str) -> Node | None:
-    """Return the named machine or accelerators; None if the name is not in the catalog."""
+def _find_by_name(name: str) -> Node | None:
+    """Return the machine, or the accelerators as a machine; None if the catalog has neither."""
     wanted = _slug(name)
     if wanted in NODES:
         return NODES[wanted]
-    counted = _number_last(wanted)
-    for text in (counted, _catalog_form(counted)):
+    counted = _move_count_first(wanted)
+    for text in (counted, _to_catalog_form(counted)):
         found = _find_counted(name, text)
         if found is not None:
             return found
     return None
 
 
-def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest similar names of the catalog, keeping a count of chips: "8xh100" for "8xh100x"."""
+def _suggest_names(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
+    """Suggest similar names, and keep a count of chips: "8xh100" for "8xh100x"."""
     counted = _COUNT_FIRST.fullmatch(wanted)
     if counted is None:
         return suggest(wanted, known)
     count = counted[1]
-    return suggest(f"{count}x{counted[2]}", [f"{count}x{_base(chip)}" for chip in chips] + [*known])
+    return suggest(
+        f"{count}x{counted[2]}",
+        [f"{count}x{_chip_name(chip)}" for chip in chips] + [*known],
+    )
 
 
 def _find_counted(name: str, text: str) -> Node | None:
-    """Return the accelerators that `text` names, or None if the catalog has no such accelerator.
+    """Return a host with the accelerators that `text` names; None if the catalog has none of them.
 
     `name` is the user's spelling, for messages. Raises BadInputError if a required memory size is
     missing or not sold, or if no single host has that many accelerators.
@@ -73,16 +76,16 @@ def _find_counted(name: str, text: str) -> Node | None:
         return None
     count, word, memory = counted.groups()
     asked = _MachineName(name, int(count or 1), word, memory)
-    chip = _variant(asked)
+    chip = _find_variant(asked)
     if chip is not None:
         _require_one_host(asked, chip)
-        return _accelerators(text, chip, asked.count)
-    board = _board_of(asked)
+        return _make_node(text, chip, asked.count)
+    board = _find_board(asked)
     if board is None:
         return None
     _require_one_host(asked, board)
     form = _slug(board.name)
-    found = _accelerators(f"{count}x{form}" if count else form, board, asked.count)
+    found = _make_node(f"{count}x{form}" if count else form, board, asked.count)
     assumed = (
         f"{name} is read as {board.name}, the variant on boards; other variants have their own "
         "names (docs/reference/catalog.md)."
@@ -103,29 +106,29 @@ _MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
 _MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
 
 
-def _number_last(wanted: str) -> str:
+def _move_count_first(wanted: str) -> str:
     """Rewrite SLURM's "h100:8" as "8xh100".
 
-    A number that is one of the chip's memory sizes stays: "rtx-3060:12".
+    A number that is one of the chip's memory sizes in GB stays: "rtx-3060:12".
     """
     found = _NUMBER_LAST.fullmatch(wanted)
     if found is None or _COUNT_FIRST.fullmatch(wanted):
         return wanted
-    form = _catalog_form(found[1])
+    form = _to_catalog_form(found[1])
     word, sized, _ = form.partition(":")
     alike = [
         chip for known, chip in ACCELERATORS.items() if f"{_slug(known)}-".startswith(f"{word}-")
     ]
     if not alike:
         return wanted
-    sizes = {size for chip in alike for size in (_printed_gb(chip), chip.memory_bytes // _GIB)}
+    sizes = {size for chip in alike for size in (_memory_in_name(chip), chip.memory_bytes // _GIB)}
     number, alone = int(found[2]), len(alike) == 1
     is_size = not sized and (number in sizes or (alone and _has_memory(alike[0], number)))
     return f"{form}:{number}" if is_size else f"{number}x{form}"
 
 
-def _catalog_form(wanted: str) -> str:
-    """Rewrite a name used by drivers, SLURM or clouds in the catalog's form: "8xh100:80gb".
+def _to_catalog_form(wanted: str) -> str:
+    """Rewrite a name as drivers, SLURM or clouds write it in the catalog's form, "8xh100:80gb".
 
     A driver's full name is replaced by its accelerator's name. In other names, the vendor, memory
     type and socket generation are dropped, and a trailing size is read as memory.
@@ -140,8 +143,9 @@ def _catalog_form(wanted: str) -> str:
             word, count = match[places[0]], match[places[1]]
     word = _MAKER_WORDS.sub("", word)
     prefix = "" if count is None else f"{count}x"
+    own = _alphanumeric(word)
     same = [one.name for one in ACCELERATORS.values()
-            if _letters(word) in (_letters(one.driver_name), _letters(one.name))]  # fmt: skip
+            if own in (_alphanumeric(one.driver_name), _alphanumeric(one.name))]  # fmt: skip
     if len(same) == 1:
         return prefix + _slug(same[0])
     word = _KIND_OF_MEMORY.sub("", word)
@@ -152,17 +156,18 @@ def _catalog_form(wanted: str) -> str:
     if sized is not None:
         word, memory = sized[1], f":{sized[2]}gb"
     word = re.sub(r"-sxm\d$", "-sxm", word)
-    plain = {_letters(_BRAND.sub("", _slug(chip))): _slug(chip) for chip in ACCELERATORS}
-    plain |= {_letters(one): one for chip in ACCELERATORS for one in (_slug(chip), _base(chip))}
-    return f"{prefix}{plain.get(_letters(word), word)}{memory}"
+    plain = {_alphanumeric(_BRAND.sub("", _slug(chip))): _slug(chip) for chip in ACCELERATORS}
+    plain |= {
+        _alphanumeric(one): one for chip in ACCELERATORS for one in (_slug(chip), _chip_name(chip))
+    }
+    return f"{prefix}{plain.get(_alphanumeric(word), word)}{memory}"
 
 
-def _base(chip: str) -> str:
-    """Return a chip's name in the catalog's form, without its memory size."""
+def _chip_name(chip: str) -> str:
     return _SIZED.sub("", _slug(chip))
 
 
-def _letters(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
@@ -170,7 +175,7 @@ def _letters(name: str) -> str:
 class _MachineName:
     """Accelerators as the user named them.
 
-    `name` is the text as typed; `word` and `memory` (GB) are the chip and the memory size in it.
+    `name` is the text as typed; `word` is the chip in it, and `memory` the memory size in GB.
     """
 
     name: str
@@ -187,7 +192,7 @@ _LATER_BOARDS: tuple[Architecture, ...] = ("hopper", "blackwell", "cdna3", "cdna
 _MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
 
-def _most_in_host(chip: Accelerator) -> int:
+def _max_per_host(chip: Accelerator) -> int:
     """Return the largest number of these chips in one host, or in one rack of superchips."""
     known = _MOST_OF.get(chip.name.split()[0], None if chip.has_collectives else 1)
     if known is not None:
@@ -197,8 +202,7 @@ def _most_in_host(chip: Accelerator) -> int:
 
 
 def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
-    """Raise BadInputError if no host has that many accelerators, and say how to name several."""
-    most = _most_in_host(chip)
+    most = _max_per_host(chip)
     if asked.count <= most:
         return
     if not chip.has_collectives:
@@ -213,24 +217,24 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     ]
     raise BadInputError(
         f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
-        f"{''.join(racks)}. Name one host and the number of hosts: {_several_hosts(asked, chip)}."
-        f"{_other_memory(asked, chip)}"
+        f"{''.join(racks)}. Name one host and the number of hosts: {_format_hosts(asked, chip)}."
+        f"{_memory_hint(asked, chip)}"
     )
 
 
-def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
-    """Return a hint if the count may have been meant as a memory size ("rtx-4090:48"), else ""."""
+def _memory_hint(asked: _MachineName, chip: Accelerator) -> str:
+    """Return a hint if the count may be meant as a memory size ("rtx-4090:48"), else ""."""
     last = _NUMBER_LAST.fullmatch(_slug(asked.name))
-    sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
+    sizes = {_memory_in_name(one) for one in ACCELERATORS.values()}
     if last is None or int(last[2]) != asked.count or asked.count not in sizes:
         return ""
-    return f" If you mean {asked.count} GB of memory: {chip.name} has {_printed_gb(chip)} GB."
+    return f" If you mean {asked.count} GB of memory: {chip.name} has {_memory_in_name(chip)} GB."
 
 
-def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options that name `count` accelerators on hosts of equal, common size.
+def _format_hosts(asked: _MachineName, chip: Accelerator) -> str:
+    """Return the options that name `asked.count` chips on hosts of one, usual size.
 
-    The options name the first matching machine of the catalog, or else the accelerators.
+    They name the first such machine of the catalog, or else the chips.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
@@ -239,15 +243,15 @@ def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
     return f"--machine {name} --nodes {asked.count // each}"
 
 
-def _find_several(name: str, wanted: str) -> Node | None:
-    """Find a machine by count and name in an unusual form ("4090x4"); None if there is none.
+def _find_other_forms(name: str, wanted: str) -> Node | None:
+    """Return a machine named in a less usual form ("4090x4"); None if there is none.
 
     For several machines ("128xdgx-h100"), raises BadInputError with the options to use.
     """
     for pattern, places in ((_COUNT_FIRST, (1, 2)), (_COUNT_LAST, (2, 1)), (_NUMBER_LAST, (2, 1))):
         found = pattern.fullmatch(wanted)
         try:
-            node = None if found is None else _find(found[places[1]])
+            node = None if found is None else _find_by_name(found[places[1]])
         except BadInputError:
             node = None
         if found is None or node is None:
@@ -258,7 +262,7 @@ def _find_several(name: str, wanted: str) -> Node | None:
         if node.devices == 1 and node.name not in NODES:
             chip = ACCELERATORS[node.accelerator or ""]
             _require_one_host(_MachineName(name, count, node.name, None), chip)
-            return _accelerators(f"{count}x{_slug(chip.name)}", chip, count)
+            return _make_node(f"{count}x{_slug(chip.name)}", chip, count)
         raise BadInputError(
             f"machine {name!r}: --machine names one host. Give the number of hosts with --nodes: "
             f"--machine {node.name} --nodes {count}."
@@ -276,18 +280,18 @@ def _slug(name: str) -> str:
     return name.casefold().replace(" ", "-")
 
 
-def _variant(asked: _MachineName) -> Accelerator | None:
+def _find_variant(asked: _MachineName) -> Accelerator | None:
     """Return the accelerator that the user named, in the requested memory size.
 
-    Returns None if the catalog has no accelerator of that name. Raises BadInputError if it is not
-    sold with that size, or if it is sold with several sizes and none is given.
+    None if the catalog has no accelerator of that name. Raises BadInputError if it is not sold with
+    that size, or if it is sold with several sizes and none is given.
     """
     named = {_slug(known): one for known, one in ACCELERATORS.items()}
     word, memory = asked.word, asked.memory
     if memory is None and word in named:
         return named[word]
     alike = [one for known, one in named.items() if word in (known, _SIZED.sub("", known))]
-    sizes = {_printed_gb(one): one for one in alike}
+    sizes = {_memory_in_name(one): one for one in alike}
     held = {one.memory_bytes // _GIB: one for one in alike}
     if memory is not None and int(memory) in {*sizes, *held}:
         return sizes.get(int(memory)) or held[int(memory)]
@@ -295,20 +299,21 @@ def _variant(asked: _MachineName) -> Accelerator | None:
         return alike[0]
     if not alike:
         return None
-    raise _ask_memory(asked, sizes, "")
+    raise _memory_error(asked, sizes, "")
 
 
-def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
-    """Return the error for a memory size that is missing or is not sold."""
+def _memory_error(
+    asked: _MachineName, sizes: Mapping[int, Accelerator], where: str
+) -> BadInputError:
     either = join_or(f"{size} GB" for size in sorted(sizes))
     largest = max(sizes)
     many = f"{asked.count}x" if asked.count > 1 else ""
     say = f"Say which, as in {many}{asked.word}:{largest}GB."
-    most = _most_in_host(sizes[largest])
+    most = _max_per_host(sizes[largest])
     if asked.count > most == 1:
         say = f"Say which, and name one of them, as in {asked.word}:{largest}GB."
     elif asked.count > most:
-        hosts = _several_hosts(asked, sizes[largest])
+        hosts = _format_hosts(asked, sizes[largest])
         say = f"Name one host and how many of them, as in {hosts} ({largest} GB)."
     return BadInputError(
         f"machine {asked.name!r}: {asked.word} is sold with {either}{where}. {say}"
@@ -319,43 +324,42 @@ def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: st
 _NOMINAL = 1.07
 
 
-def _board_of(asked: _MachineName) -> Accelerator | None:
-    """Return the default board of a chip that is named without one: H100 SXM for "h100".
+def _find_board(asked: _MachineName) -> Accelerator | None:
+    """Return the board that a chip's name without one stands for: H100 SXM for "h100".
 
-    Returns None if the chip has no boards. Raises BadInputError if the user must choose one of the
-    boards' memory sizes.
+    None if the chip has no boards. Raises BadInputError if the user must choose one of the boards'
+    memory sizes.
     """
     chips = {_slug(known): one for known, one in ACCELERATORS.items()}
     form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")
     plain = next((one for known, one in chips.items() if form.fullmatch(known)), None)
     if plain is not None and asked.memory is None:
         return plain
-    boards = {_printed_gb(one): one for known, one in chips.items()
+    boards = {_memory_in_name(one): one for known, one in chips.items()
               if (found := form.match(known)) and "-w" not in known[found.end():]}  # fmt: skip
     if asked.memory is not None and int(asked.memory) in boards:
         return boards[int(asked.memory)]
     if not boards:
         return None
-    raise _ask_memory(asked, boards, " on boards")
+    raise _memory_error(asked, boards, " on boards")
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:
-    """Return whether the user may give a chip's memory as `gb` GB.
+    """Return whether users may call a chip's memory `gb` GB.
 
-    Accepted are its actual size and up to 7 % more than the size in its product name.
+    That is so for its actual size, and for up to 7 % more than the size in its product name.
     """
-    size = _printed_gb(chip)
+    size = _memory_in_name(chip)
     return gb == chip.memory_bytes // _GIB or size <= gb <= _NOMINAL * size
 
 
-def _printed_gb(chip: Accelerator) -> int:
-    """Return the memory size in a chip's name, else its actual size: 141 for a GH200 144 GB."""
+def _memory_in_name(chip: Accelerator) -> int:
+    """Return the memory size in a chip's name in GB, else its actual size in GiB."""
     said = _SIZED.search(_slug(chip.name))
     return int(said[1]) if said else chip.memory_bytes // _GIB
 
 
-def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
-    """Return a host with `count` of these accelerators."""
+def _make_node(name: str, chip: Accelerator, count: int) -> Node:
     if count == 1:
         return Node(
             name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,
@@ -392,27 +396,31 @@ def _is_card(chip: Accelerator) -> bool:
     return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
 
 
-def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
-    """Return similar machines for an unknown name ("8xh100", or "h100" for one), each described.
+def _list_similar(wanted: str, chips: Sequence[str]) -> list[str]:
+    """Return machines, each described, with accelerators like those of an unknown name.
 
-    A name matches an accelerator if one of the two ends with the other ("NVIDIA GeForce RTX 4090"
-    and "4090"). If no machine matches, the result is the accelerators whose names contain the word
+    A name is like an accelerator's if one of the two ends with the other ("NVIDIA GeForce RTX 4090"
+    and "4090"). If no machine matches, return the accelerators whose names contain the word
     ("3060").
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
     if found is None:
         return []
     count, chip = found.groups()
-    word = _letters(chip)
+    word = _alphanumeric(chip)
     if len(word) < 2:
         return []
-    ends = [one for one in chips if _letters(one).endswith(word) or word.endswith(_letters(one))]
+    ends = [
+        one
+        for one in chips
+        if _alphanumeric(one).endswith(word) or word.endswith(_alphanumeric(one))
+    ]
     if count is None and len(ends) == 1:
         return [repr(ends[0])]
     nodes = [
         f"{node.name!r} ({node.devices} × {node.accelerator})"
         for node in NODES.values()
-        if word in _letters(node.accelerator or "") and count in (None, str(node.devices))
+        if word in _alphanumeric(node.accelerator or "") and count in (None, str(node.devices))
     ]
-    named = [one for one in chips if word in _letters(one)]
+    named = [one for one in chips if word in _alphanumeric(one)]
     return (nodes or [repr(chip if count is None else f"{count}x{chip}") for chip in named])[:4]

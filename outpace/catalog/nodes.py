@@ -14,8 +14,8 @@ from outpace.records.hardware import Bundle, Node
 _GIB = 2**30
 
 
-def _node(name: str, values: dict[str, Any]) -> Node:
-    """Create a node from its row, in which accelerators have all of their advertised links or none.
+def _make_node(name: str, values: dict[str, Any]) -> Node:
+    """Make a node from its row; accelerators have all of their advertised links, or none.
 
     The link to the host is the accelerator's, unless the row has another.
     """
@@ -32,5 +32,5 @@ def _node(name: str, values: dict[str, Any]) -> Node:
 
 
 NODES: Mapping[str, Node] = MappingProxyType(
-    {name: _node(name, values) for name, values in read_table("nodes").items()}
+    {name: _make_node(name, values) for name, values in read_table("nodes").items()}
 )

@@ -12,10 +12,10 @@ from outpace.catalog.tables import read_table
 from outpace.records.outline import Outline
 
 
-def _outline(name: str, family: str, **values: Any) -> Outline:
+def _make_outline(name: str, family: str, **values: Any) -> Outline:
     return Outline.parse({"name": name, "untrained": f"outpace has no {family}", **values}, name)
 
 
 OUTLINES: Mapping[str, Outline] = MappingProxyType(
-    {name: _outline(name, **values) for name, values in read_table("outlines").items()}
+    {name: _make_outline(name, **values) for name, values in read_table("outlines").items()}
 )

@@ -12,13 +12,17 @@ from outpace.catalog.tables import read_table
 from outpace.records.hardware import Dtype, Processor, ValueRange
 
 
-def _processor(feature: str, flops_per_cycle: dict[Dtype, list[int]], **values: Any) -> Processor:
+def _make_processor(
+    feature: str, flops_per_cycle: dict[Dtype, list[int]], **values: Any
+) -> Processor:
     spans = {d: ValueRange(least=least, most=most) for d, (least, most) in flops_per_cycle.items()}
     return Processor(feature=feature, flops_per_cycle=spans, **values)
 
 
 # The widest is last: of a processor's extensions, the last one that supports a dtype counts.
-PROCESSORS = tuple(_processor(name, **values) for name, values in read_table("processors").items())
+PROCESSORS = tuple(
+    _make_processor(name, **values) for name, values in read_table("processors").items()
+)
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:

@@ -60,7 +60,7 @@ class Reference:
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
     """Return the reference steps on `ranks` processes by name; if `quick`, a quick probe's only."""
     found = {}
-    for size, values in _cases(ranks, kind, quick):
+    for size, values in _reference_cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)
         plan = Plan.parse(values, size)
         batch = plan.micro_batch * plan.pp_microbatches * plan.dp_replicate * plan.dp_shard
@@ -76,7 +76,7 @@ def _format_values(values: dict[str, Any]) -> str:
                      for name, value in values.items())  # fmt: skip
 
 
-def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str, Any]]]:
+def _reference_cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str, Any]]]:
     share = -(-_BATCH // ranks)
     plain = "bf16" if kind == "cuda" else "fp32"
     for layout in _layouts(ranks):
@@ -101,7 +101,6 @@ def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str
 
 
 def _layouts(ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield one layout for each strategy that can divide these models among `ranks`."""
     if ranks == 1:
         yield {"strategy": "single"}
         return

@@ -103,11 +103,11 @@ class SoftwareStack(Record):
     source: str
 
 
-def _stack(name: str, source: list[str], **traits: Any) -> SoftwareStack:
+def _make_stack(name: str, source: list[str], **traits: Any) -> SoftwareStack:
     return SoftwareStack.parse({"name": name, "source": "; ".join(source), **traits}, name)
 
 
 STACKS: Mapping[str, SoftwareStack] = MappingProxyType(
-    {name: _stack(name, **values) for name, values in read_table("stacks").items()}
+    {name: _make_stack(name, **values) for name, values in read_table("stacks").items()}
 )
 OUTPACE = STACKS["outpace"]

@@ -29,7 +29,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     from outpace.planner.calibration.measured_cases import extrapolations, nearest_cases
 
-    like = _likeness(arguments)
+    like = _read_likeness(arguments)
     cases, beyond = nearest_cases(like, arguments.count), extrapolations(like)
     if arguments.json:
         document = {"cases": [one.model_dump(mode="json") for one in cases],
@@ -52,8 +52,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _likeness(arguments: "argparse.Namespace") -> "Likeness":
-    """Return the properties to compare: those of the plan, and of a given model and machine."""
+def _read_likeness(arguments: "argparse.Namespace") -> "Likeness":
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.measured_cases import Likeness

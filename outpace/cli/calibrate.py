@@ -34,27 +34,27 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.out_file is not None:
         save_output(arguments.out_file, machine)
     if arguments.json:
-        print(json.dumps([_row(one) for one in runs], indent=2), flush=True)
+        print(json.dumps([_to_json(one) for one in runs], indent=2), flush=True)
         return 0
     _show(runs, machine, arguments.out_file)
     return 0
 
 
-def _row(one: "CalibratedRun") -> dict[str, object]:
-    observed = one.observed
+def _to_json(run: "CalibratedRun") -> dict[str, object]:
+    observed = run.observed
     return {
         "log": observed.log,
         "trainer": observed.trainer,
         "step_time_s": observed.step_time_s,
-        "before_s": one.before_s,
-        "after_s": one.after_s,
-        "before": one.error_before,
-        "after": one.error_after,
+        "before_s": run.before_s,
+        "after_s": run.after_s,
+        "before": run.error_before,
+        "after": run.error_after,
         "peak_memory_bytes": observed.peak_memory_bytes,
         "memory_kind": observed.memory_kind,
-        "planned_memory_bytes": one.planned_memory_bytes,
-        "notes": one.notes,
-        "assumed": dict(one.assumed),
+        "planned_memory_bytes": run.planned_memory_bytes,
+        "notes": run.notes,
+        "assumed": dict(run.assumed),
     }
 
 
@@ -92,14 +92,14 @@ def _show(runs: Sequence["CalibratedRun"], machine: "CorrectedMachine", out: Pat
             console.print(Text(text))
         for note in one.notes:
             console.print(Text(f"  {note}"))
-    console.print(Text(_next(machine, out)))
+    console.print(Text(_suggest_next(machine, out)))
 
 
 def _format_error(share: float) -> str:
     return f"{share:+.1%}".replace("%", " %")
 
 
-def _next(machine: "CorrectedMachine", out: Path | None) -> str:
+def _suggest_next(machine: "CorrectedMachine", out: Path | None) -> str:
     count = len(machine.runs)
     if out is None:
         return "Nothing was written. Use --out machine.json to keep the corrected machine."

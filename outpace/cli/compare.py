@@ -69,7 +69,7 @@ _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Compare, print the verdict and save everything. Returns 0, or 1 if all runs failed."""
     arguments = _parser().read(argv)
-    folder, comparison = _answer(arguments, argv, quiet=arguments.json)
+    folder, comparison = _compare_and_save(arguments, argv, quiet=arguments.json)
     if arguments.json:
         print(comparison.model_dump_json(indent=2), flush=True)
     else:
@@ -86,15 +86,19 @@ def run_comparison(argv: list[str], quiet: bool) -> Comparison:
 
     Raises BadInputError if an argument is invalid.
     """
-    return _answer(_parser().read(argv), argv, quiet)[1]
+    return _compare_and_save(_parser().read(argv), argv, quiet)[1]
 
 
-def _answer(
+def _compare_and_save(
     arguments: argparse.Namespace, argv: list[str], quiet: bool
 ) -> tuple[Path | None, Comparison]:
-    given = vars(arguments)
-    out = None if given.get("out") is None else output_place(given["out"])
-    _take_runs(arguments)
+    """Compare the arms or the finished runs, and save the comparison in its folder.
+
+    The folder is None for finished runs that are compared without --out.
+    """
+    values = vars(arguments)
+    out = None if values.get("out") is None else output_place(values["out"])
+    _move_run_folders(arguments)
     if out is not None:
         require_folder_place(out)
     if arguments.runs:
@@ -102,7 +106,7 @@ def _answer(
             raise BadInputError(f"{out} exists already. Use another --out.")
         folder, comparison = out, _compare_finished(arguments)
     else:
-        folder, comparison = _run_arms(arguments, argv, out, given.get("resume", False), quiet)
+        folder, comparison = _run_arms(arguments, argv, out, values.get("resume", False), quiet)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         comparison.save(folder / RESULT)
@@ -112,14 +116,13 @@ def _answer(
 def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Run the arms; return the comparison's folder, and the comparison itself."""
     from outpace.experiment.arm_facts import compare_with_stored
 
     values, stored = _read_request(arguments)
     with folder_of(out, resumes, "comparisons", "comparison") as folder:
         experiment, before = _load_progress(folder, values, resumes)
-        settings = _settings(experiment)
-        _note_alone(experiment, settings)
+        settings = _arm_settings(experiment)
+        _warn_if_single_process(experiment, settings)
         try:
             comparison = _measure_and_judge(experiment, settings, folder, before, quiet)
         except (KeyboardInterrupt, TerminatedError):
@@ -131,8 +134,8 @@ def _run_arms(
     return folder, comparison
 
 
-def _settings(experiment: Experiment) -> list[TrainSettings]:
-    """Return each training arm's settings, none for commands. Raises BadInputError."""
+def _arm_settings(experiment: Experiment) -> list[TrainSettings]:
+    """Return the settings of each arm; empty if the arms are commands."""
     from outpace.experiment import arms
 
     if experiment.metric is not None:  # arms are commands
@@ -141,8 +144,7 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
     return [arms.settings_of(experiment, arm) for arm in experiment.arms]
 
 
-def _note_alone(experiment: Experiment, settings: list[TrainSettings]) -> None:
-    """Warn about parallel strategies that run on a single process."""
+def _warn_if_single_process(experiment: Experiment, settings: list[TrainSettings]) -> None:
     names = ", ".join(
         arm.name
         for arm, one in zip(experiment.arms, settings, strict=False)
@@ -156,10 +158,13 @@ def _note_alone(experiment: Experiment, settings: list[TrainSettings]) -> None:
 
 
 def _measure_and_judge(
-    experiment: Experiment, settings: list[TrainSettings], folder: Path, before: list[Outcome],
+    experiment: Experiment, settings: list[TrainSettings], folder: Path, finished: list[Outcome],
     quiet: bool,
 ) -> Comparison:  # fmt: skip
-    """Run the experiment and judge it; save what was measured before re-raising an interruption."""
+    """Run the rounds that are missing after `finished`, and judge the arms.
+
+    If interrupted, save the comparison of the finished runs, and raise the interruption again.
+    """
     from outpace.experiment import arms
     from outpace.experiment.compare import ALPHA
     from outpace.experiment.judge import judge
@@ -167,17 +172,17 @@ def _measure_and_judge(
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
     if not quiet:
-        _say(_format_start(experiment, settings, folder))
+        _say(_describe_experiment(experiment, settings, folder))
         needed = fewest_rounds(ALPHA / (len(experiment.arms) - 1))
         if experiment.rounds < needed:
             rounds = f"{experiment.rounds} round{'s' * (experiment.rounds > 1)}"
             _say(f"{rounds} cannot decide, whatever they measure: use --rounds {needed} or more")
-    _prepare(settings, quiet)
-    began_s, started = time.monotonic() - sum(one.took_s for one in before), format_now()
+    _prepare_data(settings, quiet)
+    began_s, started = time.monotonic() - sum(one.took_s for one in finished), format_now()
     run = arms.run_training if settings else arms.run_command
-    ended, interrupt = _rounds(experiment, folder, run, before, quiet)
+    ended, interrupt = _run_rounds(experiment, folder, run, finished, quiet)
     took_s = time.monotonic() - began_s
-    trusted = ("--trusted",) if _code_of(experiment) else ()
+    trusted = ("--trusted",) if _list_code(experiment) else ()
     command = ("outpace", "compare", str(folder / RESULT), *trusted)
     comparison = judge(experiment, folder, ended, took_s, started, command)
     if interrupt is not None:
@@ -186,7 +191,7 @@ def _measure_and_judge(
     return comparison
 
 
-def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
+def _prepare_data(settings: list[TrainSettings], quiet: bool) -> None:
     """Prepare the data of all arms, so that it does not count towards the runs' time limit."""
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
@@ -200,8 +205,9 @@ def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
                 prepare_data(one, [] if quiet else [TrainingProgress()])
 
 
-def _format_start(experiment: Experiment, settings: list[TrainSettings], folder: Path) -> str:
-    """Describe what is about to run, and how long it may take at most."""
+def _describe_experiment(
+    experiment: Experiment, settings: list[TrainSettings], folder: Path
+) -> str:
     arms = [arm.name for arm in experiment.arms]
     if settings:
         arms = [f"{name}{_format_processes(one)}" for name, one in zip(arms, settings, strict=True)]
@@ -213,7 +219,6 @@ def _format_start(experiment: Experiment, settings: list[TrainSettings], folder:
 
 
 def _format_processes(settings: TrainSettings) -> str:
-    """Return ' on N processes', or '' if a plan decides the number."""
     if settings.plan is not None:
         return ""
     return f" on {settings.nproc or 1} process{'es' * ((settings.nproc or 1) > 1)}"
@@ -223,29 +228,31 @@ def _say(sentence: str) -> None:
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
 
 
-def _rounds(
-    experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
+def _run_rounds(
+    experiment: Experiment, folder: Path, run: "Run", finished: list[Outcome], quiet: bool
 ) -> tuple["ComparisonEnd", BaseException | None]:
-    """Run the rounds and write each outcome immediately; also return any interruption."""
+    """Run the missing rounds, and append each outcome to the log as soon as it is known.
+
+    Also return the interruption (Ctrl-C or a signal) that ended the rounds early, or None.
+    """
     from outpace.experiment.compare import ComparisonEnd, compare
 
-    seen = list(before)
+    seen = list(finished)
     with (folder / OUTCOMES).open("a", encoding="utf-8", buffering=1) as file:
 
         def note_outcome(outcome: Outcome, verdicts: Mapping[str, Verdict]) -> None:
             seen.append(outcome)
             file.write(encode_line(outcome).decode())
             if not quiet:
-                _say(_line(outcome, experiment))
+                _say(_format_outcome(outcome, experiment))
 
         try:
-            return compare(experiment, folder, run, before, note_outcome), None
+            return compare(experiment, folder, run, finished, note_outcome), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             return ComparisonEnd(tuple(seen), "it was interrupted"), interrupt
 
 
 def _compare_finished(arguments: argparse.Namespace) -> Comparison:
-    """Compare finished runs."""
     from outpace.experiment.judge import compare_runs
 
     _refuse_unused(
@@ -254,8 +261,8 @@ def _compare_finished(arguments: argparse.Namespace) -> Comparison:
     return compare_runs(arguments.runs, arguments.price)
 
 
-def _take_runs(arguments: argparse.Namespace) -> None:
-    """Treat arms that are folders of runs as --runs. Raises BadInputError if only some are."""
+def _move_run_folders(arguments: argparse.Namespace) -> None:
+    """Move arms that are folders of runs to --runs. Raises BadInputError if only some arms are."""
     folders = [Path(word) for word in arguments.arm if (Path(word) / RUN_FILE).is_file()]
     if not folders and not arguments.runs:
         return
@@ -268,7 +275,7 @@ def _take_runs(arguments: argparse.Namespace) -> None:
     arguments.runs = [*arguments.runs, *folders]
 
 
-def _line(outcome: Outcome, experiment: Experiment) -> str:
+def _format_outcome(outcome: Outcome, experiment: Experiment) -> str:
     head = f"round {outcome.round + 1} of at most {experiment.rounds}: {outcome.arm}"
     if outcome.value is None:
         return f"{head} failed: {outcome.failure}"
@@ -307,32 +314,32 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run commands from a file that the user has not declared `trusted`."""
+    """Raise BadInputError if the file `path` would run code, unless the user trusts it."""
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
-    asked = _code_of(experiment)
-    if asked and not trusted:
+    code = _list_code(experiment)
+    if code and not trusted:
         raise BadInputError(
             f"{path} would run this on your machine:\n  "
-            + "\n  ".join(asked)
+            + "\n  ".join(code)
             + "\nIf you wrote the file, or have read it, add --trusted."
         )
 
 
-def _code_of(experiment: Experiment) -> list[str]:
+def _list_code(experiment: Experiment) -> list[str]:
     """Return the arms' commands and environment variables, both of which can run any code."""
-    found = [arm.command for arm in experiment.arms if arm.command is not None]
+    commands = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
-    return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
+    return [*commands, *(f"{name}={value}" for name, value in sorted(pairs))]
 
 
 def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
-    """Refuse arguments that would have no effect."""
-    nothing = _parser().read([])
+    """Raise BadInputError with the reason `why` if options other than `allowed` were given."""
+    defaults = _parser().read([])
     given = [
         "arms" if name == "arm" else options.flag(name)
         for name, value in vars(arguments).items()
-        if name not in (*allowed, "json") and value != getattr(nothing, name, None)
+        if name not in (*allowed, "json") and value != getattr(defaults, name, None)
     ]
     if given:
         raise BadInputError(f"{why}. Leave out {', '.join(given)}.")
@@ -341,9 +348,10 @@ def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why:
 def _load_progress(
     folder: Path, values: dict[str, Any], resumes: bool
 ) -> tuple[Experiment, list[Outcome]]:
-    """Return the experiment and the outcomes of its finished rounds.
+    """Return the experiment, and the outcomes of its finished rounds.
 
-    Raises BadInputError if `folder` holds a different experiment.
+    Outcomes of an unfinished round are removed from the log. Raises BadInputError if `folder` holds
+    a different experiment.
     """
     from outpace.experiment.compare import whole_rounds
 
@@ -359,9 +367,9 @@ def _load_progress(
             f"{folder} holds a different experiment: its arms, common settings or metric "
             "differ. Give the same ones, or use another --out."
         )
-    found = [Outcome.parse(one, str(path)) for one in whole_lines(path)]
-    whole = whole_rounds(experiment, found)
-    if len(whole) < len(found):
+    outcomes = [Outcome.parse(one, str(path)) for one in whole_lines(path)]
+    whole = whole_rounds(experiment, outcomes)
+    if len(whole) < len(outcomes):
         write_atomic(path, "".join(one.model_dump_json() + "\n" for one in whole))
     return experiment, whole
 

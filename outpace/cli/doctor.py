@@ -18,7 +18,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Examine this host and print the findings; returns 0, or 1 with --strict if there are any."""
     arguments = _parser().read(argv)
     if arguments.run is not None:
-        return _of_run(arguments)
+        return _examine_run(arguments)
     from outpace.probing.doctor.examine import examine
     from outpace.probing.hardware.inventory import gather
 
@@ -38,8 +38,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 1 if arguments.strict and examination.findings else 0
 
 
-def _of_run(arguments: Namespace) -> int:
-    """Print what limited the speed of a run, from its records."""
+def _examine_run(arguments: Namespace) -> int:
     from outpace.reporting.data.run_folder import read_run
     from outpace.reporting.run_findings import run_examination
     from outpace.reporting.terminal.console import Console

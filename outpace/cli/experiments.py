@@ -30,10 +30,10 @@ _OF_AN_ARM = ("name", "environment", "command")
 
 @contextmanager
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
-    """Yield the folder for `what`: `out`, or a new one in `parent`, named after the time.
+    """Yield the folder for results: `out`, or a new one in `parent` that is named after the time.
 
-    A new folder is removed if it is empty at the end. Raises BadInputError if `out` cannot be used,
-    or is missing for a resume.
+    A new folder is removed if it is empty at the end. `what` names the results in errors. Raises
+    BadInputError if `out` cannot be used, or is missing for a resume.
     """
     if out is None and resumes:
         raise BadInputError(f"--resume needs a {what}. Give its directory with --out DIR.")
@@ -101,9 +101,10 @@ def format_interruption(folder: Path, *command: str) -> str:
 
 
 def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Return whether to resume the `what` in `folder`, whose results are in `log`.
+    """Return whether `folder` has results, in its file `log`, that are to be resumed.
 
-    Raises BadInputError if `resumes` contradicts the folder's content.
+    `what` names the results in errors. Raises BadInputError if `resumes` is set without such a
+    folder, or the folder has content that may only be used with it.
     """
     if not log.is_file():
         if resumes and not folder.is_dir():
@@ -150,9 +151,9 @@ def arm_of(word: str) -> Arm:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         found: dict[str, Any] = {}
         if not equals:
-            found = {"strategy": _strategy(key, word)}
+            found = {"strategy": _check_strategy(key, word)}
         elif not _VARIABLE.fullmatch(key):
-            found = _setting(key, value, f"arm {word}")
+            found = _parse_setting(key, value, f"arm {word}")
         for name in found.keys() & settings.keys() or ({key} & environment.keys()):
             raise BadInputError(
                 f"arm {word!r} has two values of {name}. Separate arms by spaces, and settings "
@@ -164,7 +165,7 @@ def arm_of(word: str) -> Arm:
     return Arm.parse(given, f"arm {word!r}")
 
 
-def _strategy(name: str, word: str) -> str:
+def _check_strategy(name: str, word: str) -> str:
     known = get_args(Strategy)
     if name not in known:
         raise BadInputError(
@@ -175,24 +176,26 @@ def _strategy(name: str, word: str) -> str:
     return name
 
 
-def _setting(key: str, value: Any, where: str) -> dict[str, Any]:
+def _parse_setting(key: str, value: Any, where: str) -> dict[str, Any]:
     name = key.replace("-", "_")
     known = TrainSettings.model_fields
     if name not in known or name in ("out", "resume"):
         raise BadInputError(f"{where}: {key!r} is not a setting.{suggest(name, known)}")
-    return {name: _plain(options.convert(name, _boolean(name, value), f"{where}: {key}"))}
+    return {
+        name: _to_json_value(options.convert(name, _parse_boolean(name, value), f"{where}: {key}"))
+    }
 
 
-def _boolean(name: str, value: Any) -> Any:
+def _parse_boolean(name: str, value: Any) -> Any:
+    """Convert 'true', 'off', … to a boolean if the setting is one, else return `value`."""
     if options.shape(TrainSettings.model_fields[name].annotation).kind is bool:
         return options.BOOLEANS.get(str(value).lower(), value)
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Convert tuples and paths to JSON values."""
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+        return [_to_json_value(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -207,7 +210,7 @@ def from_toml(path: Path) -> dict[str, Any]:
     Raises BadInputError if the file has another form.
     """
     table = read_toml(path)
-    common = _settings(table.pop("common", {}), f"{path}: common")
+    common = _parse_settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])
     grid = table.pop("grid", {})
     if not isinstance(grid, dict):
@@ -216,15 +219,15 @@ def from_toml(path: Path) -> dict[str, Any]:
         )
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise BadInputError(f"{path}: arms: write each arm as a table under [[arm]]")
-    arms = [_arm(one, place, path) for place, one in enumerate(given)]
+    arms = [_parse_arm(one, place, path) for place, one in enumerate(given)]
     return {**table, "common": common, "arms": [*_cross_with_grid(arms, grid, path)]}
 
 
-def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
+def _parse_arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
     where = f"{path}: arm {place + 1}"
     own = {name: table[name] for name in _OF_AN_ARM if name in table}
     rest = {name: value for name, value in table.items() if name not in _OF_AN_ARM}
-    settings = _settings(rest, where)
+    settings = _parse_settings(rest, where)
     variables = own.get("environment", {})
     if not isinstance(variables, dict):
         raise BadInputError(f"{where}: environment: write it as a table of variables")
@@ -232,44 +235,44 @@ def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
         key: str(value) if type(value) in (int, float) else value
         for key, value in variables.items()
     }
-    own.setdefault("name", own.get("command") or _name(settings, variables))
+    own.setdefault("name", own.get("command") or _format_arm_name(settings, variables))
     return Arm.parse({**own, "settings": settings}, where)
 
 
-def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _parse_settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise BadInputError(f"{where}: write it as a table of settings")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _setting(key, value, where)
-    return found
+        settings |= _parse_setting(key, value, where)
+    return settings
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine each arm with every point of the grid. Names in capitals are variables to set."""
+    """Combine each arm with every point of the grid. Keys in capitals are environment variables."""
     if not grid:
         return list(arms)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise BadInputError(f"{path}: grid: {name} needs a list of values")
-    found = []
+    combined = []
     for arm in arms or [Arm(name="-")]:
         for values in product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             own = {key: str(value) for key, value in chosen.items() if _VARIABLE.fullmatch(key)}
             rest = {key: value for key, value in chosen.items() if key not in own}
-            more = _settings(rest, f"{path}: grid")
-            name = _name(more, own)
+            grid_settings = _parse_settings(rest, f"{path}: grid")
+            name = _format_arm_name(grid_settings, own)
             changed = {
                 "name": name if arm.name == "-" else f"{arm.name}, {name}",
-                "settings": {**arm.settings, **more},
+                "settings": {**arm.settings, **grid_settings},
                 "environment": {**arm.environment, **own},
             }
-            found.append(arm.model_copy(update=changed))
-    return found
+            combined.append(arm.model_copy(update=changed))
+    return combined
 
 
-def _name(settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+def _format_arm_name(settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     words = [
         str(value) if key == "strategy" else f"{key}={options.as_words(value)}"
         for key, value in settings.items()

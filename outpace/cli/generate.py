@@ -24,7 +24,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     Raises OutpaceError.
     """
     arguments = _parser().read(argv)
-    _check(arguments)
+    _check_arguments(arguments)
     from outpace.jobs import inference
 
     sampling = inference.Sampling(
@@ -34,7 +34,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     begin = inference.system_message(arguments.system)
     if arguments.conversations is not None:
         for talk in writer.questions(arguments.conversations):
-            messages = _with_system(begin, talk.messages)
+            messages = _prepend_system(begin, talk.messages)
             _print_answer(arguments, messages[-1]["content"], writer.answer(messages, talk.tools))
         return 0
     if arguments.prompt is None:
@@ -48,18 +48,17 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
-    """Put the --system message first. Raises BadInputError if there already is a system message."""
-    if begin and messages[0]["role"] == "system":
+def _prepend_system(system: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
+    """Put the messages of --system first. Raises BadInputError if there already is one."""
+    if system and messages[0]["role"] == "system":
         raise BadInputError(
             "--system: a conversation in the file already has a system message, "
             f"{shorten(str(messages[0]['content']), 60)!r}. Leave one of the two out."
         )
-    return [*begin, *messages]
+    return [*system, *messages]
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that are incomplete or contradict each other."""
+def _check_arguments(arguments: argparse.Namespace) -> None:
     require_run(arguments.run)
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
@@ -92,14 +91,14 @@ def _print_answer(arguments: argparse.Namespace, prompt: Any, text: str) -> None
         print(text)
 
 
-def _answer_lines(writer: "Writer", begin: "Sequence[Message]") -> int:
-    """Answer each line of standard input, with the whole conversation as context; return 0."""
-    asks = sys.stdin.isatty()
-    if asks:
+def _answer_lines(writer: "Writer", system: "Sequence[Message]") -> int:
+    """Answer each line of standard input, given the conversation so far; return 0 at its end."""
+    interactive = sys.stdin.isatty()
+    if interactive:
         print("Type your message; press Ctrl-D to end the conversation.", file=sys.stderr)
-    messages = list(begin)
+    messages = list(system)
     while True:
-        if asks:
+        if interactive:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:

@@ -11,22 +11,21 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """Signal handler: the first signal interrupts, and a later one calls `end`.
+    """Signal handler: the first signal calls `notify` and interrupts, and a later one calls `end`.
 
-    Repeated signals of the same key press are ignored. If a signal ended the block, the handler
-    stays installed while the process ends; otherwise, the previous handler is restored.
+    Repeated signals of the same key press are ignored. `finished` is set when the block has ended:
+    from then on, signals go to the `previous` handler.
     """
 
     def __init__(
-        self, told: Callable[[], None], end: Callable[[], None], before: Callable[..., object]
+        self, notify: Callable[[], None], end: Callable[[], None], previous: Callable[..., object]
     ) -> None:
-        self._told, self._end, self._before = told, end, before
+        self._notify, self._end, self._previous = notify, end, previous
         self._last_s: float | None = None
-        self.left = False
+        self.finished = False
 
     @property
     def received(self) -> bool:
-        """Return whether a signal was received."""
         return self._last_s is not None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -34,31 +33,31 @@ class _InterruptHandler:
         self._last_s = now_s
         if last_s is not None and now_s - last_s < SAME_SIGNAL_S:
             return
-        if self.left:
-            signal.signal(signum, self._before)
-            self._before(signum, frame)
+        if self.finished:
+            signal.signal(signum, self._previous)
+            self._previous(signum, frame)
         elif last_s is not None:
             self._end()
         else:
-            self._told()
+            self._notify()
             raise KeyboardInterrupt
 
 
 @contextmanager
-def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first SIGINT, after calling `told`; a second one calls `end`.
+def interrupt_once(notify: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Raise KeyboardInterrupt at the first SIGINT, after `notify()`; a second SIGINT calls `end`.
 
     Does nothing outside of the main thread, or if SIGINT is ignored.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
-    once = _InterruptHandler(told, end, before)
-    signal.signal(signal.SIGINT, once)
+    handler = _InterruptHandler(notify, end, previous)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        once.left = True
-        if not once.received:
-            signal.signal(signal.SIGINT, before)
+        handler.finished = True
+        if not handler.received:
+            signal.signal(signal.SIGINT, previous)

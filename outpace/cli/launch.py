@@ -43,7 +43,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Write the job, or submit it; returns 0. Raises OutpaceError."""
-    own, command = _split(argv)
+    own, command = _split_at_dashes(argv)
     if not own or own[0] in ("-h", "--help"):
         _parser("slurm").read(["--help"])
     kind, *rest = own
@@ -53,18 +53,18 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             f"{join_or(_WRITERS)}; see outpace launch slurm --help."
         )
     arguments = _parser(kind).read(rest)
-    job = _job(arguments, command)
+    job = _read_job(arguments, command)
     return _WRITERS[kind](job, arguments)
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     if "--" not in argv:
         return argv, []
     at = argv.index("--")
     return argv[:at], argv[at + 1 :]
 
 
-def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
+def _read_job(arguments: Namespace, command: list[str]) -> ClusterJob:
     per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
     folder = Path.cwd() if arguments.folder is None else arguments.folder.absolute()
     words, out = _complete_command(command, arguments.name, folder)
@@ -86,7 +86,11 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
 def _complete_command(
     command: list[str], name: str, folder: Path
 ) -> tuple[tuple[str, ...], Path | None]:
-    """Check a command, make it resumable, and return it with the run's folder."""
+    """Return the words of an `outpace train` command that can be resumed, and the run's folder.
+
+    Adds --out and --auto-resume if they are missing. Raises BadInputError if the command is not
+    `outpace train`, is invalid, or sets --nproc.
+    """
     from outpace.cli.train import read_settings
 
     if command[:1] == ["outpace"]:
@@ -99,24 +103,24 @@ def _complete_command(
         )
     words = [word.partition("=")[0] for word in command]
     out = f"runs/{name}"
-    more = [] if "--out" in words or "--config" in words else ["--out", out]
-    more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
-    if "--out" in more and (folder / out / RUN_FILE).is_file():
+    added = [] if "--out" in words or "--config" in words else ["--out", out]
+    added += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
+    if "--out" in added and (folder / out / RUN_FILE).is_file():
         raise BadInputError(
             f"{folder / out} already holds a run. To resume it, write --out {out} after the "
             "--; to start another, give another --name or --out."
         )
-    settings, origins = read_settings([*command[1:], *more])
+    settings, origins = read_settings([*command[1:], *added])
     if origins["nproc"] not in (DEFAULT, RUN_FILE):
         raise BadInputError(
             f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave out --nproc, and "
             "use --ranks-per-node before the --."
         )
-    return (*command, *more), settings.out
+    return (*command, *added), settings.out
 
 
-def _slurm(job: ClusterJob, arguments: Namespace) -> int:
-    limit_s = None if arguments.time is None else _seconds(arguments.time)
+def _write_slurm_job(job: ClusterJob, arguments: Namespace) -> int:
+    limit_s = None if arguments.time is None else _time_limit_s(arguments.time)
     if limit_s is not None and arguments.save_s >= limit_s:
         raise BadInputError(
             f"--time {arguments.time} is {limit_s} s, of which --save-s {arguments.save_s} are for "
@@ -127,8 +131,8 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
     )
     text = slurm_script.script(job, chosen, str(Path(sys.executable).parent))
     path: Path = arguments.file or Path(f"{job.name}.sbatch")
-    _write(path, text)
-    number = _submit(path) if arguments.submit else None
+    _write_file(path, text)
+    number = _submit_script(path) if arguments.submit else None
     if arguments.json:
         print(json.dumps({"file": str(path), "job": number}, indent=2))
     elif number is not None:
@@ -138,8 +142,7 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
     return 0
 
 
-def _submit(path: Path) -> str:
-    """Submit the script with sbatch, and return the job ID."""
+def _submit_script(path: Path) -> str:
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", "--", str(path)], capture_output=True, text=True, check=False
@@ -154,7 +157,7 @@ def _submit(path: Path) -> str:
     return done.stdout.strip().split(";")[0]
 
 
-def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
+def _write_kubernetes_job(job: ClusterJob, arguments: Namespace) -> int:
     from outpace.interop.export.texts import as_yaml
 
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
@@ -173,7 +176,7 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
     folder: Path = arguments.file or Path()
     paths = {kind: folder / f"{job.name}.{kind}.yaml" for kind in files}
     for kind, objects in files.items():
-        _write(paths[kind], "---\n".join(map(as_yaml, objects)))
+        _write_file(paths[kind], "---\n".join(map(as_yaml, objects)))
     if arguments.json:
         print(json.dumps({kind: str(path) for kind, path in paths.items()}, indent=2))
         return 0
@@ -183,12 +186,11 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
 
 
 _WRITERS: Mapping[str, Callable[[ClusterJob, Namespace], int]] = {
-    "slurm": _slurm, "kubernetes": _kubernetes
+    "slurm": _write_slurm_job, "kubernetes": _write_kubernetes_job
 }  # fmt: skip
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically. Raises BadInputError."""
+def _write_file(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -216,28 +218,28 @@ def _parser(kind: str) -> Parser:
         "working directory, the same on all nodes (default: the current folder)",
     )
     if kind == "slurm":
-        _add_slurm(parser)
+        _add_slurm_options(parser)
     else:
-        _add_kubernetes(parser)
+        _add_kubernetes_options(parser)
     return parser
 
 
-def _add_slurm(parser: Parser) -> None:
+def _add_slurm_options(parser: Parser) -> None:
     add = parser.option
     add("--starter", None, str,
         "launcher of the ranks: srun alone, or srun with torchrun (default: srun)",
         default="srun", choices=("srun", "torchrun"))  # fmt: skip
-    add("--time", "LIMIT", _time, "time limit in sbatch's notation: 4:00:00, 2-0")
+    add("--time", "LIMIT", _check_time_limit, "time limit in sbatch's notation: 4:00:00, 2-0")
     add("--save-s", "S", number_type(int, 1),
         "seconds before the time limit at which to save (default: 120)", default=120)  # fmt: skip
-    add("--sbatch", "OPTION=VALUE", _directive,
+    add("--sbatch", "OPTION=VALUE", _check_directive,
         "an extra #SBATCH line, such as partition=gpu; may be repeated",
         default=[], action="append")  # fmt: skip
     add("--file", None, output_place, "file for the script (default: NAME.sbatch)")
     parser.switch("--submit", "submit the job with sbatch")
 
 
-def _directive(text: str) -> str:
+def _check_directive(text: str) -> str:
     if not _DIRECTIVE.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not of the form partition=gpu")
     name, _, value = text.partition("=")
@@ -265,7 +267,7 @@ def _directive(text: str) -> str:
     return text
 
 
-def _time(text: str) -> str:
+def _check_time_limit(text: str) -> str:
     if text != "UNLIMITED" and not _TIME.fullmatch(text):
         raise ArgumentTypeError(
             f"{text!r} is not a time in sbatch's notation, such as 4:00:00 or 2-0"
@@ -273,19 +275,22 @@ def _time(text: str) -> str:
     return text
 
 
-def _seconds(text: str) -> int | None:
-    """Parse a time limit in seconds, None if unlimited. 90 and 90:00 are minutes, 1-12 is 36 h."""
-    found = _TIME.fullmatch(text)
-    if found is None:
+def _time_limit_s(text: str) -> int | None:
+    """Parse a time limit in sbatch's notation: 90 and 90:00 are minutes, 1-12 is 36 hours.
+
+    Returns seconds, or None if there is no limit.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
         return None
-    days, *parts = (int(part or 0) for part in found.groups())
-    if found[1] is None and found[4] is None:
+    days, *parts = (int(part or 0) for part in match.groups())
+    if match[1] is None and match[4] is None:
         parts = [0, *parts[:2]]
     hours, minutes, seconds = parts
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
-def _add_kubernetes(parser: Parser) -> None:
+def _add_kubernetes_options(parser: Parser) -> None:
     add = parser.option
     add("--image", None, str, "container image with outpace installed", required=True)
     add("--runtime", None, str,

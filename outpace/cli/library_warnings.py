@@ -25,12 +25,12 @@ def hide_library_warnings() -> None:
     """Filter the warnings of this process, and of processes forked from it, by their origin."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS asks to see all warnings
         return
-    warnings.showwarning = _show
+    warnings.showwarning = _show_warning
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _show(
+def _show_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,

@@ -145,37 +145,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped: list[TerminatedError] = []
     end_with_parent(environ)
     try:
-        with _terminate_like_interrupt(stopped):
+        with _raise_on_signals(stopped):
             code = _run(arguments, environ)
             flush_output()  # here, where a closed pipe is still handled
             return code
     except OutpaceError as error:
-        same = _same_on_all_ranks(error)
-        return _fail(str(error), error.exit_code, arguments, environ, same, error.answered)
+        same = _fails_on_all_ranks(error)
+        return _report_error(str(error), error.exit_code, arguments, environ, same, error.answered)
     except KeyboardInterrupt:
-        return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
+        return _report_error(
+            "interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True
+        )
     except BrokenPipeError:
         # The reader of the output has closed it (`outpace … | head`): nobody would see a message.
         drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
         if stopped:  # later failures come from unwinding
-            return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
+            return _report_error(str(stopped[0]), stopped[0].exit_code, arguments, environ)
         if reader_is_gone():
             drop_output()
             return 128 + signal.SIGPIPE
         output = output_error()
         if output is not None:
-            return _fail(str(output), output.exit_code, arguments, environ)
+            return _report_error(str(output), output.exit_code, arguments, environ)
         message = (
-            _disk_sentence(error, arguments, environ)
-            or _file_sentence(error, arguments, environ)
-            or _home_sentence(error)
-            or _logs_sentence(error, environ)
+            _explain_disk_error(error, arguments, environ)
+            or _explain_file_error(error, arguments, environ)
+            or _explain_home_error(error)
+            or _explain_torch_logs_error(error, environ)
         )
         if message is not None:
-            return _fail(message, 2, arguments, environ)
-        return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
+            return _report_error(message, 2, arguments, environ)
+        return _report_error(traceback.format_exc().rstrip(), 1, arguments, environ)
 
 
 def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
@@ -204,7 +206,7 @@ def _require_text(arguments: Sequence[str]) -> None:
 
 def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
+        print(_format_help(), end="")
         return 0
     name, *rest = arguments
     if name in ("-V", "--version"):
@@ -229,13 +231,13 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
     return code
 
 
-def _help() -> str:
+def _format_help() -> str:
     width = max(len(name) for name in COMMANDS)
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return _HELP.format(about=(sys.modules["outpace"].__doc__ or "").strip(), commands=commands)
 
 
-def _fail(
+def _report_error(
     message: str,
     exit_code: int,
     arguments: list[str],
@@ -243,9 +245,10 @@ def _fail(
     on_all_ranks: bool = False,
     answered: bool = False,
 ) -> int:
-    """Report an error to the user, and with `--json` as JSON unless the command has `answered`.
+    """Print an error and write it to torchelastic's error file; return the exit code.
 
-    Returns the exit code. An error that is the same `on_all_ranks` is reported by rank 0 only.
+    With `--json`, an error document is printed as well, unless the command has `answered` already.
+    An error that occurs `on_all_ranks` is printed by rank 0 only.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ, answered)
@@ -262,15 +265,15 @@ def _fail(
         # With --handed-over, outpace.train raises the error.
         who = "" if rank == "0" or message.startswith(f"rank {rank} ") else f"rank {rank}: "
         plain = message.startswith("Traceback ") and not who
-        said = escape_controls(message)
-        print(said if plain else f"outpace: {who}{said}", file=sys.stderr)
+        escaped = escape_controls(message)
+        print(escaped if plain else f"outpace: {who}{escaped}", file=sys.stderr)
     if "--json" in arguments and rank == "0" and not answered:
         print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code
 
 
-def _same_on_all_ranks(error: OutpaceError) -> bool:
-    """Return whether all ranks fail in the same way: by agreement, or by the same signal."""
+def _fails_on_all_ranks(error: OutpaceError) -> bool:
+    """Return whether all ranks fail with this error: by agreement, or by the same signal."""
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
@@ -278,7 +281,7 @@ def end_at_once(
     message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]
 ) -> NoReturn:
     """Report the error and end this process, whatever its other threads are doing."""
-    code = _fail(message, exit_code, arguments, environ)
+    code = _report_error(message, exit_code, arguments, environ)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -306,17 +309,17 @@ def _write_error_file(
     write_atomic(Path(path), json.dumps(record))
 
 
-def _remedy(
+def _suggest_location(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Suggest how to choose another location for a path: by an environment variable or by flags.
+    """Suggest how to move a path elsewhere: by an environment variable, or by options.
 
-    `full`: its disk is full; otherwise, the path cannot be read or written.
+    If `full`, its disk is full; otherwise, the path cannot be read or written.
     """
     name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     given = (word.rpartition("=")[2] for word in arguments)
-    if not any(_holds(place, name) for place in given):
-        places = [one for one in _PLACES if _holds(environ.get(one, ""), name)]
+    if not any(_contains(place, name) for place in given):
+        places = [one for one in _PLACES if _contains(environ.get(one, ""), name)]
         if places:
             of = max(places, key=lambda one: len(environ[one]))
             if full:
@@ -329,23 +332,22 @@ def _remedy(
     return f"choose folders {wanted} with --out and --cache-dir"
 
 
-def _holds(folder: str, path: str) -> bool:
-    """Return whether a path is the folder, or inside it."""
+def _contains(folder: str, path: str) -> bool:
     return bool(folder and path) and Path(os.path.realpath(path)).is_relative_to(
         os.path.realpath(folder)
     )
 
 
-def _disk_sentence(
+def _explain_disk_error(
     error: BaseException | None, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> str | None:
-    """Return a message if the error or its cause is a full disk or a file size limit; else None."""
+    """Return a message if the error or one of its causes is a full disk or a file size limit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" (writing {error.filename})" if error.filename else ""
             return (
                 f"the disk is full{where}: {error.strerror}. Free some space, or "
-                f"{_remedy(error.filename, arguments, environ, full=True)}; --resume "
+                f"{_suggest_location(error.filename, arguments, environ, full=True)}; --resume "
                 "continues a run that has a checkpoint."
             )
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -359,8 +361,7 @@ def _disk_sentence(
     return None
 
 
-def _home_sentence(error: BaseException) -> str | None:
-    """Return a message if a path begins with a ~ that this host cannot expand; else None."""
+def _explain_home_error(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or "home directory" not in str(error):
         return None
     return (
@@ -369,8 +370,7 @@ def _home_sentence(error: BaseException) -> str | None:
     )
 
 
-def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | None:
-    """Return a message if torch cannot be loaded because of TORCH_LOGS; else None."""
+def _explain_torch_logs_error(error: BaseException, environ: Mapping[str, str]) -> str | None:
     if not isinstance(error, ValueError) or "log settings" not in str(error):
         return None
     return (
@@ -379,10 +379,9 @@ def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | No
     )
 
 
-def _file_sentence(
+def _explain_file_error(
     error: BaseException, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> str | None:
-    """Return a message if the operating system refused to open a file; else None."""
     many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     if many or os.strerror(errno.EMFILE) in str(error):  # libraries of torch report it as text
         return (
@@ -391,7 +390,7 @@ def _file_sentence(
         )
     if not isinstance(error, OSError) or error.errno not in _REFUSALS or not error.filename:
         return None
-    remedy = _remedy(error.filename, arguments, environ)
+    remedy = _suggest_location(error.filename, arguments, environ)
     return (
         f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. "
         f"{remedy[0].upper()}{remedy[1:]}."
@@ -399,11 +398,12 @@ def _file_sentence(
 
 
 @contextmanager
-def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
+def _raise_on_signals(stopped: "list[TerminatedError]") -> Iterator[None]:
     """Raise TerminatedError on signals other than SIGINT, until training installs its handler.
 
-    The exception is also added to `stopped`: a signal to the process group ends worker processes,
-    too, so that code that needs them raises other errors (as torch's DataLoader does).
+    The exception is also added to `stopped`. A signal to the process group also ends worker
+    processes, and code that waits for them (such as torch's DataLoader) then raises another error;
+    the caller finds the cause in `stopped`.
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:

@@ -83,9 +83,8 @@ def answer(argv: list[str]) -> MemoryAccount:
 def _read_options(
     arguments: argparse.Namespace,
 ) -> tuple[TrainSettings, dict[str, str], Node | None]:
-    """Return the settings, including those of --plan, their origins, and the machine."""
     settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
-    _require_one_place(arguments, settings)
+    _refuse_mixed_places(arguments, settings)
     node = None
     if arguments.machine is not None:
         from outpace.catalog.node_names import find_node
@@ -98,8 +97,8 @@ def _read_options(
     return *follow_plan(settings, origins, node, arguments.nodes or 1), node
 
 
-def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
-    """Refuse options for this host together with a machine of the catalog."""
+def _refuse_mixed_places(arguments: argparse.Namespace, settings: TrainSettings) -> None:
+    """Raise BadInputError if options for this host are combined with a machine of the catalog."""
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
             f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
@@ -126,12 +125,15 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
 
 
 def _measure(
-    asked: "MemoryQuery | ModuleQuestion",
+    question: "MemoryQuery | ModuleQuestion",
     ranks: Ranks,
     rank: int | None,
     environ: Mapping[str, str],
 ) -> MemoryAccount | None:
-    """Run two real steps. Rank 0 returns the memory of `rank`, or of the fullest rank."""
+    """Run two real steps, and return the memory of `rank`, or of the rank that needs the most.
+
+    Collective: every rank calls it, and all but rank 0 get None.
+    """
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -139,14 +141,18 @@ def _measure(
     from outpace.trace.measure import measure
 
     with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
-        found = gather_objects(measure(asked.workload, ranks), groups.control)
+        accounts = gather_objects(measure(question.workload, ranks), groups.control)
     if ranks.rank != 0:
         return None
-    return found[rank] if rank is not None else max(found, key=lambda one: one.allocated_bytes or 0)
+    return (
+        accounts[rank]
+        if rank is not None
+        else max(accounts, key=lambda one: one.allocated_bytes or 0)
+    )
 
 
 def _show(
-    asked: "AnyQuery",
+    question: "AnyQuery",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     arguments: argparse.Namespace,
@@ -157,67 +163,68 @@ def _show(
 
     plot, out = arguments.plot, arguments.out_file
 
-    command = _plan_command(asked, arguments, origins)
-    alone = idle_strategy_note(asked.settings.strategy, asked.plan.world_size)
-    if alone is not None:
+    command = _plan_command(question, arguments, origins)
+    note = idle_strategy_note(question.settings.strategy, question.plan.world_size)
+    if note is not None:
         more = "--nproc N" if arguments.machine is None else "--nodes N, or another --machine"
-        alone = f"{alone}: these are the figures of one process. Use several with {more}."
-    said = document(
+        note = f"{note}: these are the figures of one process. Use several with {more}."
+    document_json = document(
         traced,
         measured,
-        plan=asked.plan,
-        model=asked.settings.model,
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        accelerator=asked.accelerator,
+        plan=question.plan,
+        model=question.settings.model,
+        seq_len=question.seq_len,
+        global_batch=question.global_batch,
+        accelerator=question.accelerator,
         next_command=command,
-        hints=[] if alone is None else [alone],
+        hints=[] if note is None else [note],
     )
-    text = json.dumps(said, indent=2)
+    text = json.dumps(document_json, indent=2)
     if out is not None:
         write_output(out, text + "\n")
-    step = step_in_words(asked.plan, asked.global_batch, asked.seq_len)
+    step = step_in_words(question.plan, question.global_batch, question.seq_len)
     if plot is not None:
         from outpace.reporting.chart_file import write_document
         from outpace.reporting.documents.memory import memory_document
 
-        limit = said["device_memory_bytes"]
-        drawn = memory_document(measured or traced, limit, str(asked.settings.model), step)
+        limit = document_json["device_memory_bytes"]
+        drawn = memory_document(measured or traced, limit, str(question.settings.model), step)
         write_document(drawn, plot)
     if arguments.json:
         print(text, flush=True)
         return
     from outpace.reporting.terminal.console import Console
 
-    defaults = default_words(_default_options(asked, origins))
-    about = step + defaults + ("" if alone is None else f" {alone}")
-    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
+    defaults = default_words(_default_options(question, origins))
+    about = step + defaults + ("" if note is None else f" {note}")
+    Console().print(
+        memory_table(question.plan, traced, measured, question.accelerator, about, command)
+    )
     if plot is not None:
         Console().print(f"plot: {plot}", markup=False, highlight=False)
 
 
-def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that affect memory and were not given, with the values used."""
+def _default_options(question: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
-    taken = {
+    used = {
         "seq_len": None
-        if asked.seq_len is None
-        else f"{asked.seq_len} (outpace plan uses at most {PLANNED_SEQ_LEN})",
-        "global_batch": str(asked.global_batch),
-        "micro_batch": str(asked.plan.micro_batch),
-        "precision": asked.plan.precision,
-        "checkpointing": asked.plan.checkpointing,
+        if question.seq_len is None
+        else f"{question.seq_len} (outpace plan uses at most {PLANNED_SEQ_LEN})",
+        "global_batch": str(question.global_batch),
+        "micro_batch": str(question.plan.micro_batch),
+        "precision": question.plan.precision,
+        "checkpointing": question.plan.checkpointing,
     }
     return {
         f"--{name.replace('_', '-')}": value
-        for name, value in taken.items()
+        for name, value in used.items()
         if value is not None and origins.get(name) == options.DEFAULT
     }
 
 
 def _plan_command(
-    asked: "AnyQuery", arguments: argparse.Namespace, origins: Mapping[str, str]
+    question: "AnyQuery", arguments: argparse.Namespace, origins: Mapping[str, str]
 ) -> str | None:
     """Return the command that lists plans for the same machines; None for this host's CPU.
 
@@ -227,12 +234,12 @@ def _plan_command(
 
     if arguments.machine is None:
         return None
-    plan = asked.plan
-    words = ["outpace", "plan", "--model", asked.settings.model, "--machine", arguments.machine]
+    plan = question.plan
+    words = ["outpace", "plan", "--model", question.settings.model, "--machine", arguments.machine]
     if arguments.nodes is not None:
         words += ["--nodes", str(arguments.nodes)]
-    if asked.seq_len is not None:
-        words += ["--seq-len", str(asked.seq_len)]
+    if question.seq_len is not None:
+        words += ["--seq-len", str(question.seq_len)]
     chosen = {
         name: value
         for name, value in (
@@ -249,7 +256,7 @@ def _plan_command(
     if plan.lora_rank is not None:
         words += ["--lora-rank", str(plan.lora_rank), "--base", plan.base]
         words += ["--lora-targets", ",".join(plan.lora_targets)]
-    if not isinstance(asked, FormulaQuestion):  # plan refuses --trained for these
+    if not isinstance(question, FormulaQuestion):  # plan refuses --trained for these
         words.append("--trained")
     return shlex.join(words)
 

@@ -27,12 +27,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     Raises BadInputError if an argument is invalid.
     """
     arguments = _parser().read(argv)
-    rows = _rows()
+    rows = _list_models()
     if arguments.word is not None:
         rows = [row for row in rows if arguments.word.lower() in str(row["name"]).lower()]
     if arguments.near is not None:
-        rows.sort(key=lambda row: abs(_size(row) - arguments.near))
-        rows = sorted(rows[:5], key=_size)
+        rows.sort(key=lambda row: abs(_parameter_count(row) - arguments.near))
+        rows = sorted(rows[:5], key=_parameter_count)
     if arguments.json:
         print(json.dumps(rows, indent=2), flush=True)
         return 0
@@ -40,13 +40,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     from outpace.reporting.terminal.console import Console
 
-    Console().print(_table(rows))
+    Console().print(_format_table(rows))
     if any(not row["trained"] for row in rows):
         Console().print(Text("† can be planned; outpace does not train it."))
     return 0
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> "Table":
+def _format_table(rows: Sequence[Mapping[str, Any]]) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -66,34 +66,33 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> "Table":
     return table
 
 
-def _size(row: Mapping[str, Any]) -> int:
+def _parameter_count(row: Mapping[str, Any]) -> int:
     size: int = row["parameters"]
     return size
 
 
-def _rows() -> list[dict[str, Any]]:
-    """Return a row per preset and per other model that outpace can plan, smallest first."""
+def _list_models() -> list[dict[str, Any]]:
     from outpace.catalog.models import PRESETS
     from outpace.catalog.outlines import OUTLINES
     from outpace.planner.model.outline import outline
 
-    rows = [_row(name, outline(one.spec, name), True) for name, one in PRESETS.items()]
-    rows += [_row(name, one, one.untrained is None) for name, one in OUTLINES.items()
+    rows = [_model_row(name, outline(one.spec, name), True) for name, one in PRESETS.items()]
+    rows += [_model_row(name, one, one.untrained is None) for name, one in OUTLINES.items()
              if name not in PRESETS]  # fmt: skip
-    return sorted(rows, key=_size)
+    return sorted(rows, key=_parameter_count)
 
 
-def _row(name: str, found: "Outline", trained: bool) -> dict[str, Any]:
+def _model_row(name: str, outline: "Outline", trained: bool) -> dict[str, Any]:
     from outpace.planner.model.outline import parameters
 
     return {
         "name": name,
-        "parameters": parameters(found),
-        "layers": found.layers,
-        "hidden": found.hidden,
-        "heads": next((s.attention.heads for s in found.stacks if s.attention is not None), None),
-        "vocab": found.vocab,
-        "max_positions": found.max_positions,
+        "parameters": parameters(outline),
+        "layers": outline.layers,
+        "hidden": outline.hidden,
+        "heads": next((s.attention.heads for s in outline.stacks if s.attention is not None), None),
+        "vocab": outline.vocab,
+        "max_positions": outline.max_positions,
         "trained": trained,
     }
 

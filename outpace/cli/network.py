@@ -27,7 +27,7 @@ _MOST_NODES = 100_000  # above any cluster; the search covers all numbers of ran
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Estimate the required bandwidth and print it; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    _show(_answer(arguments), arguments.json)
+    _show(_make_report(arguments), arguments.json)
     return 0
 
 
@@ -36,22 +36,22 @@ def answer(argv: list[str]) -> NetworkReport:
 
     Raises BadInputError if an argument is invalid.
     """
-    return _answer(_parser().read(argv))
+    return _make_report(_parser().read(argv))
 
 
-def _answer(arguments: argparse.Namespace) -> NetworkReport:
-    asked = {name: value for name, value in vars(arguments).items() if name != "json"}
-    return network_report(NetworkQuestion(**{**asked, "networks": arguments.networks or ()}))
+def _make_report(arguments: argparse.Namespace) -> NetworkReport:
+    options = {name: value for name, value in vars(arguments).items() if name != "json"}
+    return network_report(NetworkQuestion(**{**options, "networks": arguments.networks or ()}))
 
 
-def _show(answered: NetworkReport, as_json: bool) -> None:
+def _show(report: NetworkReport, as_json: bool) -> None:
     if as_json:
-        print(answered.model_dump_json(indent=2), flush=True)
+        print(report.model_dump_json(indent=2), flush=True)
         return
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.network import network_text
 
-    Console().print(network_text(answered))
+    Console().print(network_text(report))
 
 
 def _parser() -> Parser:

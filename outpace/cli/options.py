@@ -107,34 +107,34 @@ def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})
     for name, field in TrainSettings.model_fields.items():
         extra = field.json_schema_extra
         group = groups[str(extra["group"]) if isinstance(extra, dict) else "run"]
-        holds = shape(field.annotation)
+        expected = shape(field.annotation)
         text = texts.get(name, field.description or "").replace("%", "%%")
-        if holds.many and holds.choices:
-            text += f": {', '.join(holds.choices)}"
+        if expected.many and expected.choices:
+            text += f": {', '.join(expected.choices)}"
         if field.default not in (None, ()) and "default" not in text:
             text += f" (default: {as_words(field.default)})"
         options: dict[str, Any] = {"help": text, "dest": name}
-        if holds.kind is bool:
+        if expected.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif holds.many:
+        elif expected.many:
             options.update(nargs="+", action="extend")
-        if holds.kind is not bool:
-            options["metavar"] = _metavar(name, holds)
+        if expected.kind is not bool:
+            options["metavar"] = _metavar(name, expected)
         names = [flag(name)]
         if name.endswith("_s"):
             names.insert(0, flag(name.removesuffix("_s")))  # the help names the unit
         group.add_argument(*names, **options)
 
 
-def _metavar(name: str, holds: Shape) -> str:
-    if holds.many and holds.choices:
+def _metavar(name: str, expected: Shape) -> str:
+    if expected.many and expected.choices:
         return "NAME"
-    if holds.choices:
-        return "{" + ",".join(holds.choices) + "}"
-    if holds.words:
-        return "{N," + ",".join(holds.words) + "}"
-    words = {int: "SIZE" if holds.size else "N", float: "X", Path: "DIR"}
-    return words.get(holds.kind, name.rsplit("_", 1)[-1].upper())
+    if expected.choices:
+        return "{" + ",".join(expected.choices) + "}"
+    if expected.words:
+        return "{N," + ",".join(expected.words) + "}"
+    words = {int: "SIZE" if expected.size else "N", float: "X", Path: "DIR"}
+    return words.get(expected.kind, name.rsplit("_", 1)[-1].upper())
 
 
 def as_words(value: Any) -> str:
@@ -175,69 +175,68 @@ def convert(name: str, value: Any, where: str) -> Any:
 
     Raises BadInputError if that is not possible.
     """
-    holds = shape(_fields()[name].annotation)
+    expected = shape(_fields()[name].annotation)
     if name.endswith("_s") and isinstance(value, str):
         try:
             return read_duration(value)
         except ValueError as error:
             raise BadInputError(f"{where}: {error}") from None
     if name in _PLACES:
-        value = _from_home(value)
-    _refuse_split_name(name, holds, value, where)
-    if not holds.many:
-        return _convert_one(holds, value, where)
+        value = _expand_home(value)
+    _refuse_split_name(name, expected, value, where)
+    if not expected.many:
+        return _convert_one(expected, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
-    if holds.kind is not str or holds.choices:  # a path may contain a comma
-        words = [part for word in words for part in _at_commas(word)]
-    return tuple(_convert_one(holds, word, where) for word in words)
+    if expected.kind is not str or expected.choices:  # a path may contain a comma
+        words = [part for word in words for part in _split_at_commas(word)]
+    return tuple(_convert_one(expected, word, where) for word in words)
 
 
-def _from_home(value: Any) -> Any:
-    """Expand ~ in paths, since the shell does not expand it in --out=~/runs or in quotes."""
+def _expand_home(value: Any) -> Any:
+    """Expand ~ in paths, which the shell does not do in --out=~/runs or in quotes."""
     if isinstance(value, (list, tuple)):
-        return [_from_home(one) for one in value]
+        return [_expand_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
         return str(Path(value).expanduser())
     return value
 
 
-def _at_commas(word: Any) -> list[Any]:
-    """Split a text at commas; put any other value into a list."""
+def _split_at_commas(word: Any) -> list[Any]:
     if not isinstance(word, str):
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
-def _convert_one(holds: Shape, value: Any, where: str) -> Any:
-    if holds.choices and value not in holds.choices:
+def _convert_one(expected: Shape, value: Any, where: str) -> Any:
+    if expected.choices and value not in expected.choices:
         raise BadInputError(
-            f"{where}: {excerpt(value)} is not one of {', '.join(holds.choices)}."
-            f"{suggest(str(value), holds.choices)}"
+            f"{where}: {excerpt(value)} is not one of {', '.join(expected.choices)}."
+            f"{suggest(str(value), expected.choices)}"
         )
-    if holds.kind is int and not holds.size and _is_share(value):
+    if expected.kind is int and not expected.size and _is_fraction(value):
         raise BadInputError(
             f"{where}: {excerpt(value)} is not a whole number. Give a count (of steps, "
             "samples, ranks), not a fraction"
         )
-    if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
+    if not isinstance(value, str) or expected.kind not in (int, float) or value in expected.words:
         return value
-    if holds.size:
+    if expected.size:
         try:
             return read_bytes(value)
         except ValueError as error:
             raise BadInputError(f"{where}: {error}") from None
-    reader = whole_number if holds.kind is int else float
+    reader = whole_number if expected.kind is int else float
     try:
         return reader(value)
     except ValueError:
-        example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
-        words = "".join(f", not {word!r}" for word in holds.words)
+        example = "a whole number, such as 200, 1e6 or 10M" if expected.kind is int else "a number"
+        words = "".join(f", not {word!r}" for word in expected.words)
         raise BadInputError(f"{where}: {excerpt(value)} is not {example}{words}") from None
 
 
-def _refuse_split_name(name: str, holds: Shape, value: Any, where: str) -> None:
-    """Refuse --offload optimizer where --offload-optimizer is meant, and suggest that option."""
-    if not holds.choices or not isinstance(value, str) or value in holds.choices:
+def _refuse_split_name(name: str, expected: Shape, value: Any, where: str) -> None:
+    """Refuse `--offload optimizer`, which means --offload-optimizer, and suggest that option."""
+    if not expected.choices or not isinstance(value, str) or value in expected.choices:
         return
     other = f"{name}_{value.replace('-', '_')}"
     if other not in _fields():
@@ -245,12 +244,12 @@ def _refuse_split_name(name: str, holds: Shape, value: Any, where: str) -> None:
     takes = shape(_fields()[other].annotation)
     written = f"{flag(other)} {_metavar(other, takes)}"
     raise BadInputError(
-        f"{where}: {value!r} is not one of {', '.join(holds.choices)}. Did you mean {written}?"
+        f"{where}: {value!r} is not one of {', '.join(expected.choices)}. Did you mean {written}?"
     )
 
 
-def _is_share(value: Any) -> bool:
-    """Return whether a value is between 0 and 1, which other tools read as a share of all steps."""
+def _is_fraction(value: Any) -> bool:
+    """Return whether 0 < value < 1, which other tools read as a fraction of all steps."""
     try:
         return isinstance(value, (str, float)) and 0 < float(value) < 1
     except ValueError:
@@ -268,27 +267,29 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
         for name, value in layer.items():
             if name not in values:
                 values[name], origins[name] = value, origin
-    _one_length(values, origins, list(layers))
+    _drop_overridden_lengths(values, origins, list(layers))
     try:
         settings = TrainSettings.model_validate(values)
     except ValidationError as error:
         # For a field that accepts a number or a word, the first problem explains the error.
         first = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
-        sentences = map(partial(_sentence, origins), reversed(first.values()))
+        sentences = map(partial(_format_problem, origins), reversed(first.values()))
         raise BadInputError("\n".join(sentences)) from None
     return settings, {name: origins.get(name, DEFAULT) for name in _fields()}
 
 
-def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
+def _drop_overridden_lengths(
+    values: dict[str, Any], origins: dict[str, str], order: list[str]
+) -> None:
     """Keep only the steps, tokens or epochs of the layer with the highest precedence."""
-    given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
-    nearest_layer = min((order.index(origins[name]) for name in given), default=0)
-    for name in given:
+    lengths = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
+    nearest_layer = min((order.index(origins[name]) for name in lengths), default=0)
+    for name in lengths:
         if order.index(origins[name]) > nearest_layer:
             del values[name], origins[name]
 
 
-def _sentence(origins: Mapping[str, str], problem: Any) -> str:
+def _format_problem(origins: Mapping[str, str], problem: Any) -> str:
     if not problem["loc"]:  # about several settings together
         files = dict.fromkeys(one for one in origins.values() if one != COMMAND_LINE)
         return ": ".join([*([", ".join(files)] if files else []), str(problem["ctx"]["error"])])

@@ -57,7 +57,6 @@ def require_folder_place(path: Path) -> None:
 
 
 def _find_obstacle(path: Path) -> str | None:
-    """Return why `path` cannot be written; None if it can."""
     try:
         os.lstat(path.absolute().parent / path.name)  # raises for impossible names
     except (FileNotFoundError, NotADirectoryError):

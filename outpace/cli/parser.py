@@ -57,14 +57,14 @@ class Parser:
     def read(self, argv: list[str]) -> argparse.Namespace:
         """Parse arguments. Raises BadInputError if any is unknown or missing. --help exits."""
         # Check this first, since it may cause the problems that argparse finds.
-        if (unknown := self._unknown_option(argv)) is not None:
-            self._refuse(unknown)
+        if (unknown := self._find_unknown_option(argv)) is not None:
+            self._refuse_unknown(unknown)
         found, rest = self.arguments.parse_known_args(argv)
         if rest:
-            self._refuse(rest[0])
+            self._refuse_unknown(rest[0])
         return found
 
-    def _refuse(self, unknown: str) -> NoReturn:
+    def _refuse_unknown(self, unknown: str) -> NoReturn:
         word = unknown.split("=")[0]
         flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
         if word in self.elsewhere:
@@ -78,7 +78,7 @@ class Parser:
             f"See outpace {self.command} --help."
         )
 
-    def _unknown_option(self, argv: list[str]) -> str | None:
+    def _find_unknown_option(self, argv: list[str]) -> str | None:
         """Return the first word that can only be an unknown option; None if --help comes first."""
         known = set(self.arguments.flags())
         for word in argv:
@@ -137,7 +137,6 @@ class _Argparse(argparse.ArgumentParser):
         raise BadInputError(f"{message}{end} See {self.prog} --help.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not a choice, and suggest the closest one."""
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
@@ -185,7 +184,7 @@ def number_type(
         if math.isinf(value):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
         if not (value <= high and (low is None or value >= low)):
-            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
+            raise argparse.ArgumentTypeError(f"{text} is not {_format_bounds(low, high)}")
         return value
 
     return convert
@@ -224,7 +223,7 @@ def duration_type(low: float) -> Callable[[str], float]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if not low <= value <= LONGEST_S:
-            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, LONGEST_S)} s")
+            raise argparse.ArgumentTypeError(f"{text} is not {_format_bounds(low, LONGEST_S)} s")
         return value
 
     return convert
@@ -238,6 +237,6 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _bounds(low: float | None, high: float) -> str:
+def _format_bounds(low: float | None, high: float) -> str:
     words = [f"at least {low:g}"] if low is not None else []
     return " and ".join([*words, f"at most {high:g}"])

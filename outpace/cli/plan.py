@@ -46,19 +46,19 @@ ADAPTER_OPTIONS = dict.fromkeys(
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Plan and print the answer; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    _check(arguments)
+    _check_options(arguments)
     from outpace.jobs.planning.request import job
     from outpace.planner.plan import plans
 
     asked = _read_request(arguments)
     model = None if arguments.emit is None else _check_export(arguments, asked)
     if arguments.compare_nodes:
-        return _compare(arguments, asked)
+        return _compare_node_counts(arguments, asked)
     if arguments.what_if is not None:
-        return _what_if(arguments, asked)
+        return _print_what_if(arguments, asked)
     question = replace(job(asked), hints=True)
     answer = plans(question)
-    answer = answer.model_copy(update={"defaults": _defaults(arguments, answer, question)})
+    answer = answer.model_copy(update={"defaults": _default_options(arguments, answer, question)})
     number = arguments.explain or 1
     if number > len(answer.plans):
         count = len(answer.plans)
@@ -68,10 +68,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         more = f"List more with --count {number}" if number > asked.count else none
         raise BadInputError(f"--explain {number}: only {listed} listed. {more}.")
     if arguments.out is not None and arguments.emit is None:
-        _save(answer.plans[number - 1].plan, question, arguments.out)
+        _save_plan(answer.plans[number - 1].plan, question, arguments.out)
     if model is not None:
         chosen = None if arguments.explain is None else number
-        return _export(arguments, model, question, answer, chosen)
+        return _export_plan(arguments, model, question, answer, chosen)
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
@@ -89,15 +89,15 @@ def answer(argv: list[str]) -> "Plans":
     Raises BadInputError if an argument is invalid.
     """
     arguments = _parser().read(argv)
-    _check(arguments)
+    _check_options(arguments)
     from outpace.jobs.planning.request import job
     from outpace.planner.plan import plans
 
     return plans(replace(job(_read_request(arguments)), hints=True))
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options of which one would be ignored."""
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise BadInputError for combinations of options of which one would be ignored."""
     other = [name for name in ("compare_nodes", "what_if") if getattr(arguments, name) is not None]
     alone = [name for name in ("explain", "emit", "out") if getattr(arguments, name) is not None]
     if other and len(other + alone) > 1:
@@ -138,26 +138,25 @@ def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
     return PlanQuestion(**{**given, **more})
 
 
-def _defaults(
+def _default_options(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
-    """Return the options that affect time or memory and were not given, with the values used."""
     from outpace.jobs.planning.given_settings import split_settings
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
-    found = {}
+    used = {}
     if arguments.seq_len is None and answer.reads_tokens:
-        found["--seq-len"] = f"{answer.seq_len} (outpace train and memory use {DEFAULT_SEQ_LEN})"
+        used["--seq-len"] = f"{answer.seq_len} (outpace train and memory use {DEFAULT_SEQ_LEN})"
     if arguments.global_batch is None:
-        found["--global-batch"] = str(answer.global_batch)
+        used["--global-batch"] = str(answer.global_batch)
     kept = {name for _, name, _ in split_settings(arguments.keep)}
     if arguments.precision is None and "precision" not in kept:
-        found["--precision"] = _planned_precision(answer, question.wanted.precision)
-    return found
+        used["--precision"] = _format_precision(answer, question.wanted.precision)
+    return used
 
 
-def _planned_precision(answer: "Plans", default: Precision) -> str:
-    """Format the default precision, with that of offloading plans if it differs."""
+def _format_precision(answer: "Plans", default: Precision) -> str:
+    """Name the default precision, and that of plans which offload if it differs."""
     used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
     others = ", ".join(name for name in used if name != default)
     if not others:
@@ -165,14 +164,14 @@ def _planned_precision(answer: "Plans", default: Precision) -> str:
     return f"{default} ({others} in plans that offload{'' if default in used else ', as here'})"
 
 
-def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
+def _compare_node_counts(arguments: argparse.Namespace, question: "PlanQuestion") -> int:
     """Print the fastest plan for each number of nodes, with the same global batch; return 0."""
     from outpace.jobs.planning.request import job
     from outpace.planner.plan import throughput
 
-    question = job(replace(asked, nodes=max(asked.nodes, *arguments.compare_nodes)))
-    each = question.cluster.fabric.per_node
-    rows = [(nodes, nodes * each, throughput(question, nodes)) for nodes in arguments.compare_nodes]
+    problem = job(replace(question, nodes=max(question.nodes, *arguments.compare_nodes)))
+    each = problem.cluster.fabric.per_node
+    rows = [(nodes, nodes * each, throughput(problem, nodes)) for nodes in arguments.compare_nodes]
     if arguments.json:
         document = [
             {"nodes": nodes, "devices": devices,
@@ -180,20 +179,19 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
             for nodes, devices, best in rows
         ]  # fmt: skip
         asked_of = {
-            "model": question.outline.name, "machine": question.cluster.name,
-            "seq_len": question.wanted.seq_len, "global_batch": question.wanted.global_batch,
+            "model": problem.outline.name, "machine": problem.cluster.name,
+            "seq_len": problem.wanted.seq_len, "global_batch": problem.wanted.global_batch,
         }  # fmt: skip
         print(json.dumps({**asked_of, "scaling": document}, indent=2), flush=True)
         return 0
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.plan import scaling
 
-    Console().print(scaling(rows, question))
+    Console().print(scaling(rows, problem))
     return 0
 
 
-def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Print the fastest plan with and without a change, or that nothing fits; return 0."""
+def _print_what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
@@ -217,7 +215,6 @@ def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
-    """Return the plans, or the reason why no plan fits."""
     from outpace.planner.plan import plans
 
     try:
@@ -226,23 +223,25 @@ def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
         return str(error)
 
 
-def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
-    """Write a plan with its sequence length and global batch."""
+def _save_plan(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
     from outpace.records.plan import PlanFile
 
     file = PlanFile.from_plan(plan, question.wanted.seq_len, question.wanted.global_batch)
     save_output(path, file)
 
 
-def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "NamedModel":
-    """Return the model to export. Raises BadInputError if the format cannot express the request."""
+def _check_export(arguments: argparse.Namespace, question: "PlanQuestion") -> "NamedModel":
+    """Return the model to export.
+
+    Raises BadInputError if the trainer's format cannot express the model or the adapters.
+    """
     from outpace.jobs.planning.export_format import NamedModel, check_exportable
     from outpace.jobs.planning.model_outline import find_outline
     from outpace.jobs.planning.request import kept_settings
     from outpace.planner.model.adapters import AdapterSettings
 
     emit, trainer = arguments.emit, arguments.trainer
-    if trainer not in (None, emit) and asked.trainer == emit:
+    if trainer not in (None, emit) and question.trainer == emit:
         raise BadInputError(
             f"--trainer {trainer} and --emit {emit}: a configuration for {emit} is planned with "
             f"{emit}'s traits. Leave out --trainer, or export plan K of {trainer}'s list with "
@@ -258,7 +257,7 @@ def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "Name
             "config.json, with rotary scaling)."
         )
     model = NamedModel(arguments.model, outline if spec is None else spec)
-    adapters = AdapterSettings.from_values(kept_settings(asked))
+    adapters = AdapterSettings.from_values(kept_settings(question))
     try:
         check_exportable(emit, model, adapters)
     except BadInputError as error:
@@ -266,21 +265,24 @@ def _check_export(arguments: argparse.Namespace, asked: "PlanQuestion") -> "Name
     return model
 
 
-def _export(
+def _export_plan(
     arguments: argparse.Namespace,
     model: "NamedModel",
     question: "PlanningProblem",
     answer: "Plans",
     chosen: int | None,
 ) -> int:
-    """Export the chosen plan, or the recommended one among those that the format can express."""
+    """Write or print the configuration of plan number `chosen`, and return 0.
+
+    None chooses the recommended plan among those that the format can express.
+    """
     from outpace.jobs.planning.export_format import figures, list_alternatives, pick_plan
 
     try:
-        picked = pick_plan(arguments.emit, question, answer, model, chosen)
+        choice = pick_plan(arguments.emit, question, answer, model, chosen)
     except BadInputError as error:
         raise BadInputError(f"--emit {arguments.emit}: {error}") from None
-    written = picked.emitted
+    written = choice.emitted
     others = list_alternatives(answer) if chosen is None else []
     if arguments.out is not None:
         write_output(arguments.out, written.text)
@@ -289,10 +291,10 @@ def _export(
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.notes),
                     "edits": list(written.edits),
-                    "plan": picked.number, "title": picked.planned.title,
-                    "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
-                    "why": picked.why, "others": others, "lost": list(written.differences),
-                    "warning": picked.warning}  # fmt: skip
+                    "plan": choice.number, "title": choice.planned.title,
+                    "estimate": choice.estimate and choice.estimate.model_dump(mode="json"),
+                    "why": choice.why, "others": others, "lost": list(written.differences),
+                    "warning": choice.warning}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
     if arguments.out is None:
@@ -302,16 +304,15 @@ def _export(
     told = written.notes if written.commented else written.differences
     notes = [one for one in written.notes if one not in (*told, *written.edits)]
     edits = [f"To edit first: {one}" for one in written.edits]
-    warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
-    estimate = [] if picked.estimate is None else [figures(picked.estimate, written)]
-    lines = [_format_start(arguments.out, written), picked.why, *edits, *estimate, *others,
+    warning = [] if choice.warning is None else [f"WARNING: {choice.warning}"]
+    estimate = [] if choice.estimate is None else [figures(choice.estimate, written)]
+    lines = [_format_start_command(arguments.out, written), choice.why, *edits, *estimate, *others,
              *warning, *notes]  # fmt: skip
     print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
 
 
-def _format_start(out: Path | None, written: "ExportedPlan") -> str:
-    """Say where the configuration was written, and which command trains with it."""
+def _format_start_command(out: Path | None, written: "ExportedPlan") -> str:
     if out is not None:
         return f"Wrote {out}. Start it with: {written.command}"
     return (
@@ -319,16 +320,16 @@ def _format_start(out: Path | None, written: "ExportedPlan") -> str:
     )
 
 
-def _nodes_list(text: str) -> list[int]:
+def _parse_node_counts(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1 or max(found) > _MOST_NODES:
+        counts = []
+    if not counts or min(counts) < 1 or max(counts) > _MOST_NODES:
         raise argparse.ArgumentTypeError(
             f"{text!r}: write numbers of nodes from 1 to {_MOST_NODES:,}, such as 1,2,4,8"
         )
-    return found
+    return counts
 
 
 def add_question(parser: Parser, of: str = "") -> None:
@@ -394,7 +395,7 @@ def _parser() -> Parser:
     add("--count", "N", number_type(int, 1, _MOST_PLANS),
         "number of plans to show (default: 5; 3 with --emit)")  # fmt: skip
     add("--explain", "K", whole, "explain the K-th plan step by step")
-    add("--compare-nodes", "1,2,4", _nodes_list,
+    add("--compare-nodes", "1,2,4", _parse_node_counts,
         "compare throughput and efficiency by number of nodes")  # fmt: skip
     add("--what-if", "link=400Gbps", str,
         "show the effect of a change of link= (a node's network), inside= (a device's link in its "

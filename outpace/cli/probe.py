@@ -38,18 +38,18 @@ _EPILOG = (
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Probe the machine, print the results and save them; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    sections = _sections(arguments.section)
+    sections = _parse_sections(arguments.section)
     out: Path | None = arguments.out
     if arguments.handed_over is not None:
         settings = TrainSettings.load(arguments.handed_over)
     else:
-        settings = _settings(vars(arguments))
+        settings = _training_settings(vars(arguments))
     ranks = ranks_from(environ)
     from outpace.jobs.probe import job
     from outpace.jobs.probe.request import ProbeRequest
     from outpace.reporting.terminal.probe import progress_of, show_machine
 
-    command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
+    command = " ".join(["outpace", "probe", *(shlex.quote(_shorten_path(word)) for word in argv)])
     examined = None if arguments.handed_over is not None else environ
     request = ProbeRequest(sections, arguments.quick, settings, command, arguments.budget, examined)
     # The launching process shows its own progress bar.
@@ -94,8 +94,8 @@ def probe_machine(
             raise BadInputError(
                 f"outpace.probe has no keyword {name!r}.{suggest(name, _AS_IN_TRAINING)}"
             )
-    settings = _settings({"model": None, "checkpoint_dir": Path(), **given})
-    chosen = _sections(list(sections))
+    settings = _training_settings({"model": None, "checkpoint_dir": Path(), **given})
+    chosen = _parse_sections(list(sections))
     request = ProbeRequest(chosen, quick, settings, "outpace.probe", budget_s, os.environ)
     with progress_of(chosen, True) as shown:
         machine = job.probe_here(request, shown)
@@ -104,13 +104,13 @@ def probe_machine(
     return machine
 
 
-def _without_place(word: str) -> str:
-    """Shorten a path in an argument to its last component, since records are shared."""
+def _shorten_path(word: str) -> str:
+    """Keep only the last component of a path in an argument, since machine.json is shared."""
     option, equals, value = word.rpartition("=")
     return option + equals + ("…/" + Path(value).name if "/" in value else value)
 
 
-def _sections(words: list[str]) -> tuple[SectionName, ...]:
+def _parse_sections(words: list[str]) -> tuple[SectionName, ...]:
     if not words or "all" in words:
         return _ALL
     for word in words:
@@ -124,10 +124,9 @@ def _sections(words: list[str]) -> tuple[SectionName, ...]:
     return tuple(name for name in (*_ALL, "allreduce") if name in words)
 
 
-def _settings(given: Mapping[str, object]) -> TrainSettings:
-    """Return the probe's options as training settings, which have the same names."""
-    values = {name: given[name] for name in _AS_IN_TRAINING if given.get(name) is not None}
-    values |= {"model": given["model"] or _DEFAULT_MODEL, "out": given["checkpoint_dir"]}
+def _training_settings(options: Mapping[str, object]) -> TrainSettings:
+    values = {name: options[name] for name in _AS_IN_TRAINING if options.get(name) is not None}
+    values |= {"model": options["model"] or _DEFAULT_MODEL, "out": options["checkpoint_dir"]}
     return TrainSettings.parse(values, "outpace probe")
 
 

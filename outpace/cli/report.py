@@ -64,9 +64,9 @@ class _Report:
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Write a report; returns 0. Raises BadInputError if there is nothing to report on."""
     arguments = _parser().read(argv)
-    kind = _format(arguments.format, arguments.out)
+    kind = _choose_format(arguments.format, arguments.out)
     kept = kind in ("html", "png") or arguments.json
-    made = _make(arguments.path, arguments.out, kind, arguments.browser, kept)
+    made = _make_report(arguments.path, arguments.out, kind, arguments.browser, kept)
     if arguments.json:
         print(json.dumps(_summarise(made.documents, made.out, kind), indent=2), flush=True)
     elif made.out is None:
@@ -84,44 +84,47 @@ def write_report(
     browser: str | None = None,
 ) -> Path:  # fmt: skip
     """Write a report and return its file. Raises BadInputError if there is nothing to report on."""
-    made = _make(paths, out, _format(kind, out), browser, kept=True)
+    made = _make_report(paths, out, _choose_format(kind, out), browser, kept=True)
     assert made.out is not None
     return made.out
 
 
-def _make(
+def _make_report(
     paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
 ) -> "_Report":
-    """Make a report and write it to `out`, or if it is `kept`, to a default file."""
+    """Make a report, and write it to `out`.
+
+    If `out` is None and `kept` is true, write it next to its subject, or to ./report.* for several.
+    """
     subjects = [_read_subject(path) for path in paths]
     program = None
     if kind == "png":
         from outpace.reporting.render.screenshot import find_browser
 
         program = find_browser(browser)  # if there is none, fail early
-    documents = [*_compare_subjects(subjects), *_documents(subjects)]
+    documents = [*_compare_subjects(subjects), *_make_documents(subjects)]
     if out is None and kept:
         alone = len(subjects) == 1
         folder = paths[0] if paths[0].is_dir() else paths[0].parent
         out = folder / f"report.{kind}" if alone else Path(f"report.{kind}")
         if not alone and out.exists():
             raise BadInputError(f"{out} exists already. Choose another file with --out.")
-    content = _content(documents, kind, program)
+    content = _render(documents, kind, program)
     if out is not None:
         write_output(out, content)
     return _Report(documents, content, out)
 
 
-def _format(asked: str | None, out: Path | None) -> str:
+def _choose_format(requested: str | None, out: Path | None) -> str:
     """Return the requested format, by default that of the file's suffix, else html."""
     suffix = None if out is None else out.suffix.removeprefix(".").lower()
-    if asked is None:
+    if requested is None:
         return suffix if suffix in _FORMATS else "html"
-    if suffix in _FORMATS and suffix != asked:
+    if suffix in _FORMATS and suffix != requested:
         raise BadInputError(
-            f"--format {asked}, but --out {out} ends with .{suffix}. Use only one of them."
+            f"--format {requested}, but --out {out} ends with .{suffix}. Use only one of them."
         )
-    return asked
+    return requested
 
 
 def _read_subject(path: Path) -> _Subject:
@@ -144,10 +147,10 @@ def _read_subject(path: Path) -> _Subject:
         path = found[0]
     elif path.name == _RUN and path.is_file():
         return _Subject(path.parent, None)
-    return _Subject(path, _record(path))
+    return _Subject(path, _read_record(path))
 
 
-def _record(path: Path) -> Any:
+def _read_record(path: Path) -> Any:
     if path.suffix == ".toml":
         raise BadInputError(
             f"{path} describes an experiment, not its results. Run it first, for example with "
@@ -177,7 +180,7 @@ def _record(path: Path) -> Any:
 
 
 def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
-    """Yield a document with the differences between the runs, if there are several."""
+    """Yield a document that compares the runs, if there are several."""
     runs = [one.path for one in subjects if one.record is None]
     if len(runs) < 2:
         return
@@ -192,14 +195,14 @@ def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
     yield comparison_document(comparison, Path())
 
 
-def _documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
+def _make_documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
     probe = next((one.record for one in subjects if isinstance(one.record, Machine)), None)
     for subject in subjects:
-        yield _document(subject, probe)
+        yield _make_document(subject, probe)
 
 
-def _document(subject: _Subject, probe: Machine | None) -> "Document":
-    """Make a subject's document, importing only the module that it needs."""
+def _make_document(subject: _Subject, probe: Machine | None) -> "Document":
+    """Make the document of one subject, with measured rates from `probe` if there is one."""
     record, folder = subject.record, subject.path.parent
     if record is None:
         from outpace.reporting.data.run_folder import read_run
@@ -236,7 +239,7 @@ def _document(subject: _Subject, probe: Machine | None) -> "Document":
     return probe_document(record, record.probed)
 
 
-def _content(documents: "Sequence[Document]", kind: str, browser: str | None) -> str | bytes:
+def _render(documents: "Sequence[Document]", kind: str, browser: str | None) -> str | bytes:
     if kind in ("md", "csv"):
         from outpace.reporting.render.markdown import markdown, table_csv
 
@@ -252,7 +255,6 @@ def _content(documents: "Sequence[Document]", kind: str, browser: str | None) ->
 
 
 def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
-    """Summarise a report for --json, without its charts."""
     return {
         "out": None if out is None else str(out),
         "format": kind,

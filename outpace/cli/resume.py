@@ -63,7 +63,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         )
     if not path.exists():
         raise BadInputError(
-            f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}."
+            f"--resume: {run} holds no run ({RUN_FILE} is missing). {_suggest_run(run)}."
         )
     try:
         # `require_as_written` checks for changes later, once it is clear that no untrusted code
@@ -82,21 +82,19 @@ def settings_of(run: Path) -> dict[str, Any]:
     return {name: value for name, value in parsed if name not in _LEFT_OUT}
 
 
-def _name_run(folder: Path) -> str:
-    """Suggest what to resume instead of a folder that is not a run, such as the run around it."""
-    around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
-    if around is None:
+def _suggest_run(folder: Path) -> str:
+    enclosing = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
+    if enclosing is None:
         start = (
             f"restore {folder / RUN_FILE}, or start a run with another --out"
             if any(folder.iterdir())
             else "leave --resume out to start one there"
         )
         return f"Give --resume the folder of a run, or {start}"
-    return f"It is inside a run: give --resume {around}, which starts from the newest checkpoint"
+    return f"It is inside a run: give --resume {enclosing}, which starts from the newest checkpoint"
 
 
 def _suggest_recovery(run: Path) -> str:
-    """Say what can still be used of a run whose run.json cannot be read."""
     model, saved = run / "model", checkpoints(run)
     parts = [f" Restore {run / RUN_FILE} from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
@@ -116,7 +114,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
             continue
         for place in value if isinstance(value, tuple) else (value,):
-            if _is_named(place) or _exists(place) or Path(f"{place}.bin").is_file():
+            if _is_named(place) or _input_exists(place) or Path(f"{place}.bin").is_file():
                 continue
             if Path(place).is_absolute():
                 lost, remedy = "no longer exists", "Add"
@@ -145,8 +143,8 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
     `asked` has the settings that the user gives now, on the command line or in a file.
     """
     for name in FIXED:
-        if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):
-            if name in _PATHS and of_run.get(name) is not None and _exists(asked[name]):
+        if name in asked and _normalise(name, asked[name]) != _normalise(name, of_run.get(name)):
+            if name in _PATHS and of_run.get(name) is not None and _input_exists(asked[name]):
                 continue
             kept = of_run.get(name)
             was = "chosen by outpace" if kept is None else as_words(kept)
@@ -157,10 +155,13 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             )
 
 
-def _exists(value: Any) -> bool:
-    """Return whether the named files, patterns, functions and data sets exist."""
+def _input_exists(value: Any) -> bool:
+    """Return whether an input exists: a file, a function's file, or all of several inputs.
+
+    Glob patterns and data sets of the Hub (hf:) are assumed to exist.
+    """
     if isinstance(value, (tuple, list)):
-        return all(map(_exists, value))
+        return all(map(_input_exists, value))
     file = str(value).rpartition(":")[0]
     return (
         Path(value).exists()
@@ -170,7 +171,7 @@ def _exists(value: Any) -> bool:
     )
 
 
-def _normal(name: str, value: Any) -> Any:
+def _normalise(name: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_normal(name, part) for part in value]
+        return [_normalise(name, part) for part in value]
     return os.path.normpath(value) if name in _PATHS and isinstance(value, str) else value

@@ -67,34 +67,31 @@ def field_of(word: str, where: str) -> str:
 
 
 def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
-    """Convert a value to the field's type; 'none' becomes None.
-
-    Raises BadInputError if that is not possible.
-    """
+    """Convert a value to the field's type; 'none' becomes None. Raises BadInputError."""
     owner = field_owner(name)
     assert owner is not None
-    holds = options.shape(owner.model_fields[name].annotation)
-    is_number = holds.kind in (int, float)
+    expected = options.shape(owner.model_fields[name].annotation)
+    is_number = expected.kind in (int, float)
     if sign in _ORDERS:
-        if holds.many or not (is_number or (holds.kind is str and not holds.choices)):
+        if expected.many or not (is_number or (expected.kind is str and not expected.choices)):
             raise BadInputError(f"{where}: {name} cannot be ordered. Use = or !=")
-        return _number(name, text, where) if is_number else text
-    if text in (*holds.choices, *holds.words):
+        return _parse_number(name, text, where) if is_number else text
+    if text in (*expected.choices, *expected.words):
         return text
     if text == "none":
         return None
     if is_number:
-        return _number(name, text, where)
-    allowed = tuple(options.BOOLEANS) if holds.kind is bool else holds.choices
-    text = text.lower() if holds.kind is bool else text
+        return _parse_number(name, text, where)
+    allowed = tuple(options.BOOLEANS) if expected.kind is bool else expected.choices
+    text = text.lower() if expected.kind is bool else text
     if allowed and text not in allowed:
         raise BadInputError(
             f"{where}: {name} is one of {', '.join(allowed)}, or none.{suggest(text, allowed)}"
         )
-    return options.BOOLEANS[text] if holds.kind is bool else text
+    return options.BOOLEANS[text] if expected.kind is bool else text
 
 
-def _number(name: str, text: str, where: str) -> float:
+def _parse_number(name: str, text: str, where: str) -> float:
     is_size = name.endswith("_bytes")
     try:
         return read_bytes(text) if is_size else _read_number(text)
@@ -106,7 +103,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 
 def _read_number(text: str) -> float:
-    """Parse a number: 0.4, 1e-3, 10M."""
+    """Parse a number such as 0.4, 1e-3 or 10M. Raises ValueError."""
     try:
         return float(text)
     except ValueError:

@@ -44,7 +44,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
                 f"`outpace runs show` shows one run, but {len(paths) - 1} are given. `outpace "
                 "runs` lists all runs."
             )
-        return _show(paths[1], arguments.json)
+        return _print_run(paths[1], arguments.json)
     if paths[:1] == [Path("diff")]:
         named = shlex.join(map(str, paths[1:])) or "RUN RUN"
         raise BadInputError(
@@ -53,11 +53,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         )
     filters = arguments.where or arguments.sort is not None
     if len(paths) == 1 and is_run(paths[0]) and not filters:
-        return _show(paths[0], arguments.json)
+        return _print_run(paths[0], arguments.json)
     folders = search_folders(paths, arguments.all)
     runs = find_runs(folders)
     kept = select(runs, arguments.where, arguments.sort, arguments.reverse)
-    _list(kept, len(runs), folders, arguments.json)
+    _print_list(kept, len(runs), folders, arguments.json)
     others = (
         0 if paths or arguments.all or arguments.json else count_runs(_existing_folders(_OTHERS))
     )
@@ -76,7 +76,7 @@ def select(
     conditions = [condition_of(word) for word in where]
     by = None if sort is None else field_of(sort, "--sort")
     kept = [one for one in runs if all(condition.is_met(one) for condition in conditions)]
-    return _sort(kept, by, reverse)
+    return _sort_runs(kept, by, reverse)
 
 
 def search_folders(paths: list[Path], everywhere: bool = False) -> list[Path]:
@@ -91,31 +91,31 @@ def _existing_folders(names: Sequence[str]) -> list[Path]:
     return [Path(name) for name in names if Path(name).is_dir()]
 
 
-def _sort(runs: list[PastRunFolder], name: str | None, reverse: bool) -> list[PastRunFolder]:
-    """Sort by a field in ascending order, or `reverse`; unknown values come last in either case."""
+def _sort_runs(runs: list[PastRunFolder], name: str | None, reverse: bool) -> list[PastRunFolder]:
+    """Sort by a field, ascending unless `reverse`; runs without a value come last in both cases."""
     if name is None:
         return runs[::-1] if reverse else runs
     values = [(one.value(name), one) for one in runs]
     known = [pair for pair in values if pair[0] is not None]
-    known.sort(key=lambda pair: _order(pair[0]), reverse=reverse)
+    known.sort(key=lambda pair: _sort_key(pair[0]), reverse=reverse)
     return [one for _, one in known] + [one for value, one in values if value is None]
 
 
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Return a sort key that puts numbers before words."""
+def _sort_key(value: Any) -> tuple[bool, float, str]:
+    """Return a key that sorts numbers before text."""
     is_number = isinstance(value, (int, float))
     return (not is_number, value if is_number else 0.0, "" if is_number else str(value))
 
 
-def _list(runs: list[PastRunFolder], of: int, folders: list[Path], as_json: bool) -> None:
+def _print_list(runs: list[PastRunFolder], total: int, folders: list[Path], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"runs": [one.row.model_dump(mode="json") for one in runs]}, indent=2))
         return
     if not runs:
         names = ", ".join(map(str, folders)) or f"a subfolder {_OWN} of this one"
         print(
-            (f"none of the {of} runs in {names} meets the conditions")
-            if of
+            (f"none of the {total} runs in {names} meets the conditions")
+            if total
             else f"no runs in {names}"
         )
         return
@@ -125,7 +125,7 @@ def _list(runs: list[PastRunFolder], of: int, folders: list[Path], as_json: bool
     Console().print(runs_table([one.row for one in runs]))
 
 
-def _show(folder: Path, as_json: bool) -> int:
+def _print_run(folder: Path, as_json: bool) -> int:
     if not is_run(folder):
         require_run(folder)
     (past,) = mark_running([read_past_run(folder)])

@@ -38,16 +38,19 @@ def repair_streams(argv: Sequence[str]) -> None:
                 os.close(null)
             os.set_inheritable(descriptor, True)
     errors = "outpace-json" if "--json" in argv else "outpace-text"
-    codecs.register_error("outpace-json", _escape)
-    codecs.register_error("outpace-text", _spell)
+    codecs.register_error("outpace-json", _escape_for_json)
+    codecs.register_error("outpace-text", _replace_by_similar)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.stdout = _text(_Output(1), sys.stdout, errors)
-    sys.stderr = _text(_LenientOutput(2), sys.stderr, "outpace-text")
+    sys.stdout = _wrap_output(_Output(1), sys.stdout, errors)
+    sys.stderr = _wrap_output(_LenientOutput(2), sys.stderr, "outpace-text")
 
 
-def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
-    """Return a text stream that replaces `before`, which is None if it was closed."""
+def _wrap_output(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
+    """Return a text stream for `raw` with the encoding and buffering of the stream `before`.
+
+    `before` is None if the process was started with that stream closed.
+    """
     known = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -66,7 +69,6 @@ class _Output(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Return the number of bytes accepted. Raises OSError the first time that writing fails."""
         if self.error is not None:
             return len(data)
         try:
@@ -80,22 +82,21 @@ class _LenientOutput(_Output):
     """A stream that drops what its disk or terminal does not accept."""
 
     def write(self, data: Any) -> int:
-        """Return the number of bytes accepted. Never raises OSError."""
         with suppress(OSError):
             return super().write(data)
         return len(data)
 
 
-def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""Replace characters by JSON's escapes in ASCII: \u00d7."""
+def _escape_for_json(error: UnicodeError) -> tuple[str, int]:
+    r"""Codec error handler: replace characters by JSON's escapes in ASCII, such as \u00d7."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
     return "".join(f"\\u{pair}" for pair in pairs), error.end
 
 
-def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters by similar ones, or by question marks."""
+def _replace_by_similar(error: UnicodeError) -> tuple[str, int]:
+    """Codec error handler: replace characters by similar ones, or by question marks."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
@@ -108,7 +109,7 @@ def flush_output() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise _sentence(error) from None
+        raise _make_output_error(error) from None
     if reader_is_gone():  # rich does not report this
         raise BrokenPipeError
     error_before = output_error()  # argparse does not report this
@@ -126,10 +127,10 @@ def output_error() -> OutputError | None:
     """Return the error of standard output, if it has failed."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.error if isinstance(raw, _Output) else None
-    return None if error is None else _sentence(error)
+    return None if error is None else _make_output_error(error)
 
 
-def _sentence(error: OSError) -> OutputError:
+def _make_output_error(error: OSError) -> OutputError:
     return OutputError(
         f"cannot write to standard output: {error.strerror}. Results that were saved "
         "are kept. Redirect the output elsewhere."

@@ -37,15 +37,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _draw(path: Path, found: HostTopology) -> None:
+def _draw(path: Path, host: HostTopology) -> None:
     from outpace.reporting.sections.topology_svg import cpu_svg, topology_svg
 
     if path.suffix != ".svg":
         raise BadInputError(f"--svg {path}: the name must end with .svg")
-    if found.topology is not None and found.placement is not None:
-        write_output(path, topology_svg(found.topology, found.placement))
-    elif found.cpu is not None:
-        write_output(path, cpu_svg(found.cpu))
+    if host.topology is not None and host.placement is not None:
+        write_output(path, topology_svg(host.topology, host.placement))
+    elif host.cpu is not None:
+        write_output(path, cpu_svg(host.cpu))
 
 
 def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:

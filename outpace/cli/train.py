@@ -40,7 +40,7 @@ _EPILOG = (
 
 @dataclass(frozen=True)
 class _Request:
-    """Settings, the origin of each, and the user's command line.
+    """A request to train: the settings, the origin of each, and the user's command line.
 
     `progress`: whether to show progress. `trial`: run only two steps, for --micro-batch auto.
     """
@@ -62,24 +62,24 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
     ranks, handed = _identify_rank(environ), _drop_options(argv, options.OF_STARTING)
-    done = _finished_result(asked.settings) if arguments.auto_resume else None
+    done = _load_finished_result(asked.settings) if arguments.auto_resume else None
     if done is not None:
         if ranks is None or ranks.rank == 0:
             show_measurement(done, arguments.json)
         return 0
     resume.require_inputs(asked.settings, asked.origins)
-    _check_starting(asked, arguments, ranks)
+    _check_launch_options(asked, arguments, ranks)
     if arguments.hosts is not None or arguments.hostfile is not None:
-        _on_hosts(asked, arguments, handed)
+        _start_on_hosts(asked, arguments, handed)
         return 0
     if arguments.auto_resume and asked.settings.resume:
         # The run has a layout; `_replan` finds another if the number of ranks has changed.
         asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
     elif asked.settings.plan is not None:
         asked = _apply_plan(asked, ranks)
-        handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
+        handed = [*_write_request(asked), *(["--json"] if arguments.json else [])]
     if ranks is None and ((asked.settings.nproc or 1) > 1 or arguments.max_restarts):
-        _on_this_host(asked.settings, handed, arguments.max_restarts or 0)
+        _start_local_ranks(asked.settings, handed, arguments.max_restarts or 0)
         return 0
     ranks = ranks or Ranks()
     asked = _replan(asked, ranks) if arguments.auto_resume else asked
@@ -98,15 +98,19 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
-    """Return this process's ranks if a launcher started it, and name the process after its rank."""
+    """Return this process's ranks, or None if no launcher started it.
+
+    Also names the process after its rank.
+    """
     ranks = ranks_from(environ)
     if ranks is not None:
         name_rank(ranks.rank)
     return ranks
 
 
-def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Refuse launch options that contradict each other or the settings."""
+def _check_launch_options(
+    request: _Request, arguments: argparse.Namespace, ranks: Ranks | None
+) -> None:
     given = _given_launch_options(arguments)
     hosts = [name for name in given if name in ("--hosts", "--hostfile")]
     if not given:
@@ -116,7 +120,7 @@ def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks
             f"{given[0]} starts ranks, but a launcher has started this process. Leave "
             f"{given[0]} out, or run the command without a launcher."
         )
-    if hosts and asked.origins["nproc"] not in (options.DEFAULT, options.RUN_FILE):
+    if hosts and request.origins["nproc"] not in (options.DEFAULT, options.RUN_FILE):
         raise BadInputError(
             "--hosts and --nproc cannot be combined. Give the number of ranks per host in "
             "--hosts, such as --hosts a:4,b:4"
@@ -127,16 +131,16 @@ def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks
         raise BadInputError(
             f"{given[0]} applies to several hosts: name them with --hosts or --hostfile."
         )
-    if {"--min-nodes", "--max-restarts"} & {*given} and asked.settings.out is None:
+    if {"--min-nodes", "--max-restarts"} & {*given} and request.settings.out is None:
         raise BadInputError("restarts resume the run, so name its directory with --out DIR")
 
 
-def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
-    """Start ranks on this host, and restart them up to `most` times if one is lost."""
+def _start_local_ranks(settings: TrainSettings, arguments: list[str], most: int) -> None:
+    """Start ranks on this host, and again after a lost rank, up to `most` times."""
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
-    words = ["train", *handed]
+    words = ["train", *arguments]
     restarts = Restarts(most, settings.out, _say)
     with import_quickly():
         forks = can_fork(settings.device)
@@ -146,15 +150,14 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
             return local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", *words], begin=begin)
         except local.WorkerError as error:
             restarts.count(error)
-            words = _with_auto_resume(words)
+            words = _add_auto_resume(words)
 
 
-def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str]) -> None:
-    """Train on all hosts of --hosts or --hostfile."""
+def _start_on_hosts(request: _Request, arguments: argparse.Namespace, handed: list[str]) -> None:
     from outpace.launch import ssh as hosts
     from outpace.records.hosts import Elastic, parse_hosts, read_hosts
 
-    settings = asked.settings
+    settings = request.settings
     found = (
         read_hosts(arguments.hostfile) if arguments.hosts is None else parse_hosts(arguments.hosts)
     )
@@ -174,7 +177,7 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
     command = [*PYTHON, "-m", "outpace", "train", *handed]
     training = hosts.Training(
         command=command,
-        again=_with_auto_resume(command),
+        again=_add_auto_resume(command),
         paths=[str(path) for one in named if one is not None for path in _existing_path(str(one))],
         out=settings.out or Path("runs"),
         elastic=Elastic(min_nodes=least, max_nodes=most, max_restarts=restarts),
@@ -183,7 +186,7 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
 
 
 def _existing_path(word: str) -> list[Path]:
-    """Return the existing file or folder that a setting names, or nothing.
+    """Return the existing file or folder that a setting's value names, in a list, or an empty list.
 
     For a glob pattern, this is its folder; for a Megatron prefix, the .bin file; for file.py:build,
     the file.
@@ -195,13 +198,11 @@ def _existing_path(word: str) -> list[Path]:
     return [one for one in places if one.exists()][:1]
 
 
-def _with_auto_resume(command: list[str]) -> list[str]:
-    """Add --auto-resume to a command, so that it resumes the run if there is one."""
+def _add_auto_resume(command: list[str]) -> list[str]:
     return command if "--auto-resume" in command else [*command, "--auto-resume"]
 
 
 def _drop_options(argv: list[str], names: Sequence[str]) -> list[str]:
-    """Return the arguments without these options and their values."""
     kept, words = [], iter(argv)
     for word in words:
         if word in names:
@@ -215,50 +216,53 @@ def _say(sentence: str) -> None:
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
 
 
-def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
-    """Apply the settings of --plan; rank 0 prints the chosen plan to standard error."""
+def _apply_plan(request: _Request, ranks: Ranks | None) -> _Request:
+    """Apply the settings of --plan; rank 0 prints which plan was chosen."""
     from outpace.jobs.planning.auto_plan import apply_settings_plan
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
-    settings, origins = apply_settings_plan(asked.settings, asked.origins, ranks, say)
-    return replace(asked, settings=settings, origins=origins)
+    settings, origins = apply_settings_plan(request.settings, request.origins, ranks, say)
+    return replace(request, settings=settings, origins=origins)
 
 
-def _apply_plan_file(asked: _Request, environ: Mapping[str, str]) -> _Request:
-    """Apply a plan that is given as a file; auto is resolved when training starts."""
-    if asked.settings.plan in (None, "auto"):
-        return asked
-    return _apply_plan(asked, _identify_rank(environ))
+def _apply_plan_file(request: _Request, environ: Mapping[str, str]) -> _Request:
+    """Apply --plan if it names a file; "auto" is resolved when training starts."""
+    if request.settings.plan in (None, "auto"):
+        return request
+    return _apply_plan(request, _identify_rank(environ))
 
 
 def _say_nothing(sentence: str) -> None:
-    """Print nothing, because rank 0 prints the sentence."""
+    """Print nothing: ranks other than 0 use this instead of `_say`."""
 
 
-def _replan(asked: _Request, ranks: Ranks) -> _Request:
+def _replan(request: _Request, ranks: Ranks) -> _Request:
     """Choose a layout for the current ranks if the resumed run had another number of ranks."""
-    if not asked.settings.resume or asked.trial:
-        return asked
+    if not request.settings.resume or request.trial:
+        return request
     from outpace.jobs.planning.replan import replan
 
     say = _say if ranks.rank == 0 else _say_nothing
-    settings, origins = replan(asked.settings, asked.origins, ranks, say)
-    return replace(asked, settings=settings, origins=origins)
+    settings, origins = replan(request.settings, request.origins, ranks, say)
+    return replace(request, settings=settings, origins=origins)
 
 
-def _hand_over(asked: _Request) -> list[str]:
-    """Return arguments with which other processes use the same request, and so the same plan."""
-    handed = {**vars(asked), "settings": asked.settings.model_dump(mode="json")}
+def _write_request(request: _Request) -> list[str]:
+    """Write the request to a file, and return the option that makes another process read it.
+
+    The file is deleted when this process exits.
+    """
+    fields = {**vars(request), "settings": request.settings.model_dump(mode="json")}
     with tempfile.NamedTemporaryFile(
         "w", prefix="outpace-plan-", suffix=".json", delete=False, encoding="utf-8"
     ) as file:
-        json.dump(handed, file)
+        json.dump(fields, file)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return ["--handed-over", file.name]
 
 
 def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks) -> None:
-    """Refuse an --nproc that contradicts the launcher, unless it is from a resumed run."""
+    """Raise BadInputError if --nproc contradicts the launcher; a resumed run's nproc is ignored."""
     if origins["nproc"] in (options.DEFAULT, options.RUN_FILE):
         return
     if settings.nproc not in (None, ranks.local_world_size):
@@ -269,39 +273,39 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
 
 
 def _train_here(
-    asked: _Request, ranks: Ranks, environ: Mapping[str, str], end: Callable[[str, int], NoReturn]
+    request: _Request, ranks: Ranks, environ: Mapping[str, str], end: Callable[[str, int], NoReturn]
 ) -> Measurement:
     """Train in this process as one rank. Rank 0 shows progress on standard error."""
-    ahead = prefault_memory(asked.settings, ranks, environ)  # runs while torch loads
+    prefaulter = prefault_memory(request.settings, ranks, environ)  # runs while torch loads
     with import_quickly():
         from outpace.jobs.train import job
         from outpace.jobs.train.auto_micro_batch import trial_runner
         from outpace.jobs.train.context import RunContext
         from outpace.reporting.terminal.progress import TrainingProgress
 
-    heard = [TrainingProgress()] if asked.progress and ranks.rank == 0 else []
+    callbacks = [TrainingProgress()] if request.progress and ranks.rank == 0 else []
     context = RunContext(
         ranks=ranks,
-        origins=asked.origins,
-        command=asked.command,
-        callbacks=heard,
+        origins=request.origins,
+        command=request.command,
+        callbacks=callbacks,
         end=end,
         attempt=trial_runner(environ),
-        explain=_explain,
-        page_prefaulter=ahead,
+        explain=_write_hang_page,
+        page_prefaulter=prefaulter,
     )
-    return job.train(asked.settings, context)
+    return job.train(request.settings, context)
 
 
-def _explain(path: Path) -> None:
-    """Write a hang report as a page next to its file, and print the path of the page."""
+def _write_hang_page(path: Path) -> None:
+    """Write the hang report `path` as an HTML page next to it, and print where it is."""
     from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page
 
-    shown = path.with_suffix(".html")
-    write_atomic(shown, page([hang_document(HangReport.load(path))]))
-    _say(f"what each rank was doing: {shown}")
+    page_path = path.with_suffix(".html")
+    write_atomic(page_path, page([hang_document(HangReport.load(path))]))
+    _say(f"what each rank was doing: {page_path}")
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:
@@ -370,7 +374,6 @@ def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
 
 
 def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options for starting ranks that were given."""
     return [name for name in options.OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
@@ -380,8 +383,8 @@ def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
         if arguments.auto_resume:
-            begun = _has_begun({"": {"out": settings.out}})
-            settings = settings.model_copy(update={"resume": begun})
+            has_begun = _has_begun({"": {"out": settings.out}})
+            settings = settings.model_copy(update={"resume": has_begun})
         return _Request(**{"command": command, **handed, "settings": settings})
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
@@ -402,8 +405,8 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
     return (Path(str(named[0])) / options.RUN_FILE).is_file()
 
 
-def _finished_result(settings: TrainSettings) -> Measurement | None:
-    """Return the result of the resumed run if it is finished, else None."""
+def _load_finished_result(settings: TrainSettings) -> Measurement | None:
+    """Return the result of the run to resume, if it has already made all requested steps."""
     if not settings.resume or settings.out is None:
         return None
     from outpace.records.run import RunRecord

@@ -58,13 +58,13 @@ _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Tune, print the fastest plan and the trials; return 0, or 1 if all trials failed."""
     arguments = _parser().read(argv)
-    folder, asked, tuning = _answer(arguments, argv)
+    folder, asked, tuning = _tune_and_save(arguments, argv)
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
         from outpace.reporting.answers.tuning import tuning_answer
 
-        then = _command(asked, folder) if tuning.fastest is not None else ()
+        then = _training_command(asked, folder) if tuning.fastest is not None else ()
         show_result(tuning_answer(tuning), folder, "then", then)
     return 0 if tuning.fastest is not None else 1
 
@@ -74,50 +74,52 @@ def run_tuning(argv: list[str]) -> Tuning:
 
     Raises BadInputError if an argument is invalid.
     """
-    return _answer(_parser().read(argv), argv)[2]
+    return _tune_and_save(_parser().read(argv), argv)[2]
 
 
-def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[str, Any], Tuning]:
-    """Tune; return the folder, the settings that the user gave, and the tuning."""
-    settings, origins = _settings(arguments)
-    asked = _given_settings(settings, origins)
+def _tune_and_save(
+    arguments: argparse.Namespace, argv: list[str]
+) -> tuple[Path, dict[str, Any], Tuning]:
+    """Tune and save; return the folder, the settings that the user gave, and the tuning."""
+    settings, origins = _read_settings(arguments)
+    given = _given_settings(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning run") as folder:
-        before = _load_trials(folder, asked, settings.resume)
+        finished = _load_trials(folder, given, settings.resume)
         try:
-            tuning = _tune(arguments, settings, origins, asked, folder, before)
+            tuning = _run_tuning(arguments, settings, origins, given, folder, finished)
         except (KeyboardInterrupt, TerminatedError):
             print(format_interruption(folder, "tune", *argv), file=sys.stderr, flush=True)
             raise
-    return folder, asked, tuning
+    return folder, given, tuning
 
 
-def _tune(
+def _run_tuning(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
-    asked: dict[str, Any], folder: Path, before: list[PlanTrial],
+    given: dict[str, Any], folder: Path, finished: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
-    """Tune, and save the results even if interrupted."""
+    """Run trials after the `finished` ones, and save the tuning, also if it is interrupted."""
     from outpace.experiment.tune import Limits, summarise
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.jobs.planning.proposer import Proposer, rates_to_begin_with
     from outpace.reporting.terminal.progress import TrainingProgress
 
-    host_bytes = _host_bytes(settings)
+    host_bytes = _usable_host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
     # Otherwise, the first trial would have to prepare the data within its time limit.
     prepare_data(settings, [TrainingProgress()])
-    _require_host(folder, proposer.machine)
+    _require_same_machine(folder, proposer.machine)
     rates = rates_to_begin_with(settings)  # after all checks that may refuse
     if rates is not None:
         proposer = Proposer(settings, origins, host_bytes, rates)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / ASKED_FILE, json.dumps(asked, indent=2) + "\n")
+    write_atomic(folder / ASKED_FILE, json.dumps(given, indent=2) + "\n")
     if not (folder / HOST_FILE).is_file():
         proposer.machine.save(folder / HOST_FILE)
-    began_s, started = time.monotonic() - sum(trial.took_s for trial in before), format_now()
+    began_s, started = time.monotonic() - sum(trial.took_s for trial in finished), format_now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)
-    ended, interrupt = _trials(proposer, asked, folder, limits, before, host_bytes)
+    ended, interrupt = _run_trials(proposer, given, folder, limits, finished, host_bytes)
     tuning = Tuning(
-        settings=asked,
+        settings=given,
         trials=ended.trials,
         **summarise(ended.trials),
         stopped=ended.stopped,
@@ -125,7 +127,7 @@ def _tune(
         took_s=time.monotonic() - began_s,
         machine=proposer.machine,
         started=started,
-        command=("outpace", "tune", *options.as_flags({**asked, **_limit_flags(limits)})),
+        command=("outpace", "tune", *options.as_flags({**given, **_limit_flags(limits)})),
     )
     tuning.save(folder / TUNING_FILE)
     if tuning.fastest is not None:
@@ -136,7 +138,7 @@ def _tune(
     return tuning
 
 
-def _host_bytes(settings: TrainSettings) -> int | None:
+def _usable_host_bytes(settings: TrainSettings) -> int | None:
     """Return the host memory that a trial on the CPU may use; None on other devices."""
     from outpace.jobs.defaults import resolve_device
     from outpace.probing.hardware.process_memory import free_bytes
@@ -146,8 +148,7 @@ def _host_bytes(settings: TrainSettings) -> int | None:
     return int(_OF_FREE * free_bytes())
 
 
-def _require_host(folder: Path, machine: Machine) -> None:
-    """Refuse to resume a tuning of another machine."""
+def _require_same_machine(folder: Path, machine: Machine) -> None:
     path = folder / HOST_FILE
     if not path.is_file():
         return
@@ -160,26 +161,29 @@ def _require_host(folder: Path, machine: Machine) -> None:
         )
 
 
-def _trials(
+def _run_trials(
     proposer: "Proposer",
-    asked: dict[str, Any],
+    given: dict[str, Any],
     folder: Path,
     limits: "Limits",
-    before: list[PlanTrial],
+    finished: list[PlanTrial],
     host_bytes: int | None,
 ) -> tuple["TuningEnd", BaseException | None]:
-    """Run the trials, and write each immediately; also return any interruption."""
+    """Run trials, and append each to the log as soon as it has ended.
+
+    Also return the interruption (Ctrl-C or a signal) that ended them early, or None.
+    """
     from outpace.experiment.trials import Trials, fit_together
     from outpace.experiment.tune import NextTrial, TuningEnd, tune
 
-    own = {name: value for name, value in asked.items() if name not in _NOT_OF_TRIALS}
-    trials, seen = Trials(own, folder, host_bytes), list(before)
+    own = {name: value for name, value in given.items() if name not in _NOT_OF_TRIALS}
+    trials, seen = Trials(own, folder, host_bytes), list(finished)
     with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
 
         def record_trial(trial: PlanTrial) -> None:
             seen.append(trial)
             file.write(encode_line(trial).decode())
-            _say(_line(trial))
+            _say(_format_trial(trial))
 
         def run_final(number: int, several: Sequence[NextTrial]) -> Sequence[PlanTrial]:
             titles = ", ".join(one.proposal.title for one in several)
@@ -197,7 +201,7 @@ def _trials(
             ]
 
         try:
-            return tune(proposer, trials.run, run_final, limits, before, record_trial), None
+            return tune(proposer, trials.run, run_final, limits, finished, record_trial), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             return TuningEnd(tuple(seen), "it was interrupted"), interrupt
 
@@ -207,11 +211,10 @@ def _say(words: str) -> None:
 
 
 def _limit_flags(limits: "Limits") -> dict[str, Any]:
-    """Return the limits by flag name."""
     return {"trials": limits.trials, "budget": limits.budget_s, "within": limits.within}
 
 
-def _line(trial: PlanTrial) -> str:
+def _format_trial(trial: PlanTrial) -> str:
     from outpace.records.units import show_seconds
     from outpace.reporting.answers.tuning import disturbance_words
 
@@ -224,7 +227,7 @@ def _line(trial: PlanTrial) -> str:
     )
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str]]:
+def _read_settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str]]:
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
@@ -248,7 +251,6 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
 
 
 def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that the user gave, as JSON values."""
     values = settings.model_dump(mode="json")
     return {
         name: value
@@ -257,7 +259,7 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
     }
 
 
-def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
+def _load_trials(folder: Path, given: dict[str, Any], resumes: bool) -> list[PlanTrial]:
     """Return the finished trials of a resumed tuning.
 
     Raises BadInputError if the tuning had other settings.
@@ -272,15 +274,14 @@ def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Pla
             f"{folder / ASKED_FILE} cannot be read ({error}), so the settings of this "
             "tuning run are unknown. Use another --out."
         ) from None
-    changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
+    changed = {name for name in {*then, *given} if then.get(name) != given.get(name)}
     if changed.difference(_NOT_OF_TRIALS):
         raise BadInputError(f"{folder} holds a tuning run with other settings. Use another --out.")
     return [PlanTrial.parse(values, str(path)) for values in whole_lines(path)]
 
 
-def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the command that trains with the fastest plan."""
-    own = {name: value for name, value in asked.items() if name != "nproc"}
+def _training_command(given: Mapping[str, Any], folder: Path) -> list[str]:
+    own = {name: value for name, value in given.items() if name != "nproc"}
     return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 
 

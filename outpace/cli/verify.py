@@ -41,15 +41,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     asked = ",".join(filter(None, [arguments.strategy, *arguments.names])) or "all"
     strategies = choose_words("--strategy", asked, STRATEGIES)
     precisions = choose_words("--precision", arguments.precision, PRECISIONS)
-    proved = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
+    run_record = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
     ranks = ranks_from(environ)
-    module = _custom_reference(arguments.model, proved)
+    module = _custom_reference(arguments.model, run_record)
     if module is not None:
-        return _verify_module(module, arguments, asked, ranks, proved)
+        return _verify_module(module, arguments, asked, ranks, run_record)
     if ranks is None:
         from outpace.launch import local
 
-        nproc = arguments.nproc if proved is None else proved.plan.world_size
+        nproc = arguments.nproc if run_record is None else run_record.plan.world_size
         local.start(nproc, [*PYTHON, "-m", "outpace", "verify", *argv])
         return 0
     import torch
@@ -59,20 +59,20 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.parallel import why_not
 
-    device = _device(arguments.device, ranks)
+    device = _resolve_device(arguments.device, ranks)
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
     skipped: dict[str, str] = {}
     if arguments.plan is not None:
         plans = [PlanFile.load(arguments.plan, option="--plan ").plan]
-    elif proved is not None:
-        plans = [plan_of_run(proved.plan, precision) for precision in precisions]
+    elif run_record is not None:
+        plans = [plan_of_run(run_record.plan, precision) for precision in precisions]
     else:
         found = {str(name): why_not(name, ranks, device) for name in strategies}
         skipped = {name: why for name, why in found.items() if why is not None}
         for name, why in skipped.items():
             if asked != "all":
                 raise BadInputError(f"--strategy {name}: {why}.")
-        levers = _read_options(arguments.levers)
+        levers = _parse_plan_options(arguments.levers)
         plans = [
             Plan.parse({**plan.model_dump(), **levers}, "--levers")
             for precision in precisions
@@ -80,32 +80,34 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             if name not in skipped
             for plan in plans_for(name, ranks.world_size, precision)
         ]
-    trial = Trial(_spec(arguments.model, proved, plans), device=device)
+    trial = Trial(_choose_spec(arguments.model, run_record, plans), device=device)
     with process_groups(ranks, device, 300.0) as groups:
-        certificate = verify(plans, trial, groups, skipped=skipped, notes=_trial_notes(proved))
+        certificate = verify(plans, trial, groups, skipped=skipped, notes=_trial_notes(run_record))
     if ranks.rank == 0:
         beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
-        _show(certificate, arguments.out or beside, arguments.json)
+        _save_and_print(certificate, arguments.out or beside, arguments.json)
     _require_passed(certificate)
     return 0
 
 
-def _custom_reference(model: str | None, proved: RunRecord | None) -> str | None:
-    """Return the 'file.py:function' of a custom model to verify, else None."""
+def _custom_reference(model: str | None, run_record: RunRecord | None) -> str | None:
     from outpace.interop.models import names_code
 
-    reference = model if model is not None or proved is None else proved.settings.model
+    reference = model if model is not None or run_record is None else run_record.settings.model
     return reference if reference is not None and names_code(reference) else None
 
 
 def _verify_module(
     reference: str,
     arguments: argparse.Namespace,
-    asked: str,
+    strategies: str,
     ranks: Ranks | None,
-    proved: RunRecord | None,
+    run_record: RunRecord | None,
 ) -> int:
-    """Verify strategies with a custom model, in processes forked from this one; return 0."""
+    """Verify strategies with a custom model, in processes that are forked from this one.
+
+    Returns 0. Raises OutpaceError if the results of a strategy differ.
+    """
     if ranks is not None:
         raise BadInputError(
             f"verify --model {reference} starts its own processes. Run it without torchrun, "
@@ -127,9 +129,9 @@ def _verify_module(
     opened = open_model(reference)
     assert opened.build is not None
     custom = build_custom_model(opened.build)
-    plans = _module_plans(arguments, asked, proved)
+    plans = _module_plans(arguments, strategies, run_record)
     given = [plan for plan in plans or () if isinstance(plan, Plan)]
-    nproc = arguments.nproc if proved is None else proved.plan.world_size
+    nproc = arguments.nproc if run_record is None else run_record.plan.world_size
     nproc = max((plan.world_size for plan in given), default=nproc)
     per_pass = math.lcm(*(plan.data_parallel * plan.samples_per_pass for plan in given))
     certificate = verify_custom(
@@ -141,13 +143,13 @@ def _verify_module(
         name=reference,
     )
     beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
-    _show(certificate, arguments.out or beside, arguments.json)
+    _save_and_print(certificate, arguments.out or beside, arguments.json)
     _require_passed(certificate)
     return 0
 
 
 def _module_plans(
-    arguments: argparse.Namespace, asked: str, proved: RunRecord | None
+    arguments: argparse.Namespace, strategies: str, run_record: RunRecord | None
 ) -> Sequence[Plan | str] | None:
     """Return what to verify: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
@@ -157,11 +159,11 @@ def _module_plans(
         )
     if arguments.plan is not None:
         return [PlanFile.load(arguments.plan, option="--plan ").plan]
-    if proved is not None and asked == "all":
+    if run_record is not None and strategies == "all":
         from outpace.experiment.module_verify import plan_like
 
-        return [plan_like(proved.plan)]
-    return None if asked == "all" else list(choose_words("--strategy", asked, STRATEGIES))
+        return [plan_like(run_record.plan)]
+    return None if strategies == "all" else list(choose_words("--strategy", strategies, STRATEGIES))
 
 
 def _require_passed(certificate: Certificate) -> None:
@@ -177,8 +179,8 @@ def _require_passed(certificate: Certificate) -> None:
         raise error
 
 
-def _read_options(text: str) -> dict[str, str]:
-    """Parse fields of a plan and their values: "checkpointing=full,loss=plain"."""
+def _parse_plan_options(text: str) -> dict[str, str]:
+    """Parse values for fields of a plan, such as "checkpointing=full,loss=plain"."""
     levers: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         name, given, value = pair.partition("=")
@@ -192,7 +194,7 @@ def _read_options(text: str) -> dict[str, str]:
     return levers
 
 
-def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
+def _resolve_device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
     """Return this rank's device. "auto" never chooses Metal, which has no fp64."""
     import torch
 
@@ -204,14 +206,20 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
     return resolve_device(TrainSettings(device=choice), ranks)
 
 
-def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
-    """Return the model to train: the given one, a tiny model like a run's, or a tiny default."""
+def _choose_spec(
+    model: str | None, run_record: RunRecord | None, plans: Sequence[Plan]
+) -> ModelSpec:
+    """Return `model`, else a tiny model of the run's family, else a tiny default."""
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 
-    if model is None and proved is None:
+    if model is None and run_record is None:
         return tiny_spec(plans)
-    found = proved.model if model is None and proved is not None else open_model(str(model)).spec
+    found = (
+        run_record.model
+        if model is None and run_record is not None
+        else open_model(str(model)).spec
+    )
     if found is None:
         raise BadInputError(
             "the model of this run was built in Python, and cannot be built again here. Call "
@@ -221,16 +229,16 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
     return found if model is not None else tiny_like(found, plans)
 
 
-def _trial_notes(proved: RunRecord | None) -> list[str]:
-    """Describe what the trial leaves out of a run's plan."""
-    if proved is None:
+def _trial_notes(run_record: RunRecord | None) -> list[str]:
+    if run_record is None:
         return []
-    draws = proved.plan.lora_dropout or (proved.model is not None and proved.model.dropout)
+    draws = run_record.plan.lora_dropout or (
+        run_record.model is not None and run_record.model.dropout
+    )
     return [WITHOUT_DROPOUT] if draws else []
 
 
-def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
-    """Save the certificate and print it."""
+def _save_and_print(certificate: Certificate, out: Path | None, as_json: bool) -> None:
     if out is not None:
         save_output(out, certificate)
     if as_json:

@@ -38,7 +38,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)
-    _check(arguments, command, at < len(argv))
+    _check_arguments(arguments, command, at < len(argv))
     from outpace.probing.utilisation.sampler import Sampler, open_nvml, training_in
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.utilisation import View
@@ -60,10 +60,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
                 started.outlive(watching.sample_until)
             finally:
                 view.close()
-                _finish(watching, arguments, console, command=True)
+                _write_result(watching, arguments, console, command=True)
             return started.exit_code
     sampler = Sampler(roots, nvml=nvml)
-    doing = (lambda: "") if folder is None else (lambda: _latest_step(folder))
+    doing = (lambda: "") if folder is None else (lambda: _format_latest_step(folder))
     watching = _UtilisationWatch(sampler, view, arguments.every, doing)
     code = 0
     try:
@@ -72,11 +72,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         code = _INTERRUPTED if arguments.for_s is not None else 0
     finally:
         view.close()
-        _finish(watching, arguments, console)
+        _write_result(watching, arguments, console)
     return code
 
 
-def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
+def _check_arguments(arguments: Namespace, command: list[str], dashes: bool) -> None:
     if dashes and not command:
         raise BadInputError(
             "outpace watch --: the command is missing. Write it after the two dashes."
@@ -93,7 +93,10 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
 
 
 class _UtilisationWatch:
-    """Loop that samples the utilisation, shows it and records it."""
+    """Loop that samples the utilisation, shows it and records it.
+
+    `doing` returns the progress of the watched run to show, and `said` the command's last line.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,6 @@ class _UtilisationWatch:
 
     @property
     def utilisation(self) -> Utilisation | None:
-        """Return the time series so far; None before the first sample."""
         return self._samples.series
 
     def sample_until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
@@ -137,14 +139,14 @@ class _UtilisationWatch:
 
 
 def _sleep(seconds: float) -> bool:
+    """Sleep, and return False, because only `for_s` or Ctrl-C ends this watch."""
     time.sleep(seconds)
     return False
 
 
-def _finish(
+def _write_result(
     watching: _UtilisationWatch, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
-    """Write the files, then print the table or the JSON document."""
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.utilisation import closing_text
 
@@ -186,7 +188,6 @@ def _print_json(seen: list[Utilisation]) -> None:
 
 
 def _show_recorded(folder: Path, arguments: Namespace) -> int:
-    """Show what a finished run recorded. Raises BadInputError if it recorded nothing."""
     require_run(folder)
     paths = sorted((folder / "utilisation").glob("host-*.json"))
     if not paths:
@@ -209,8 +210,8 @@ def _show_recorded(folder: Path, arguments: Namespace) -> int:
     return 0
 
 
-def _latest_step(folder: Path) -> str:
-    """Format the latest step that a run has logged; '' if there is none."""
+def _format_latest_step(folder: Path) -> str:
+    """Format the last step in a run's log; '' if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         total = json.loads((folder / "run.json").read_text(encoding="utf-8"))["total_steps"]
         with (folder / "metrics.jsonl").open("rb") as file:

@@ -39,7 +39,8 @@ class Command:
             raise BadInputError(f"cannot start {command[0]}: {error.strerror}") from None
         pipes = [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
         self._readers = [
-            threading.Thread(target=self._pass_on, args=(pipe,), daemon=True) for pipe in pipes
+            threading.Thread(target=self._forward_output, args=(pipe,), daemon=True)
+            for pipe in pipes
         ]
 
     @property
@@ -81,21 +82,21 @@ class Command:
             self._process.wait(seconds)
         return self._process.poll() is not None
 
-    def _pass_on(self, pipe: IO[bytes]) -> None:
+    def _forward_output(self, pipe: IO[bytes]) -> None:
         left = b""
         while chunk := os.read(pipe.fileno(), _CHUNK):
             *lines, left = (left + chunk).split(b"\n")
             for line in lines:
-                self._print(line)
-            self.said = _last(left)
+                self._print_line(line)
+            self.said = _visible_text(left)
         if left:
-            self._print(left)
+            self._print_line(left)
         self.said = ""
 
-    def _print(self, line: bytes) -> None:
-        self._console.print(Text.from_ansi(_last(line)), soft_wrap=True)
+    def _print_line(self, line: bytes) -> None:
+        self._console.print(Text.from_ansi(_visible_text(line)), soft_wrap=True)
 
 
-def _last(line: bytes) -> str:
-    """Return the text that a terminal shows for a line overwritten by carriage returns."""
+def _visible_text(line: bytes) -> str:
+    """Return what a terminal shows of a line that carriage returns overwrite."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

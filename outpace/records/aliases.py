@@ -41,12 +41,11 @@ def _read_meanings(groups: dict[str, dict[str, str | list[str]]]) -> dict[str, M
         for aliases, meant in rows.items():
             names, *remark = [meant] if isinstance(meant, str) else meant
             meaning = Meaning(tuple(names.split("|")), *remark)
-            meanings |= dict.fromkeys(map(_plain, aliases.split()), meaning)
+            meanings |= dict.fromkeys(map(_normalise, aliases.split()), meaning)
     return meanings
 
 
-def _plain(name: str) -> str:
-    """Normalise a name: convert it to lower case, and keep only letters and digits."""
+def _normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
@@ -64,16 +63,16 @@ def translate_alias(
 
     `form` formats a choice that comes with a value.
     """
-    known = {_plain(choice): choice for choice in choices}
-    if _plain(word) in known:  # the same apart from case and punctuation
-        return [known[_plain(word)]], ""
+    known = {_normalise(choice): choice for choice in choices}
+    if _normalise(word) in known:  # the same apart from case and punctuation
+        return [known[_normalise(word)]], ""
     for table in read_tables():
-        meaning = table.get(_plain(word))
+        meaning = table.get(_normalise(word))
         if meaning is None:
             continue
         pairs = [name.partition(" ") for name in meaning.names]
-        names = [form(known[_plain(name)], value) if value else known[_plain(name)]
-                 for name, _, value in pairs if _plain(name) in known]  # fmt: skip
+        names = [form(known[_normalise(name)], value) if value else known[_normalise(name)]
+                 for name, _, value in pairs if _normalise(name) in known]  # fmt: skip
         if names:
             return names, meaning.remark
     return [], ""

@@ -25,7 +25,7 @@ def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
 
 
 def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
-    """Return 3d's pipeline schedule; for other strategies, or without a pipeline, the strategy."""
+    """Return `pp_schedule` under 3d with a pipeline, else the strategy, which names a schedule."""
     return pp_schedule if strategy == "3d" and pp > 1 else strategy
 
 

@@ -59,7 +59,6 @@ class Record(BaseModel):
     summary_fields: ClassVar[tuple[str, ...]] = ()
 
     def _repr_html_(self) -> str:
-        """Return a table of the values, which notebooks show."""
         from outpace.records.html_tables import record_html
 
         return record_html(self)
@@ -100,7 +99,7 @@ class Record(BaseModel):
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """Hash a record's values, independently of JSON formatting."""
+    """Hash a record's values. The hash does not depend on how the JSON file is formatted."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
@@ -200,7 +199,6 @@ def refuse_pipe(path: Path) -> None:
 
 @contextmanager
 def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[None]:
-    """Convert errors from reading a file to BadInputError."""
     try:
         yield
     except OSError as error:
@@ -211,14 +209,14 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
         ) from None
     except ValueError as error:
         require_no_pointer(path)
-        line = _line_of(path, str(error)) if kind == "TOML" else ""
+        line = _quote_line(path, str(error)) if kind == "TOML" else ""
         raise BadInputError(
             f"{option}{format_path(path)} is not {kind}: {json_error(error)}{line}"
         ) from None
 
 
-def _line_of(path: Path, message: str) -> str:
-    """Quote the line that a TOML error names; the last line if it names none."""
+def _quote_line(path: Path, message: str) -> str:
+    """Quote the line that a TOML error names, or the last line if it names none."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
         found = re.search(r"at line (\d+)", message)
@@ -233,7 +231,7 @@ def format_path(path: Path) -> str:
 
 
 def _check_depth(value: Value) -> Value:
-    """Return `value` unchanged. Raises RecursionError if it is nested too deeply."""
+    """Return `value` unchanged, or raise RecursionError if it is nested too deeply."""
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -253,13 +251,13 @@ def explain(error: ValidationError, where: str, known: Any) -> str:
     # A misspelled key also leaves the correct one missing: report only the cause.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
     chosen = wrong or problems
-    sentences = [f"{where}: {_sentence(one, known)}" for one in chosen[:_MOST_PROBLEMS]]
+    sentences = [f"{where}: {_format_problem(one, known)}" for one in chosen[:_MOST_PROBLEMS]]
     if len(chosen) > _MOST_PROBLEMS:
         sentences.append(f"{where}: and {len(chosen) - _MOST_PROBLEMS} more problems")
     return "\n".join(sentences)
 
 
-def _sentence(problem: Any, known: Any) -> str:
+def _format_problem(problem: Any, known: Any) -> str:
     name = shorten(".".join(str(part) for part in problem["loc"]))
     if problem["type"] == "extra_forbidden":
         return f"unknown key {name!r}.{suggest(name, known)}"
@@ -277,7 +275,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     pipe, /dev/stdout), the content is written into it. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
-    if _is_written_into(path):
+    if _must_write_in_place(path):
         with path.open("wb", buffering=0) as file:
             _write_all(file, data)
         return
@@ -287,7 +285,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:  # never follows a link
             if before is not None:
-                _keep_access(file.fileno(), before)
+                _copy_access(file.fileno(), before)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -301,8 +299,8 @@ def temporary_name(path: Path) -> str:
     return f"{TEMPORARY_PREFIX}{zlib.crc32(path.name.encode()):08x}-{os.getpid()}.tmp"
 
 
-def _is_written_into(path: Path) -> bool:
-    """Return whether `path` must be written in place: a device, a pipe, or a link in /dev."""
+def _must_write_in_place(path: Path) -> bool:
+    """Return whether `path` cannot be replaced: a device, a pipe, or a link in /dev."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -314,8 +312,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def _keep_access(descriptor: int, before: os.stat_result) -> None:
-    """Give a new file the mode of the file it replaces, and its owner if permitted."""
+def _copy_access(descriptor: int, before: os.stat_result) -> None:
     made = os.fstat(descriptor)
     if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
         with suppress(OSError):

@@ -26,7 +26,7 @@ def checksum(blocks: Iterable[bytes | memoryview]) -> str:
 
 def file_checksum(path: Path) -> str:
     """Return a file's checksum. Raises BadInputError if it cannot be read."""
-    return checksum(_blocks(path))
+    return checksum(_read_blocks(path))
 
 
 def write_checksums(folder: Path) -> None:
@@ -45,7 +45,7 @@ def added_names(folder: Path) -> list[str]:
 
     Skips hidden files and Python caches. Raises BadInputError if the checksum file is damaged.
     """
-    listed = {CHECKSUMS_FILE, *_entries(folder)}
+    listed = {CHECKSUMS_FILE, *_read_entries(folder)}
     names = sorted(path.name for path in folder.iterdir())
     return [name for name in names if name not in listed and not name.startswith((".", "__"))]
 
@@ -53,8 +53,10 @@ def added_names(folder: Path) -> list[str]:
 def folder_damage(folder: Path) -> str | None:
     """Describe the first damage found in a folder; None if all files match their checksums."""
     try:
-        names = _entries(folder)
-        return next((found for name in names if (found := _damage(folder / name, names))), None)
+        names = _read_entries(folder)
+        return next(
+            (found for name in names if (found := _describe_damage(folder / name, names))), None
+        )
     except BadInputError as error:
         return str(error)
 
@@ -64,9 +66,11 @@ def require_small_files(folder: Path) -> None:
 
     Raises BadInputError if a file is damaged.
     """
-    entries = _entries(folder)
+    entries = _read_entries(folder)
     for name in entries:
-        _refuse(folder, _damage(folder / name, entries, reads=not name.endswith(_LARGE)))
+        _require_undamaged(
+            folder, _describe_damage(folder / name, entries, reads=not name.endswith(_LARGE))
+        )
 
 
 def require_readable(path: Path) -> None:
@@ -75,12 +79,12 @@ def require_readable(path: Path) -> None:
     Files without a saved checksum pass the last check.
     """
     require_no_pointer(path)
-    entries = _entries(path.parent)
+    entries = _read_entries(path.parent)
     if path.name in entries:
-        _refuse(path.parent, _damage(path, entries))
+        _require_undamaged(path.parent, _describe_damage(path, entries))
 
 
-def _refuse(folder: Path, damage: str | None) -> None:
+def _require_undamaged(folder: Path, damage: str | None) -> None:
     if damage is None:
         return
     run = folder.parent
@@ -92,8 +96,8 @@ def _refuse(folder: Path, damage: str | None) -> None:
     )
 
 
-def _entries(folder: Path) -> dict[str, Any]:
-    """Read the entries of a folder's checksum file; empty if there is none."""
+def _read_entries(folder: Path) -> dict[str, Any]:
+    """Return the entries of a folder's checksum file by file name; empty without the file."""
     path = folder / CHECKSUMS_FILE
     if not path.is_file():
         return {}
@@ -108,7 +112,7 @@ def _entries(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def _damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | None:
+def _describe_damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | None:
     entry = entries[path.name]
     if not path.is_file():
         return f"{path} is {'a folder' if path.is_dir() else 'missing'}"
@@ -120,7 +124,7 @@ def _damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | No
     return None
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _read_blocks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):

@@ -41,12 +41,11 @@ class ClusterJob(Record):
                 f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each "
                 f"rank needs its own GPU. Use at most {self.gpus_per_node} ranks per node"
             )
-        unsafe = [word for word in (*self.command, str(self.folder)) if _is_unsafe_word(word)]
+        unsafe = [word for word in (*self.command, str(self.folder)) if _has_unprintable(word)]
         if unsafe:
             raise ValueError(f"{unsafe[0]!r} contains a line break or an unprintable character")
         return self
 
 
-def _is_unsafe_word(word: str) -> bool:
-    """Return whether a word contains line breaks or unprintable characters."""
+def _has_unprintable(word: str) -> bool:
     return any(not character.isprintable() for character in word)

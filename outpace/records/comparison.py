@@ -48,7 +48,7 @@ class Experiment(Record):
     in_turn: bool = entry("whether arms run in turn; False: finished runs are compared", True)
 
     @model_validator(mode="after")
-    def _comparable(self) -> Self:
+    def _check_arms(self) -> Self:
         names = [arm.name for arm in self.arms]
         if len(names) < 2:
             alone = f"{names[0]} with" if names else ""
@@ -77,7 +77,6 @@ class Experiment(Record):
         return self
 
     def _check_effect(self, commands: bool) -> None:
-        """Refuse options that would have no effect."""
         if not commands and self.metric is not None:
             raise ValueError(
                 f"metric {self.metric!r} applies to the output of commands, but no arm is a "
@@ -115,16 +114,16 @@ class Verdict(Record):
     @property
     def claimed_faster(self) -> bool:
         """Return whether the arm is claimed to be faster and its median agrees."""
-        return self.claimed and not self._slower and (self.slowdown or 0.0) < 0
+        return self.claimed and not self._most_were_slower and (self.slowdown or 0.0) < 0
 
     @property
     def claimed_slower(self) -> bool:
         """Return whether the arm is claimed to be slower and its median agrees."""
-        return self.claimed and self._slower and (self.slowdown or 0.0) > 0
+        return self.claimed and self._most_were_slower and (self.slowdown or 0.0) > 0
 
     @property
-    def _slower(self) -> bool:
-        """Return whether most rounds were slower or, if that was not recorded, the median."""
+    def _most_were_slower(self) -> bool:
+        """Whether most rounds were slower; in records without this fact, whether the median is."""
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(
@@ -137,11 +136,11 @@ class Verdict(Record):
         if self.slowdown is None:
             return f"{arm} and {against}: nothing was measured"
         if not self.in_turn:
-            return self._of_two_runs(self.slowdown, arm, against)
+            return self._two_runs_words(self.slowdown, arm, against)
         if self.low is None or self.high is None:
-            return self._so_far(self.slowdown, arm, against, quantity)
+            return self._undecided_words(self.slowdown, arm, against, quantity)
         if self.claimed:
-            slower = self._slower
+            slower = self._most_were_slower
             size = self.slowdown if slower else -self.slowdown
             if size < 0:  # claimed early, but the median has changed its sign since
                 return (
@@ -160,7 +159,7 @@ class Verdict(Record):
             )
         if self.low > 0 or self.high < 0:
             if self.rounds < fewest_rounds(self.alpha):
-                return self._so_far(self.slowdown, arm, against, quantity)
+                return self._undecided_words(self.slowdown, arm, against, quantity)
             return (
                 f"{arm} and {against}: no significant difference at {100 * self.alpha:.2g} %: "
                 f"{_percent(self.low)} to {_percent(self.high)} ({100 * self.level:.0f} %)"
@@ -171,8 +170,10 @@ class Verdict(Record):
             f"{show_share(largest)} either way. Run more rounds to detect smaller ones"
         )
 
-    def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Return the sentence for a comparison with too few rounds for a claim."""
+    def _undecided_words(
+        self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]
+    ) -> str:
+        """Say that more rounds are needed for a claim, and what the median is so far."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -184,8 +185,8 @@ class Verdict(Record):
             f"{fewest_rounds(self.alpha)} are needed. In the median so far, {arm} {size} {against}"
         )
 
-    def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two finished runs, without a claim: speed also varies from start to start."""
+    def _two_runs_words(self, slowdown: float, arm: str, against: str) -> str:
+        """Compare two finished runs without a claim, since speed varies from start to start."""
         parts = "with too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
@@ -207,7 +208,6 @@ def _percent(share: float) -> str:
 
 
 def _format_interval(low: float, high: float) -> str:
-    """Format an interval, with signs if it includes both directions."""
     if low < 0 < high:
         return f"{_percent(low)} to {_percent(high)}"
     ends = sorted((abs(low), abs(high)))

@@ -164,7 +164,7 @@ def suggest(
 
 
 def _similar_names(word: str, known: list[str]) -> list[str]:
-    """Return up to three names that begin with `word` or are a typo away, most similar first."""
+    """Return up to three names that begin with `word` or differ by a typo, most similar first."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
     ratio = {
@@ -177,13 +177,16 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
         for name, share in ratio.items()
         if share >= _LEAST_ALIKE
         or names[name].startswith(f"{mine}-")
-        or _one_slip(mine, names[name])
+        or _differs_by_one_letter(mine, names[name])
     ]
     return sorted(close, key=lambda name: -ratio[name])[:3]
 
 
-def _one_slip(one: str, other: str) -> bool:
-    """Return whether words differ in one letter. Short words must also use the same letters."""
+def _differs_by_one_letter(one: str, other: str) -> bool:
+    """Return whether words of equal length differ in one letter.
+
+    Words of few letters must, in addition, consist of the same letters.
+    """
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
@@ -198,12 +201,12 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
     known = list(names)
     by_family: dict[str, list[str]] = {}
     for name in known:
-        by_family.setdefault(_letters(name), []).append(name)
-    close = difflib.get_close_matches(_letters(word), by_family, n=1, cutoff=0.6)
+        by_family.setdefault(_first_letters(name), []).append(name)
+    close = difflib.get_close_matches(_first_letters(word), by_family, n=1, cutoff=0.6)
     alike = [name for family in close for name in by_family[family] if _same_numbers(name, word)]
-    alike = alike or _nearest_sizes(word, by_family.get(_letters(word), []))
+    alike = alike or _nearest_sizes(word, by_family.get(_first_letters(word), []))
     begin = word.casefold() if len(word) > 2 else None
-    alike = alike or [name for name in known if _parts_of(word) <= _parts_of(name)
+    alike = alike or [name for name in known if _split_name(word) <= _split_name(name)
                       or (begin is not None and name.startswith(begin))]  # fmt: skip
     if not alike:
         return ""
@@ -211,26 +214,25 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
     return f" Did you mean {join_or(shown)}?"
 
 
-def _parts_of(name: str) -> set[str]:
-    """Split a model's name at dashes, underscores and blanks. A lone number counts as a size."""
+def _split_name(name: str) -> set[str]:
+    """Split a model's name at dashes, underscores and blanks. "405" alone becomes "405b"."""
     parts = re.split(r"[-_\s]+", name.casefold().strip())
     return {f"{parts[0]}b"} if len(parts) == 1 and parts[0].isdigit() else set(parts)
 
 
 def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
-    """Return the models of the same generation with half to twice the size, closest first."""
-    frame, size = _size_of(word)
+    frame, size = _split_size(word)
     ratios = {
         name: max(size, other) / min(size, other)
         for name in family
-        for other_frame, other in [_size_of(name)]
+        for other_frame, other in [_split_size(name)]
         if other_frame == frame and size and other
     }
     return sorted((name for name in ratios if ratios[name] <= _SIZE_RATIO), key=ratios.__getitem__)
 
 
-def _size_of(name: str) -> tuple[str, float]:
-    """Split a model's name into the rest and its billions of parameters, 0 if it names none."""
+def _split_size(name: str) -> tuple[str, float]:
+    """Split a model's name into the rest and its size in billions of parameters, 0 if none."""
     found = _SIZE.findall(name.lower())
     if len(found) != 1:
         return name, 0.0
@@ -240,15 +242,15 @@ def _size_of(name: str) -> tuple[str, float]:
 
 
 def _same_numbers(one: str, other: str) -> bool:
-    """Return whether the numbers in two names agree within 1 % (BLOOM-175B is also called 176B)."""
+    """Return whether the numbers in two names agree within 1 %, as BLOOM's 175B and 176B do."""
     mine, theirs = (list(map(int, re.findall(r"\d{1,6}", name))) for name in (one, other))
     return len(mine) == len(theirs) and all(
         abs(a - b) <= max(a, b) / 100 for a, b in zip(mine, theirs, strict=True)
     )
 
 
-def _letters(name: str) -> str:
-    """Return the letters that a model's name begins with: "llama-3-8b" -> "llama"."""
+def _first_letters(name: str) -> str:
+    """Return the letters with which a model's name begins: "llama-3-8b" -> "llama"."""
     return re.split(r"[^a-z]", name.lower().lstrip("./"), maxsplit=1)[0]
 
 

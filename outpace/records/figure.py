@@ -36,7 +36,7 @@ class Key(Record):
     @field_validator("what", "of", mode="before")
     @classmethod
     def _read_old_words(cls, value: Any) -> Any:
-        """Accept older files, which call matmuls products."""
+        """Read older files, in which matmuls are called products."""
         if isinstance(value, Mapping):
             return {name: cls._read_old_words(word) for name, word in value.items()}
         return _PRODUCT.sub("matmul", value) if isinstance(value, str) else value
@@ -107,7 +107,6 @@ class Figure(Record):
         return (self.high - self.low) / 2 / self.value
 
     def __str__(self) -> str:
-        """Format the value with its unit."""
         if self.value is None:
             return "n/a"
         if self.unit == "s":

@@ -20,7 +20,7 @@ class Slowdown(Record):
     source: str = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def _check_order(self) -> Self:
         if self.low > self.high:
             raise ValueError(f"low {self.low} is above high {self.high}")
         return self
@@ -53,7 +53,7 @@ class Examination(Record):
     not_checked: dict[str, str]
 
     @model_validator(mode="after")
-    def _most_costly_first(self) -> Self:
+    def _check_order_of_costs(self) -> Self:
         order = [cost_order(finding) for finding in self.findings]
         if order != sorted(order):
             raise ValueError("findings are not ordered by cost")

@@ -127,7 +127,7 @@ class Node(Record):
     assumed: str | None = entry("assumptions about facts that are not published")
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if (self.accelerator is None) != (self.devices == 0):
             raise ValueError(f"{self.devices} devices of accelerator {self.accelerator}")
         if (self.topology == "none") != (self.device_link is None):

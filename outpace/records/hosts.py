@@ -35,8 +35,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                 f"--hosts {text}: {part.strip()!r} does not give a number of ranks. Write "
                 f"{part.strip() or 'HOST'}:4"
             )
-        found.append(_host(name, slots, f"--hosts {text}"))
-    return _distinct(found, f"--hosts {text}")
+        found.append(_make_host(name, slots, f"--hosts {text}"))
+    return _require_distinct(found, f"--hosts {text}")
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
@@ -59,15 +59,15 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
             raise BadInputError(
                 f"--hostfile {path}, line {number}: {excerpt(words)} is not 'HOST slots=4'"
             )
-        found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
+        found.append(_make_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
     if not found:
         raise BadInputError(
             f"--hostfile {path} names no host. Write one line 'HOST slots=4' per host"
         )
-    return _distinct(found, f"--hostfile {path}")
+    return _require_distinct(found, f"--hostfile {path}")
 
 
-def _host(name: str, slots: str, where: str) -> Host:
+def _make_host(name: str, slots: str, where: str) -> Host:
     if not _SLOTS.fullmatch(slots):
         raise BadInputError(
             f"{where}: {excerpt(slots)} is not a number of ranks per host, from 1 to 999999"
@@ -80,7 +80,7 @@ def _host(name: str, slots: str, where: str) -> Host:
     return Host(name=name, slots=int(slots))
 
 
-def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
+def _require_distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

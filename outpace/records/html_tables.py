@@ -23,11 +23,11 @@ def record_html(record: BaseModel) -> str:
 
 
 def _fields_table(record: BaseModel) -> str:
-    return _table((), [(name, _cell(name, value)) for name, value in _given_values(record)])
+    return _make_table((), [(name, _cell(name, value)) for name, value in _given_values(record)])
 
 
 def _given_values(record: BaseModel) -> Iterator[tuple[str, Any]]:
-    """Yield required fields, and others whose values differ from the default."""
+    """Yield the values of required fields, and those that differ from the field's default."""
     for name, field in type(record).model_fields.items():
         value = getattr(record, name)
         if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -39,10 +39,10 @@ def _cell(name: str, value: Any) -> str:
         return _details_element(type(value).__name__, _fields_table(value))
     if isinstance(value, Mapping):
         rows = [(str(key), _cell(name, inner)) for key, inner in value.items()]
-        return _details_element(f"{len(rows)}", _table((), rows)) if rows else "none"
+        return _details_element(f"{len(rows)}", _make_table((), rows)) if rows else "none"
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return _list_cell(name, value)
-    return escape(_text(name, value))
+    return escape(_format_scalar(name, value))
 
 
 def _list_cell(name: str, values: Sequence[Any]) -> str:
@@ -57,25 +57,25 @@ def _list_cell(name: str, values: Sequence[Any]) -> str:
 
 
 def _records_cell(records: Sequence[BaseModel]) -> str:
-    """Tabulate records, with `summary_fields` as columns; by default, all scalar fields."""
+    """Tabulate records with the columns `summary_fields`, or with all scalar fields."""
     first, shown = type(records[0]), records[:_MOST_ROWS]
     summary: Sequence[str] = getattr(first, "summary_fields", ())
     names = summary or [
         name
         for name in first.model_fields
-        if any(_is_single(getattr(one, name, None)) for one in shown)
+        if any(_is_scalar(getattr(one, name, None)) for one in shown)
     ]
     rows = [
         tuple(_cell(name.rpartition(".")[2], _value_at(one, name)) for name in names)
         for one in shown
     ]
-    table = _table([name.rpartition(".")[2] for name in names], rows)
+    table = _make_table([name.rpartition(".")[2] for name in names], rows)
     more = len(records) - len(shown)
     table += f"<p>and {more:,} more</p>" if more else ""
     return _details_element(f"{len(records):,}", table, is_open=bool(summary))
 
 
-def _is_single(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return value is not None and not isinstance(value, (BaseModel, Mapping, tuple, list))
 
 
@@ -87,8 +87,8 @@ def _value_at(record: BaseModel, path: str) -> Any:
     return found
 
 
-def _text(name: str, value: Any) -> str:
-    """Format a scalar by the unit at the end of its name."""
+def _format_scalar(name: str, value: Any) -> str:
+    """Format a scalar in the unit that the end of its name states."""
     if value is None:
         return "n/a"
     if isinstance(value, bool):
@@ -106,8 +106,8 @@ def _text(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table. Without `head`, the first column contains the names."""
+def _make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table; without `head`, the first column has the names of the rows."""
     lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
     for first, *rest in rows:
         begin = f"<td>{first}</td>" if head else f"<th>{escape(first)}</th>"

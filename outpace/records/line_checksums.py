@@ -64,5 +64,5 @@ def describe_changes(path: Path) -> str | None:
 
 
 def _checksum(body: bytes) -> bytes:
-    """Return the checksum of a line's JSON as a JSON string."""
+    """Return the checksum of a line's JSON, quoted as a JSON string."""
     return b'"%b"' % xxhash.xxh3_64_hexdigest(body).encode()

@@ -58,8 +58,8 @@ class ModelSpec(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, values: Any) -> Any:
-        """Fill in missing values from the family and the given dimensions."""
+    def _fill_defaults(cls, values: Any) -> Any:
+        """Fill in missing values from the family and from the given dimensions."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}

@@ -20,8 +20,9 @@ Kept = Literal["bf16", "8bit", "4bit"]
 class Operators(NamedTuple):
     """Number of operators that update a matrix, a vector, or a stack of matrices or vectors.
 
-    Stacking adds `each` per tensor. Random numbers for rounding need `counted` operators if they
-    come from a counter, or `drawn` for each stacked tensor that draws its own.
+    Stacking adds `each` per tensor. Stochastic rounding adds `counted` operators if its random
+    numbers come from a counter; otherwise, each stacked tensor draws its own with `drawn`
+    operators.
     """
 
     matrix: float
@@ -83,18 +84,20 @@ _FUNCTION = 2
 
 
 def _adamw(nbytes: float, operators: Operators, tensors: float, copies: float) -> OptimizerTraits:
-    """Return the traits of torch's AdamW."""
     return OptimizerTraits(
         nbytes, operators, StepTensors(tensors, tensors, tensors), moments=2, is_adamw=True,
         exact=True, steps_complex=True, copies=copies,
     )  # fmt: skip
 
 
-def _low_adamw(
+def _low_bit_adamw(
     kept: Kept, nbytes: float, operators: Operators, tensors: StepTensors, moments_bytes: float,
     compiled: Operators,
 ) -> OptimizerTraits:  # fmt: skip
-    """Return the traits of outpace's AdamW, whose moments move `moments_bytes` per parameter."""
+    """Return the traits of outpace's own AdamW with moments in the format `kept`.
+
+    `moments_bytes` is what an update reads and writes of them, in bytes per parameter.
+    """
     return OptimizerTraits(
         nbytes, operators, tensors, moments=2, kept=kept, is_adamw=True,
         compiled_bytes=12 + moments_bytes, compiled_operators=compiled,
@@ -121,16 +124,16 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
     "adamw-foreach": _adamw(80, Operators(0, 0), 0.0, 1.0),
     "adamw-for-loop": _adamw(80, Operators(9, 8), 2.0, 0.0),
-    "adamw-bf16": _low_adamw(
+    "adamw-bf16": _low_bit_adamw(
         "bf16", 176, Operators(30, 30, 41, 39, each=1, counted=22, drawn=4),
         StepTensors(3.5, 4.5, 5.5), 8,
         Operators(3 + _FUNCTION, 3 + _FUNCTION, 12 + _FUNCTION, 10 + _FUNCTION, each=1),
     ),
-    "adamw-8bit": _low_adamw(
+    "adamw-8bit": _low_bit_adamw(
         "8bit", 208, Operators(48, 14, 65, 23, each=1), StepTensors(4.25, 5.25, 5.5), 4 + 16 / 256,
         Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
     ),
-    "adamw-4bit": _low_adamw(
+    "adamw-4bit": _low_bit_adamw(
         "4bit", 220, Operators(64, 14, 81, 23, each=1), StepTensors(4.25, 5.25, 5.5), 2 + 16 / 128,
         Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
     ),

@@ -40,7 +40,7 @@ class AttentionShape(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, values: object) -> object:
+    def _fill_defaults(cls, values: object) -> object:
         if isinstance(values, dict) and values.get("value_dim") is None:
             return {**values, "value_dim": values.get("head_dim")}
         return values

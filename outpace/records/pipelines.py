@@ -94,7 +94,7 @@ def refusal(
                 "accumulated"
             )
         return None
-    number = _number_refusal(strategy, schedule, pp, microbatches)
+    number = _microbatches_refusal(strategy, schedule, pp, microbatches)
     if number is not None or not schedule.splits_backward:
         return number
     reasons = {
@@ -109,8 +109,9 @@ def refusal(
     )
 
 
-def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: int) -> str | None:
-    """Return why the schedule does not support this number of micro-batches; None if it does."""
+def _microbatches_refusal(
+    strategy: str, schedule: Schedule, pp: int, microbatches: int
+) -> str | None:
     stages = pp * schedule.stages_per_rank
     asked = f"pp_microbatches is {microbatches}"
     if strategy == "mp" and microbatches > 1:

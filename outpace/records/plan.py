@@ -30,7 +30,7 @@ Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
 def _split_modes(value: object) -> object:
-    """Split the modes of layers if they are given as one word: "full+none+none"."""
+    """Split the modes of blocks if they are given as one word, such as "full+none+none"."""
     return tuple(value.split("+")) if isinstance(value, str) else value
 
 
@@ -147,7 +147,7 @@ class Plan(Record):
                 f"{self.dp_replicate} worker ranks do not divide into workers of "
                 f"{self.worker_devices} devices. Use a divisor of {self.dp_replicate}"
             )
-        self._check_product()
+        self._check_3d()
         for axis in AXES:
             size = getattr(self, axis)
             if size > 1 and axis not in SPLITS[self.strategy]:
@@ -158,8 +158,7 @@ class Plan(Record):
                 )
         return self
 
-    def _check_product(self) -> None:
-        """Check the options of strategy 3d, and of pipelines with several stages per rank."""
+    def _check_3d(self) -> None:
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
@@ -289,7 +288,7 @@ class Plan(Record):
     @field_validator("lora_targets", mode="before")
     @classmethod
     def _split_targets(cls, value: Any) -> Any:
-        """Split a value from the command line: "q+v"."""
+        """Split LoRA's targets if they are given as one word, such as "q+v"."""
         return tuple(value.split("+")) if isinstance(value, str) else value
 
     def _check_lora(self) -> None:
@@ -452,13 +451,14 @@ class Plan(Record):
             nearest = join_or(n for n in (lower, lower + per_pass) if n)
             raise BadInputError(
                 "global batch = micro-batch × accumulation × data-parallel degree, but "
-                f"{global_batch} is not a multiple of {self._factors()} = {per_pass}. Use a global "
-                f"batch of {nearest}, or {self._other_parts(global_batch // self.data_parallel)}."
+                f"{global_batch} is not a multiple of {self._factors()} = {per_pass}. Use a "
+                f"global batch of {nearest}, or "
+                f"{self._suggest_divisible(global_batch // self.data_parallel)}."
             )
         return global_batch // per_pass
 
-    def _other_parts(self, share: int) -> str:
-        """Suggest which value to change so that a rank's samples are divisible."""
+    def _suggest_divisible(self, share: int) -> str:
+        """Suggest what to change so that a rank's `share` of the batch (samples) is divisible."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]

@@ -40,12 +40,12 @@ from outpace.records.precisions import AskedPrecision
 from outpace.records.units import read_bytes
 
 
-def _size(value: object) -> object:
+def _parse_size(value: object) -> object:
     return read_bytes(value) if isinstance(value, str) else value
 
 
 # A number of bytes, which may be written "8GiB".
-Size = Annotated[PositiveInt, BeforeValidator(_size)]
+Size = Annotated[PositiveInt, BeforeValidator(_parse_size)]
 
 # Upper limits, above the values of any training and within those of libraries and clocks.
 _MOST_TIMEOUT_S = 1e7
@@ -111,10 +111,9 @@ def _axis(help_text: str) -> Any:
     return _computation(f"{help_text}; -1: all remaining ranks", ge=-1)
 
 
-def _types_of(annotation: Any) -> set[Any]:
-    """Return the plain types in an annotation."""
+def _list_types(annotation: Any) -> set[Any]:
     inner = get_args(annotation)
-    return {annotation}.union(*(_types_of(one) for one in inner)) if inner else {annotation}
+    return {annotation}.union(*(_list_types(one) for one in inner)) if inner else {annotation}
 
 
 class TrainSettings(Record):
@@ -390,7 +389,7 @@ class TrainSettings(Record):
         name = info.field_name
         if not isinstance(value, bool) or name is None:
             return value
-        if bool not in _types_of(cls.model_fields[name].annotation):
+        if bool not in _list_types(cls.model_fields[name].annotation):
             raise ValueError(f"{str(value).lower()} is neither a number nor a name")
         return value
 
@@ -447,7 +446,6 @@ class TrainSettings(Record):
         return self
 
     def _check_task(self) -> None:
-        """Check the settings that belong to one task only."""
         if self.task != "classify" and (self.text_fields or self.label_field):
             raise ValueError(
                 "text_fields and label_field apply to task classify. Use task classify, or leave "

@@ -47,7 +47,7 @@ def defer_signals() -> Iterator[set[int | signal.Signals]]:
 
 @contextmanager
 def _deferred_handlers() -> Iterator[None]:
-    """Defer handlers until the end of the block. Only the main thread runs handlers."""
+    """Defer the handlers of `ENDING`, which run in the main thread, to the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -76,8 +76,8 @@ def _make_sharded(
     )  # fmt: skip
 
 
-def _pipelines() -> dict[Strategy, StrategyTraits]:
-    """Return the traits of each pipeline schedule. mp is a pipeline with one micro-batch."""
+def _pipeline_traits() -> dict[Strategy, StrategyTraits]:
+    """Return the traits of each pipeline schedule; mp is a pipeline with one micro-batch."""
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
@@ -127,7 +127,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
     "zero2": _make_sharded("ZeRO-2", 2, ("dp_shard",)),
     "zero3": _make_sharded("ZeRO-3", 3, ("dp_shard",)),
     "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
-    **_pipelines(),
+    **_pipeline_traits(),
     "tp": StrategyTraits(
         module="tensor", family="tensor parallel alone", axes=("tp",),
         custom_module="custom.tensor", whole_model=False,

@@ -87,7 +87,7 @@ class Topology(Record):
     pcie_only: bool = entry("whether the source is topo -mp, which leaves out NVLinks", False)
 
     @model_validator(mode="after")
-    def _is_a_matrix(self) -> Self:
+    def _check_matrix(self) -> Self:
         count = len(self.devices)
         if len(self.links) != count or any(len(row) != count for row in self.links):
             sizes = sorted({len(row) for row in self.links})

@@ -90,7 +90,7 @@ class Tuning(Record):
     command: tuple[str, ...] = Field(description="command that repeats the tuning")
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_numbers(self) -> Self:
         numbers = [trial.number for trial in self.trials]
         if numbers != list(range(1, len(numbers) + 1)):
             raise ValueError(f"trials are numbered 1, 2, …, not {numbers}")

@@ -20,7 +20,7 @@ Values = tuple[int | float | None, ...]
 _DISTURBING = 0.25  # share of a host's cores above which use by other processes is reported
 
 
-def _time(text: str) -> str:
+def _check_time(text: str) -> str:
     try:
         known = datetime.fromisoformat(text).tzinfo is not None
     except ValueError:
@@ -32,7 +32,7 @@ def _time(text: str) -> str:
     return text
 
 
-Time = Annotated[str, AfterValidator(_time)]
+Time = Annotated[str, AfterValidator(_check_time)]
 
 _UTILISATION = "share of time in which the device computed, 0 to 1"
 _OF_RUN = "used by the run's processes; None if they cannot be distinguished from others"
@@ -139,15 +139,16 @@ def average(loads: Sequence[Load]) -> Load:
     return Load(
         node=loads[0].node,
         duration_s=sum(weights),
-        devices=tuple(device[0].model_copy(update=_figures(device, weights)) for device in devices),
-        host=hosts[0].model_copy(update={**_figures(hosts, weights), "cores": cores}),
+        devices=tuple(
+            device[0].model_copy(update=_average_fields(device, weights)) for device in devices
+        ),
+        host=hosts[0].model_copy(update={**_average_fields(hosts, weights), "cores": cores}),
     )
 
 
-def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
-    """Average several loads of one device or host, field by field."""
+def _average_fields(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
     found = {}
-    for name in _columns(type(loads[0])):
+    for name in _varying_fields(type(loads[0])):
         values = [getattr(load, name) for load in loads]
         known = [value for value in values if value is not None]
         if name.endswith("memory_bytes"):
@@ -157,8 +158,8 @@ def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, flo
     return found
 
 
-def _columns(kind: type[Record]) -> tuple[str, ...]:
-    """Return the fields of a load that change with time, except `cores`."""
+def _varying_fields(kind: type[Record]) -> tuple[str, ...]:
+    """Return the names of a load's fields that vary with time, except `cores`."""
     fixed = ("index", "name", "memory_total_bytes", "cores")
     return tuple(name for name in kind.model_fields if name not in fixed)
 
@@ -215,7 +216,7 @@ class Utilisation(Record):
     def _check(self) -> Self:
         points = len(self.ends_s)
         series: list[HostSeries | DeviceSeries] = [self.host, *self.devices]
-        lengths = {len(values) for one in series for values in _series_of(one)}
+        lengths = {len(values) for one in series for values in _list_series(one)}
         if lengths - {points}:
             raise ValueError(f"series of {sorted(lengths)} values for {points} points")
         if any(b <= a for a, b in zip(self.ends_s, self.ends_s[1:], strict=False)):
@@ -235,8 +236,8 @@ class Utilisation(Record):
             Load(
                 node=self.node,
                 duration_s=end_s - begin_s,
-                devices=tuple(_load_at(DeviceLoad, one, point) for one in self.devices),
-                host=_load_at(HostLoad, self.host, point).model_copy(
+                devices=tuple(_load_of_point(DeviceLoad, one, point) for one in self.devices),
+                host=_load_of_point(HostLoad, self.host, point).model_copy(
                     update={"cores": tuple(core[point] for core in self.host.cores)}
                 ),
             )
@@ -293,12 +294,11 @@ def series(
 def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
     return {
         name: tuple(_round_digits(getattr(load, name), name) for load in loads)
-        for name in _columns(type(loads[0]))
+        for name in _varying_fields(type(loads[0]))
     }
 
 
 def _round_digits(value: float | None, name: str) -> float | None:
-    """Round a value, to keep a file with a thousand points small."""
     if value is None:
         return None
     if "bytes" in name or name == "clock_hz":
@@ -306,18 +306,18 @@ def _round_digits(value: float | None, name: str) -> float | None:
     return round(value, 1 if name == "power_w" else 4)
 
 
-def _load_at(kind: type[Any], one: Record, point: int) -> Any:
-    columns = {name: getattr(one, name) for name in _columns(kind)}
+def _load_of_point(kind: type[Any], series_record: Record, point: int) -> Any:
+    columns = {name: getattr(series_record, name) for name in _varying_fields(kind)}
     values = {name: series[point] for name, series in columns.items() if series}
     fixed = {"index", "name", "memory_total_bytes"} & set(kind.model_fields)
-    return kind(**values, **{name: getattr(one, name) for name in fixed})
+    return kind(**values, **{name: getattr(series_record, name) for name in fixed})
 
 
-def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
-    kind = DeviceLoad if isinstance(one, DeviceSeries) else HostLoad
-    yield from filter(None, (getattr(one, name) for name in _columns(kind)))
-    if isinstance(one, HostSeries):
-        yield from one.cores
+def _list_series(record: HostSeries | DeviceSeries) -> Iterable[Values]:
+    kind = DeviceLoad if isinstance(record, DeviceSeries) else HostLoad
+    yield from filter(None, (getattr(record, name) for name in _varying_fields(kind)))
+    if isinstance(record, HostSeries):
+        yield from record.cores
 
 
 class ThinnedLoads:

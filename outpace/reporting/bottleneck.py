@@ -16,9 +16,9 @@ _LEAST = 1 / 6
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Description of what limits a step, and a sentence of advice.
+    """Limit of a step's speed, in a few words, and a sentence of advice.
 
-    `of_step`: whether its share is one of a step's time, rather than of cores or devices.
+    `of_step`: whether its share is a share of a step's time; otherwise of cores or devices.
     """
 
     words: str
@@ -42,55 +42,61 @@ class BottleneckInputs:
     hosts: int = 1
 
 
-def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
+def bottleneck(inputs: BottleneckInputs) -> Bottleneck | None:
     """Return the largest loss of a step's time, or that it is compute-bound; None if unknown.
 
     The parts of a step are unknown on mps, which is still computing when the clock is read.
     """
-    if seen.parts.total_s <= 0 or seen.device == "mps":
+    if inputs.parts.total_s <= 0 or inputs.device == "mps":
         return None
-    share, found = max(_losses(seen), key=lambda pair: pair[0])
-    return found if share >= _LEAST else _compute_bound(seen)
+    share, found = max(_list_losses(inputs), key=lambda pair: pair[0])
+    return found if share >= _LEAST else _compute_bottleneck(inputs)
 
 
-def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
+def limits(inputs: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
     """Return the notable losses of a step's time, largest first; none if it is compute-bound."""
-    if seen.parts.total_s <= 0 or seen.device == "mps":
+    if inputs.parts.total_s <= 0 or inputs.device == "mps":
         return []
-    found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]
+    found = [pair for pair in _list_losses(inputs) if pair[0] >= _LEAST]
     return sorted(found, key=lambda pair: -pair[0])
 
 
-def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of each loss, which is time not spent on forward and backward passes."""
-    parts = seen.parts
+def _list_losses(inputs: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
+    """Yield the shares of losses: time not spent on forward and backward passes, or idle cores."""
+    parts = inputs.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
-    sends = "network" if seen.hosts > 1 else "communication"
-    yield data, _limit("data", data)
-    yield communication, _limit("stages" if seen.strategy in SCHEDULES else sends, communication)
-    yield optimizer, _limit("optimizer", optimizer)
-    if seen.device == "cpu":
-        yield from _cores(seen, data + communication)
-    elif seen.device is not None:
-        busy = device_utilisation(seen.loads, seen.processes)
+    sends = "network" if inputs.hosts > 1 else "communication"
+    sends = "stages" if inputs.strategy in SCHEDULES else sends
+    yield data, _make_bottleneck("data", data)
+    yield communication, _make_bottleneck(sends, communication)
+    yield optimizer, _make_bottleneck("optimizer", optimizer)
+    if inputs.device == "cpu":
+        yield from _core_losses(inputs, data + communication)
+    elif inputs.device is not None:
+        busy = device_utilisation(inputs.loads, inputs.processes)
         if busy is not None:
             # Waiting for data is already counted; a collective keeps a GPU busy.
-            yield 1 - busy - data, _limit("host", busy)
+            yield 1 - busy - data, _make_bottleneck("host", busy)
 
 
-def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of cores that are idle without waiting, and the share that others use."""
-    hosts = [load.host for load in seen.loads]
+def _core_losses(
+    inputs: BottleneckInputs, waiting_share: float
+) -> Iterator[tuple[float, Bottleneck]]:
+    """Yield the share of cores that are idle beyond waiting times, and the share that others use.
+
+    `waiting_share` is the share of a step's time in which ranks wait for data or communication.
+    """
+    hosts = [load.host for load in inputs.loads]
     shares = [host.utilisation for host in hosts if host.utilisation is not None]
     if not shares:
         return
     busy = sum(shares) / len(shares)
-    yield 1 - busy - waiting, _limit("cores", busy)
+    yield 1 - busy - waiting_share, _make_bottleneck("cores", busy)
     of_run = [host.run_cores for host in hosts if host.run_cores is not None]
     if len(of_run) == len(hosts):
         others = busy - sum(of_run) / sum(len(host.cores) for host in hosts)
-        yield others, _limit("others", others)
+        yield others, _make_bottleneck("others", others)
 
 
 _COMMUNICATES = (
@@ -135,22 +141,23 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _limit(what: str, share: float) -> Bottleneck:
-    words, advice = (text.format(_percent(share)) for text in _LIMITS[what])
-    return Bottleneck(words, advice, of_step=what not in ("host", "cores", "others"))
+def _make_bottleneck(kind: str, share: float) -> Bottleneck:
+    words, advice = (text.format(_format_percent(share)) for text in _LIMITS[kind])
+    return Bottleneck(words, advice, of_step=kind not in ("host", "cores", "others"))
 
 
-def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
-    """Return the finding that forward and backward passes take nearly all of a step."""
-    share = _percent((seen.parts.forward_s + seen.parts.backward_s) / seen.parts.total_s)
-    if seen.strategy is not None and TRAITS[seen.strategy].communicates_within:
+def _compute_bottleneck(inputs: BottleneckInputs) -> Bottleneck:
+    share = _format_percent(
+        (inputs.parts.forward_s + inputs.parts.backward_s) / inputs.parts.total_s
+    )
+    if inputs.strategy is not None and TRAITS[inputs.strategy].communicates_within:
         return Bottleneck(
             "compute or communication",
             f"Forward and backward passes take {share} of the time, including their "
-            f"communication, which is not timed separately for {seen.strategy}. Use outpace "
+            f"communication, which is not timed separately for {inputs.strategy}. Use outpace "
             "compare with another --strategy to see its cost.",
         )
-    reached = "" if seen.mfu is None else f", at an MFU of {show_share(seen.mfu)}"
+    reached = "" if inputs.mfu is None else f", at an MFU of {show_share(inputs.mfu)}"
     return Bottleneck(
         "compute-bound",
         f"Forward and backward passes take {share} of the time{reached}. outpace plan with --vary "
@@ -158,5 +165,5 @@ def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.0f} %"

@@ -31,18 +31,18 @@ def page(documents: Sequence[Document]) -> str:
         for part in section.parts
         if isinstance(part, Chart)
     ]
-    scripts = [_plotly(), _read("page.js")] if figures else [_read("page.js")]
+    scripts = [_plotly_script(), _asset("page.js")] if figures else [_asset("page.js")]
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     numbers = {id(figure): number for number, figure in enumerate(figures)}
-    return environment.from_string(_read("page.html")).render(
+    return environment.from_string(_asset("page.html")).render(
         documents=documents,
         title=documents[0].title,
-        style=Markup(_read("page.css")),
+        style=Markup(_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
-        hashes=[_hash(script) for script in scripts],
-        figures=Markup(_json([_for_plotly(figure) for figure in figures])),
+        hashes=[_script_hash(script) for script in scripts],
+        figures=Markup(_encode_json([_to_plotly(figure) for figure in figures])),
         number_of=lambda figure: numbers[id(figure)],
         svg=lambda picture: Markup(picture.svg),
         text_of=cell_text,
@@ -51,12 +51,12 @@ def page(documents: Sequence[Document]) -> str:
     )
 
 
-def _read(name: str) -> str:
+def _asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
-    """Return plotly's script without importing plotly."""
+def _plotly_script() -> str:
+    """Return plotly's script, without importing plotly, which is slow."""
     found = find_spec("plotly")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(folder) / "package_data" / "plotly.min.js"
@@ -65,18 +65,18 @@ def _plotly() -> str:
     raise BadInputError("a page's figures need plotly. Install it with pip install plotly.")
 
 
-def _hash(script: str) -> str:
-    """Return the hash with which the page's content security policy allows a script."""
+def _script_hash(script: str) -> str:
+    """Return the hash by which the page's content security policy allows a script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _for_plotly(figure: Chart) -> dict[str, Any]:
+def _to_plotly(chart: Chart) -> dict[str, Any]:
     return {
-        "traces": plotly_texts(figure.traces),
-        "layout": {**plotly_texts(figure.layout), "height": figure.height_px},
+        "traces": plotly_texts(chart.traces),
+        "layout": {**plotly_texts(chart.layout), "height": chart.height_px},
         "choices": [
-            {"title": plotly_texts(one.title), "values": one.values} for one in figure.choices
+            {"title": plotly_texts(one.title), "values": one.values} for one in chart.choices
         ],
     }  # fmt: skip
 
@@ -94,7 +94,7 @@ def plotly_texts(value: Any) -> Any:
     return value
 
 
-def _json(value: Any) -> str:
-    """Encode a value as JSON that cannot close the script element around it."""
+def _encode_json(value: Any) -> str:
+    """Encode a value as JSON without characters that could end the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

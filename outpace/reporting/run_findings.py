@@ -17,11 +17,11 @@ def run_examination(run: RunFolder) -> Examination:
     """Return findings on a run's bottlenecks, slow steps, expected step time, and end."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
-    seen = _measured_parts(run)
+    seen = _bottleneck_inputs(run)
     if len(run.timed_steps) == 0 or seen.parts.total_s <= 0:
         checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
     else:
-        findings += _limits(seen) + _slow_steps(run)
+        findings += _loss_findings(seen) + _slow_step_findings(run)
     if seen.device == "mps":
         checked.remove("parts of a step")
         not_checked["parts of a step"] = "an Apple GPU is still computing when the clock is read"
@@ -37,7 +37,7 @@ def run_examination(run: RunFolder) -> Examination:
     else:
         checked.append("the expected time of a step")
         if check.slower:
-            findings.append(_slower(check.ratio, check.words))
+            findings.append(_slower_finding(check.ratio, check.words))
     if run.failure is not None:
         checked.append("how it ended")
         findings.append(_failure_finding(run))
@@ -45,8 +45,7 @@ def run_examination(run: RunFolder) -> Examination:
     return Examination(findings=tuple(findings), checked=tuple(checked), not_checked=not_checked)
 
 
-def _measured_parts(run: RunFolder) -> BottleneckInputs:
-    """Return the measurements of a step; for an unfinished run, of the steps so far."""
+def _bottleneck_inputs(run: RunFolder) -> BottleneckInputs:
     measured = run.measurement
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan
@@ -61,8 +60,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
     )
 
 
-def _limits(seen: BottleneckInputs) -> list[Finding]:
-    """Return a finding for each notable loss of a step's time."""
+def _loss_findings(seen: BottleneckInputs) -> list[Finding]:
     return [
         Finding(
             check="speed",
@@ -72,13 +70,13 @@ def _limits(seen: BottleneckInputs) -> list[Finding]:
             else f"on average over the run, with steps of {show_seconds(seen.parts.total_s)}",
             remedy=found.advice,
             severity="high" if share >= 0.5 else "moderate",
-            costs=_cost(1 / max(1 - share, 0.01)) if found.of_step else None,
+            costs=_slowdown(1 / max(1 - share, 0.01)) if found.of_step else None,
         )
         for share, found in limits(seen)
     ]
 
 
-def _slow_steps(run: RunFolder) -> list[Finding]:
+def _slow_step_findings(run: RunFolder) -> list[Finding]:
     steps = run.timed_steps
     times = steps.steady("step_time_s")
     median = float(np.median(times))
@@ -98,12 +96,12 @@ def _slow_steps(run: RunFolder) -> list[Finding]:
             "load of cores and devices by step. End other programs, and make sure that the disk is "
             "not full.",
             severity="moderate",
-            costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
+            costs=_slowdown(float(times.sum()) / (float(times.sum()) - lost)),
         )
     ]
 
 
-def _slower(ratio: float, words: str) -> Finding:
+def _slower_finding(ratio: float, words: str) -> Finding:
     return Finding(
         check="expected time",
         what="slower than expected",
@@ -111,7 +109,7 @@ def _slower(ratio: float, words: str) -> Finding:
         remedy="Compare this run with the run that the expected time is from (outpace compare "
         "--runs A B), or tune again (outpace tune) if the machine has changed.",
         severity="moderate",
-        costs=_cost(ratio),
+        costs=_slowdown(ratio),
     )
 
 
@@ -126,5 +124,5 @@ def _failure_finding(run: RunFolder) -> Finding:
     )
 
 
-def _cost(times: float) -> Slowdown:
-    return Slowdown(low=times, high=times, of="a step", source=_SOURCE)
+def _slowdown(factor: float) -> Slowdown:
+    return Slowdown(low=factor, high=factor, of="a step", source=_SOURCE)

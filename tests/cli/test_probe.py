@@ -6,7 +6,7 @@ import pytest
 
 from outpace.catalog.references import references
 from outpace.cli.main import main
-from outpace.cli.probe import SECTIONS, _parser, _sections
+from outpace.cli.probe import SECTIONS, _parse_sections, _parser
 from outpace.records.machine import Machine
 
 
@@ -151,8 +151,8 @@ def test_help_names_all_sections(capsys):
 
 
 def test_without_a_section_all_are_measured():
-    assert _sections(_parser().read([]).section) == _sections(["all"])
-    assert {*_sections([]), "allreduce"} == {*SECTIONS}
+    assert _parse_sections(_parser().read([]).section) == _parse_sections(["all"])
+    assert {*_parse_sections([]), "allreduce"} == {*SECTIONS}
 
 
 @pytest.mark.usefixtures("small_arrays")

@@ -245,7 +245,7 @@ _RECORDS = {
         "read_json",
         "read_object",
         "explain",
-        "_sentence",
+        "_format_problem",
     )
 }
 
@@ -253,15 +253,17 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     one.name: one
     for one in (
         Reader("config", documents.configs, _config, {
-            "outpace.cli.options": ("from_toml", "convert", "_convert_one", "_at_commas", "build",
-                                    "_one_length", "_sentence", "shape"),
+            "outpace.cli.options": ("from_toml", "convert", "_convert_one", "_split_at_commas",
+                                    "build", "_drop_overridden_lengths", "_format_problem",
+                                    "shape"),
             "outpace.records.base": ("read_toml",)}),
         Reader("experiment", documents.experiments, _experiment, {
-            "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting",
-                                        "_cross_with_grid", "_boolean", "_plain", "_name")}),
+            "outpace.cli.experiments": ("from_toml", "_parse_arm", "_parse_settings",
+                                        "_parse_setting", "_cross_with_grid", "_parse_boolean",
+                                        "_to_json_value", "_format_arm_name")}),
         Reader("spec", documents.specs, _spec, {
             "outpace.interop.models": ("read_spec",),
-            "outpace.records.model": ("ModelSpec._fill", "ModelSpec._check"),
+            "outpace.records.model": ("ModelSpec._fill_defaults", "ModelSpec._check"),
             "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
@@ -270,7 +272,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                 "ProbeFigures.value_of", "ProbeFigures.matmuls",
                 "ProbeFigures.loader_tokens_per_s", "probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
-            "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
+            "outpace.records.hosts": ("read_hosts", "_make_host", "_require_distinct")}),
         Reader("topology", documents.topologies, _topology, {
             "outpace.probing.hardware.nvidia_smi": (
                 "parse", "_find_header", "_parse_row", "_parse_last_fields", "_complete_matrix")}),
@@ -323,12 +325,12 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                              "_byte_pairs", "_word_pieces"),
             "outpace.data.word_cache": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
-            "outpace.cli.report": ("_read_subject", "_record", "_document")}),
+            "outpace.cli.report": ("_read_subject", "_read_record", "_make_document")}),
         Reader("run", results.runs, _report, {
             "outpace.reporting.data.run_folder": (), "outpace.reporting.data.step_log": (
-                "read_steps", "_read_with_arrow", "_line_by_line", "_parse_chunks",
-                "_up_to_the_cut", "_numbers"),
-            "outpace.reporting.data.chrome_trace": ("measured_timeline", "_last_pass",
+                "read_steps", "_read_with_arrow", "_read_with_json", "_parse_chunks",
+                "_parse_without_last", "_to_array"),
+            "outpace.reporting.data.chrome_trace": ("measured_timeline", "_read_last_pass",
                                                  "_read_action")}),
         Reader("runs", results.runs, _runs, {
             "outpace.experiment.past_runs": ("find_runs", "read_past_run", "result_of", "_failure",

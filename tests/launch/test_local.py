@@ -34,8 +34,8 @@ while not signals:
     time.sleep(0.01)
 time.sleep({saving_s} if rank == "0" else 0)
 (folder / f"saved-{{rank}}").write_text(str(signals))
-from outpace.cli.main import _fail
-sys.exit(_fail("interrupted; saved", 75, [], os.environ))
+from outpace.cli.main import _report_error
+sys.exit(_report_error("interrupted; saved", 75, [], os.environ))
 """
 
 
@@ -117,9 +117,9 @@ time.sleep(1200)
 def test_an_error_on_one_rank_is_shown_with_its_rank(launch: Callable[[str], Any]) -> None:
     worker = """
 import os, sys, time
-from outpace.cli.main import _fail
+from outpace.cli.main import _report_error
 if os.environ["RANK"] == "1":
-    sys.exit(_fail("shard 3 is damaged", 2, [], os.environ))
+    sys.exit(_report_error("shard 3 is damaged", 2, [], os.environ))
 time.sleep(1200)
 """
     assert end(launch(worker)) == (2, "rank 1: shard 3 is damaged\n")
@@ -130,9 +130,9 @@ def test_what_names_the_rank_to_blame_gets_no_other_rank_before_it(
 ) -> None:
     worker = """
 import os, sys, time
-from outpace.cli.main import _fail
+from outpace.cli.main import _report_error
 if os.environ["RANK"] == "1":
-    sys.exit(_fail("out of memory: rank 0 needs more", 4, [], os.environ))
+    sys.exit(_report_error("out of memory: rank 0 needs more", 4, [], os.environ))
 time.sleep(1200)
 """
     assert end(launch(worker)) == (4, "out of memory: rank 0 needs more\n")
@@ -141,8 +141,8 @@ time.sleep(1200)
 def test_a_message_of_all_ranks_is_shown_once(launch: Callable[[str], Any]) -> None:
     worker = """
 import os, sys, time
-from outpace.cli.main import _fail
-sys.exit(_fail("no such model", 2, [], os.environ))
+from outpace.cli.main import _report_error
+sys.exit(_report_error("no such model", 2, [], os.environ))
 """
     code, output = end(launch(worker))
     assert code == 2

@@ -22,14 +22,16 @@ def certificate_answer(certificate: Certificate) -> Answer:
 
     A plan's row has its largest difference, and the bytes that the busiest rank sends.
     """
-    reasons = tuple(_reasons(certificate))
-    parts: list[Part] = [_table(certificate), *([Items(reasons)] if reasons else [])]
+    reasons = tuple(_group_reasons(certificate))
+    parts: list[Part] = [_plans_table(certificate), *([Items(reasons)] if reasons else [])]
     return Answer(
-        (_verdict(certificate),), (), (*parts, Paragraph(_trial(certificate), style="dim"))
+        (_verdict(certificate),),
+        (),
+        (*parts, Paragraph(_conditions(certificate), style="dim")),
     )
 
 
-def _table(certificate: Certificate) -> DataTable:
+def _plans_table(certificate: Certificate) -> DataTable:
     heads = {"verdict": "", "strategy": "strategy", "mesh": "mesh", "off by": "off by"}
     if len({verdict.precision for verdict in certificate.verdicts}) > 1:
         heads["precision"] = "in"
@@ -37,9 +39,9 @@ def _table(certificate: Certificate) -> DataTable:
         heads |= {"busiest rank sends": "sends", "by formula": "by formula"}
     rows = tuple(
         (
-            _outcome(one), one.strategy, one.precision, StyledText(one.mesh, "dim"),
-            _power(one.worst_relative_difference), _power(one.tolerance),
-            Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)), _formula(one),
+            _outcome_cell(one), one.strategy, one.precision, StyledText(one.mesh, "dim"),
+            _difference_cell(one.worst_relative_difference), _difference_cell(one.tolerance),
+            Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)), _formula_cell(one),
         )
         for one in certificate.verdicts
     )  # fmt: skip
@@ -48,7 +50,7 @@ def _table(certificate: Certificate) -> DataTable:
     return DataTable("Plans compared with a single process", columns, rows, heads)
 
 
-def _outcome(verdict: ParityVerdict) -> StyledText:
+def _outcome_cell(verdict: ParityVerdict) -> StyledText:
     if verdict.refused:
         return StyledText("refused", "yellow", "–")
     return (
@@ -56,18 +58,18 @@ def _outcome(verdict: ParityVerdict) -> StyledText:
     )
 
 
-def _power(value: float | None) -> Number:
+def _difference_cell(value: float | None) -> Number:
     return Number(value, "n/a" if value is None else f"{value:.1e}")
 
 
-def _formula(verdict: ParityVerdict) -> Number:
+def _formula_cell(verdict: ParityVerdict) -> Number:
     nbytes = verdict.bytes_formula
     same = nbytes is not None and nbytes == verdict.bytes_on_wire
     return Number(nbytes, "the same" if same else show_bytes(nbytes))
 
 
-def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
-    """Yield the reasons for failures, refusals, notes and skips, each once with its strategies."""
+def _group_reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
+    """Yield each reason for a result once, with its mark and the strategies that it applies to."""
     verdicts = certificate.verdicts
     kinds: tuple[tuple[str, Style, str, list[tuple[str, str | None]]], ...] = (
         ("✗", "red", "", [(v.strategy, v.reason) for v in verdicts if not v.refused]),
@@ -80,15 +82,17 @@ def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
         groups: dict[str, list[tuple[str, str]]] = {}
         for strategy, reason in reasons:
             if reason:
-                groups.setdefault(_without_name(strategy, reason), []).append((strategy, reason))
+                groups.setdefault(_generalise_reason(strategy, reason), []).append(
+                    (strategy, reason)
+                )
         for shared, alike in groups.items():
             names = dict.fromkeys(strategy for strategy, _ in alike)
             text = shared if len(names) > 1 else alike[0][1]
             yield StyledText(sign, style), f"{', '.join(names)}{what}: {text}"
 
 
-def _without_name(strategy: str, reason: str) -> str:
-    """Reword a reason without the strategy's name, for several strategies."""
+def _generalise_reason(strategy: str, reason: str) -> str:
+    """Reword a reason that names one strategy so that it applies to several."""
     name = rf"strategy {re.escape(strategy)}"
     named = re.sub(rf"\bunder {name}\b", "under these strategies", reason)
     named = re.sub(rf"^{name} does not\b", "these strategies do not", named)
@@ -96,7 +100,6 @@ def _without_name(strategy: str, reason: str) -> str:
 
 
 def _verdict(certificate: Certificate) -> str:
-    """Return the result in one line, with the numbers of equal, different and refused plans."""
     verdicts = certificate.verdicts
     wrong = [one.strategy for one in verdicts if not one.passed and not one.refused]
     counts = {
@@ -117,8 +120,7 @@ def _verdict(certificate: Certificate) -> str:
     return f"{subject}{whole} ({found})"
 
 
-def _trial(certificate: Certificate) -> str:
-    """Describe the conditions under which the verdicts were reached."""
+def _conditions(certificate: Certificate) -> str:
     tolerances = {verdict.precision: verdict.tolerance for verdict in certificate.verdicts}
     allowed = ", ".join(f"{name} {tolerance:.1g}" for name, tolerance in tolerances.items())
     samples, length = certificate.global_batch, certificate.seq_len

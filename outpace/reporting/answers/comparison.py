@@ -108,19 +108,19 @@ def verdict_lines(comparison: Comparison) -> list[str]:
         words = ("higher", "lower")
     lines = []
     for one in comparison.arms[1:]:
-        failure = _failure(comparison, one)
+        failure = _failure_without_result(comparison, one)
         if failure is not None:
             lines.append(f"{one.arm} failed: {failure}")
         elif one.verdict is not None:
             lines.append(one.verdict.words(one.arm, first, words))
     left_out = _excluded_arms(comparison)
     lines += [f"{name} was dropped after a few rounds: {why}" for name, why in left_out.items()]
-    own = _failure(comparison, comparison.arms[0])
+    own = _failure_without_result(comparison, comparison.arms[0])
     return [f"{first} failed: {own}", *lines] if own is not None else lines
 
 
-def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
-    """Return the failure of an arm without figures; None if it has figures or never ran."""
+def _failure_without_result(comparison: Comparison, arm: ArmResult) -> str | None:
+    """Return the last failure of an arm that ran, but never to the end; otherwise None."""
     own = [one for one in comparison.outcomes if one.arm == arm.arm]
     if not own or any(one.value is not None for one in own):
         return None
@@ -128,16 +128,16 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
 
 
 def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
-    """Return the last failure of each dropped arm that has figures."""
+    """Return, for each dropped arm that has results, the failure that ended it."""
     kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
-    found: dict[str, str | None] = {}
+    failures: dict[str, str | None] = {}
     for one in comparison.outcomes:
         if one.arm not in kept and one.value is None:
-            found[one.arm] = one.failure
+            failures[one.arm] = one.failure
     return {
-        arm.arm: found[arm.arm]
+        arm.arm: failures[arm.arm]
         for arm in comparison.arms
-        if arm.arm in found and _failure(comparison, arm) is None
+        if arm.arm in failures and _failure_without_result(comparison, arm) is None
     }
 
 
@@ -189,7 +189,6 @@ def comparison_notes(comparison: Comparison) -> list[str]:
 
 
 def _shared_cores_note(comparison: Comparison) -> str | None:
-    """Return a note if other processes used the arms' cores; otherwise None."""
     used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
     if not used or not comparison.experiment.in_turn:
         return None  # for finished runs, `differences` reports it
@@ -202,5 +201,5 @@ def _shared_cores_note(comparison: Comparison) -> str | None:
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return "rounds", or "parts" for finished runs."""
+    """Return what the values of an arm are: "rounds", or "parts" for finished runs."""
     return "rounds" if comparison.experiment.in_turn else "parts"

@@ -28,7 +28,6 @@ def plans_head(answer: Plans) -> str:
 
 
 def _device_memory_words(answer: Plans) -> str:
-    """Format a device's memory: as advertised, and as available to processes."""
     memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
     if memory is None:
         return ""
@@ -52,7 +51,7 @@ def ranking(answer: Plans) -> Iterator[Part]:
     """Yield the table of plans, and the reason for each."""
     marks = not common_obstacle(answer.plans)  # these are shown above the table
     marked = marks and any(one.untrained for one in answer.plans)
-    yield _table(answer, marked)
+    yield _plans_table(answer, marked)
     if marked:
         yield Paragraph(_UNTRAINED)
     reasons = []
@@ -63,8 +62,7 @@ def ranking(answer: Plans) -> Iterator[Part]:
     yield Items(tuple(reasons))
 
 
-def _table(answer: Plans, marked: bool) -> DataTable:
-    """Tabulate the figures in which the plans differ."""
+def _plans_table(answer: Plans, marked: bool) -> DataTable:
     each = [planned.estimate for planned in answer.plans]
     names = ["plan", "step", each[0].rate[1]]
     names += ["MFU"] * any(one.mfu is not None for one in each)
@@ -96,8 +94,8 @@ def ties(plans: Sequence[RankedPlan]) -> list[str]:
     if len(alike) < 2:
         return []
     return [
-        f"Plans {_range(alike)} are within the {first.level * 100:.0f} % interval of the first: "
-        "measure before choosing among them."
+        f"Plans {_format_range(alike)} are within the {first.level * 100:.0f} % interval of the "
+        "first: measure before choosing among them."
     ]
 
 
@@ -118,7 +116,7 @@ def case_lines(cases: Sequence[MeasuredCase]) -> list[str]:
     return lines
 
 
-def _range(numbers: Sequence[int]) -> str:
+def _format_range(numbers: Sequence[int]) -> str:
     """Format numbers as "1 to 5", or "1, 2 and 4"."""
     if numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2:
         return f"{numbers[0]} to {numbers[-1]}"

@@ -30,7 +30,7 @@ def tuning_answer(tuning: Tuning) -> Answer:
         *_uncompiled_notes(tuning), *_leaner_notes(tuning), *_shared_cores_notes(tuning),
         *(f"{one.title} failed: {one.failure}" for one in failed),
     )  # fmt: skip
-    return Answer(tuple(_verdict(tuning)), facts, (_trials(tuning), *map(Paragraph, notes)))
+    return Answer(tuple(_verdict(tuning)), facts, (_trials_table(tuning), *map(Paragraph, notes)))
 
 
 def _verdict(tuning: Tuning) -> Iterator[str]:
@@ -65,7 +65,10 @@ def _verdict(tuning: Tuning) -> Iterator[str]:
 
 
 def _one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest of several plans ran in one trial: a minimum is biased."""
+    """Return a warning, in parentheses, if the fastest of several plans was measured only once.
+
+    The minimum of several noisy measurements is likely to be too small.
+    """
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1
@@ -74,7 +77,7 @@ def _one_trial_words(tuning: Tuning) -> str:
     return " (it ran in one trial only, and may have looked faster by chance)"
 
 
-def _trials(tuning: Tuning) -> DataTable:
+def _trials_table(tuning: Tuning) -> DataTable:
     rate = shown_rate(tuning.trials)
     shown = ("measured", _RATES[rate], "predicted", "error", "memory", "compared", "at first")
     rows = tuple(
@@ -96,7 +99,6 @@ def _name_cell(tuning: Tuning, trial: PlanTrial) -> Cell:
 
 
 def _measured_cells(trial: PlanTrial, per_s: float | None) -> tuple[Number, ...]:
-    """Return the cells of the columns from `measured` to `compared`."""
     if trial.step_time_s is None:
         unknown = Number(None, "–")
         return (
@@ -108,7 +110,7 @@ def _measured_cells(trial: PlanTrial, per_s: float | None) -> tuple[Number, ...]
             unknown,
         )
     return (
-        _time(trial.step_time_s), Number(per_s, _rate_text(per_s)), _time(trial.predicted_s),
+        _time(trial.step_time_s), Number(per_s, _format_rate(per_s)), _time(trial.predicted_s),
         deviation(trial.predicted_s, trial.step_time_s),
         Number(trial.peak_memory_bytes, show_bytes(trial.peak_memory_bytes)),
         _time(trial.compared_s),
@@ -119,15 +121,13 @@ def _time(seconds: float | None) -> Number:
     return Number(seconds, show_seconds(seconds))
 
 
-def _rate_text(per_s: float | None) -> str:
-    """Format tokens or samples per second."""
+def _format_rate(per_s: float | None) -> str:
     if per_s is None:
         return "–"
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def _uncompiled_notes(tuning: Tuning) -> list[str]:
-    """Return a note that trials on a CPU are compiled only on request."""
     asked = tuning.settings.get("compile") is not None
     if asked or tuning.machine.devices or any(one.plan.compile for one in tuning.trials):
         return []
@@ -138,7 +138,6 @@ def _uncompiled_notes(tuning: Tuning) -> list[str]:
 
 
 def _leaner_notes(tuning: Tuning) -> list[str]:
-    """Return a note on a trial about as fast as the fastest that used less memory, if any."""
     best = tuning.fastest
     if best is None or best.compared_s is None or best.peak_memory_bytes is None:
         return []
@@ -160,7 +159,6 @@ def _leaner_notes(tuning: Tuning) -> list[str]:
 
 
 def _shared_cores_notes(tuning: Tuning) -> list[str]:
-    """Return a note on trials that shared their cores with other processes, if any."""
     shared = [one for one in tuning.trials if one.other_cores is not None]
     if not shared:
         return []

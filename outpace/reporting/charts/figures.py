@@ -52,7 +52,7 @@ def _format_six_digits(value: float) -> float:
 
 def seconds(values: Values) -> Unit:
     """Return the unit that suits the largest value: µs, ms, s, min or h."""
-    top = _top(values)
+    top = _largest(values)
     for name, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if top >= (2 * size if size > 1 else size):
             return Unit(name, 1 / size, show_seconds)
@@ -61,7 +61,7 @@ def seconds(values: Values) -> Unit:
 
 def sizes(values: Values) -> Unit:
     """Return the unit that suits the largest value: TiB, GiB, MiB or KiB."""
-    top = _top(values)
+    top = _largest(values)
     for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if top >= size:
             return Unit(name, 1 / size, show_bytes)
@@ -93,7 +93,8 @@ def plain(name: str, digits: int = 4) -> Unit:
     return Unit(name, 1.0, show)
 
 
-def _top(values: Values) -> float:
+def _largest(values: Values) -> float:
+    """Return the largest absolute value; 0 if none is known and finite."""
     known = (abs(value) for value in values if value is not None and math.isfinite(value))
     return max(known, default=0.0)
 
@@ -159,9 +160,9 @@ def bars(
     }  # fmt: skip
     columns = ["", axis_title]
     if intervals:
-        trace["error_x"] = _errors(values, intervals, unit)
+        trace["error_x"] = _error_bars(values, intervals, unit)
         columns += ["from", "to"]
-    cells = _with_intervals(values, intervals, unit)
+    cells = _interval_cells(values, intervals, unit)
     return Chart(
         title, alt, (trace,),
         {"yaxis": rows_axis(names), "xaxis": axis(axis_title, unit, zeroline=True)},
@@ -172,8 +173,7 @@ def bars(
     )  # fmt: skip
 
 
-def _with_intervals(values: Values, intervals: Intervals, unit: Unit) -> list[tuple[Number, ...]]:
-    """Format each value, with the ends of its interval if there are intervals."""
+def _interval_cells(values: Values, intervals: Intervals, unit: Unit) -> list[tuple[Number, ...]]:
     if not intervals:
         return [(unit.cell(value),) for value in values]
     return [
@@ -182,7 +182,7 @@ def _with_intervals(values: Values, intervals: Intervals, unit: Unit) -> list[tu
     ]
 
 
-def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
+def _error_bars(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
     above: list[float | None] = []
     below: list[float | None] = []
     for value, (low, high) in zip(values, intervals, strict=True):
@@ -196,7 +196,6 @@ def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
 
 
 def _hover_texts(names: Sequence[str], values: Values, unit: Unit) -> list[list[str]]:
-    """Return each name and value as text for plotly's tooltips."""
     return [[name, unit.show(value)] for name, value in zip(names, values, strict=True)]
 
 
@@ -228,7 +227,7 @@ def stacked_bars(
         "xaxis": axis(axis_title, unit),
     }  # fmt: skip
     if limit is not None:
-        layout |= _line_at(limit[0], _format_six_digits(limit[1] * unit.factor))
+        layout |= _limit_line(limit[0], _format_six_digits(limit[1] * unit.factor))
     columns = ("", *shown, "all")
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (name, *(unit.cell(values[place]) for values in shown.values()),
@@ -239,7 +238,7 @@ def stacked_bars(
                   height_of(names) + 12 * len(shown) // 3)  # fmt: skip
 
 
-def _line_at(words: str, x: float) -> dict[str, Any]:
+def _limit_line(words: str, x: float) -> dict[str, Any]:
     return {
         "shapes": [{"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper",
                     "line": {"color": _ERROR, "width": 2, "dash": "dash"}}],
@@ -250,7 +249,7 @@ def _line_at(words: str, x: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A line of a chart. `x` has its values for each choice of the horizontal axis."""
+    """A line of a chart. `x` has its values on every horizontal axis that the reader can choose."""
 
     name: str
     x: tuple[Values, ...]
@@ -277,7 +276,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Draw lines over the first choice of `along`; the reader can select another."""
+    """Draw lines over the first axis of `along`; the reader can choose another one."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -328,7 +327,10 @@ def prediction_bars(
     title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
     axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Chart:  # fmt: skip
-    """Draw predictions with their `intervals` above measurements with their intervals, `around`."""
+    """Draw each name's prediction above its measurement.
+
+    `intervals` are those of the predictions, and `around` those of the measurements.
+    """
     both = (
         ("predicted", predicted, intervals, -0.2, PREDICTED),
         ("measured", measured, around, 0.2, MEASURED),
@@ -344,10 +346,10 @@ def prediction_bars(
         }  # fmt: skip
         columns.append(name)
         if bounds:
-            trace["error_x"] = _errors(values, bounds, unit)
+            trace["error_x"] = _error_bars(values, bounds, unit)
             columns += [f"{name}, from", f"{name}, to"]
         traces.append(trace)
-        for row, cells in zip(rows, _with_intervals(values, bounds, unit), strict=True):
+        for row, cells in zip(rows, _interval_cells(values, bounds, unit), strict=True):
             row += cells
     for row, one, other in zip(rows, predicted, measured, strict=True):
         row.append(deviation(one, other))

@@ -19,7 +19,7 @@ _STEP = "ProfilerStep#"
 
 @dataclass(frozen=True)
 class _TracedAction:
-    """An action in a trace, with times in seconds of the profiler's clock."""
+    """An action that a rank traced, with times in seconds of its profiler's clock."""
 
     kind: Kind
     stage: int
@@ -46,16 +46,21 @@ def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline |
             f"{show_bytes(_LARGEST_BYTES)} are not read."
         )
     accumulation = plan.accumulation(global_batch)
-    ranks = [_last_pass(path, accumulation) for path in paths]
+    ranks = [_read_last_pass(path, accumulation) for path in paths]
     cut = [path.name for path, done in zip(paths, ranks, strict=True) if not done]
     if cut:
         return f"These traces contain no complete step, as after a killed run: {join_items(cut)}"
     begin_s = min(done.begin_s for done_by in ranks for done in done_by)
-    return Timeline(tuple(_spans(done_by, begin_s, plan.pp_microbatches) for done_by in ranks))
+    return Timeline(
+        tuple(_number_microbatches(done_by, begin_s, plan.pp_microbatches) for done_by in ranks)
+    )
 
 
-def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
-    """Return a rank's actions in the last pass of its trace, in order; [] if there are none."""
+def _read_last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
+    """Return a rank's actions in the last pass of its trace, in order.
+
+    The list is empty if there are none, or if a killed run left the trace incomplete.
+    """
     try:
         document = from_json(path.read_bytes())
         events, base_s = (
@@ -90,11 +95,16 @@ def _read_action(event: Any, base_s: float) -> tuple[str, _TracedAction] | None:
     )
 
 
-def _spans(done: list[_TracedAction], begin_s: float, microbatches: int) -> tuple[Span, ...]:
-    """Number the micro-batches of actions, assuming that they pass through each stage in order."""
+def _number_microbatches(
+    actions: list[_TracedAction], begin_s: float, microbatches: int
+) -> tuple[Span, ...]:
+    """Return the actions with micro-batch numbers, which the trace does not contain.
+
+    Micro-batches are assumed to pass through each stage in order.
+    """
     seen: Counter[tuple[str, int]] = Counter()
     spans = []
-    for one in done:
+    for one in actions:
         number = seen[one.kind, one.stage] % microbatches
         seen[one.kind, one.stage] += 1
         action = Action(one.kind, one.stage, number)

@@ -34,13 +34,13 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
     `probe` is the machine's record of `outpace probe`. Without it, rates come from the catalog, or
     for a CPU from a guess.
     """
-    why_not = _why_not(record, hosts, probe)
+    why_not = _explain_missing(record, hosts, probe)
     if why_not is not None:
         return why_not
     assert record.model is not None and record.seq_len is not None
     batch, plan = record.settings.global_batch, record.plan
     try:
-        cluster = _cluster(record, hosts, probe)
+        cluster = _cluster_of_run(record, hosts, probe)
         model = outline(record.model, record.settings.model)
         job = PlanningProblem(
             outline=model,
@@ -61,10 +61,10 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
             stages = stages_of(job.question, of_plans([plan], batch, model.layers))
     except BadInputError as error:
         return str(error)
-    return Prediction(planned, _basis(cluster), stages)
+    return Prediction(planned, _describe_rates(cluster), stages)
 
 
-def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
+def _explain_missing(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
     if record.model is None or record.seq_len is None:
         return "The dimensions of a custom model are not in the run's record."
     if record.settings.task == "classify":
@@ -83,7 +83,7 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
     return None
 
 
-def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
+def _cluster_of_run(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
     ranks = -(-record.plan.world_size // hosts)
     known = probe or record.machine
     if record.device == "cpu":
@@ -93,7 +93,7 @@ def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
     return replace(of_probe(known, ranks), nodes=hosts)
 
 
-def _basis(cluster: Cluster) -> str:
+def _describe_rates(cluster: Cluster) -> str:
     if cluster.probed:
         return f"The rates are those that outpace probe measured on {cluster.name}."
     if cluster.device.kind == "cpu":

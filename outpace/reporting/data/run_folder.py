@@ -79,7 +79,7 @@ def read_run(path: Path) -> RunFolder:
         changed=(*past.row.changed, *filter(None, map(describe_changes, logs))),
         steps=read_steps(path / METRICS_FILE),
         measurement=past.result,
-        evaluations=tuple(_evaluations(path / EVALS_FILE)),
+        evaluations=tuple(_read_evaluations(path / EVALS_FILE)),
         utilisation=tuple(
             Utilisation.load(one) for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))
         ),
@@ -88,7 +88,7 @@ def read_run(path: Path) -> RunFolder:
     )
 
 
-def _evaluations(path: Path) -> Iterator[Evaluation]:
+def _read_evaluations(path: Path) -> Iterator[Evaluation]:
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:

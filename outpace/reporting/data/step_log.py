@@ -68,7 +68,7 @@ def read_steps(path: Path) -> StepLog:
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
     if columns is None:
-        columns = _line_by_line(path)
+        columns = _read_with_json(path)
     for values in columns.values():
         values[~np.isfinite(values)] = np.nan
     if any(np.isnan(columns.get(name, 0.0)).any() for name in _NEEDED):
@@ -77,7 +77,10 @@ def read_steps(path: Path) -> StepLog:
 
 
 def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
-    """Read with Arrow on all cores; None if a line is not standard JSON (incomplete, or NaN)."""
+    """Read the file with Arrow, on all cores.
+
+    Returns None if a line is not one flat object in standard JSON: if it was cut off or has NaN.
+    """
     data = path.read_bytes()
     if not _is_flat(data):
         return None
@@ -103,26 +106,26 @@ def _is_flat(data: bytes) -> bool:
     return ends and data.startswith(b"{") and data.count(b"\n{") == lines - 1
 
 
-def _line_by_line(path: Path) -> dict[str, Floats]:
+def _read_with_json(path: Path) -> dict[str, Floats]:
     lines = path.read_bytes().splitlines()
-    tables = [_numbers(rows, path) for rows in _parse_chunks(lines, path)]
+    tables = [_to_array(rows, path) for rows in _parse_chunks(lines, path)]
     table = np.concatenate(tables) if tables else np.empty((0, len(_NAMES)))
     return {name: table[:, place].copy() for place, name in enumerate(_NAMES)}
 
 
 def _parse_chunks(lines: list[bytes], path: Path) -> Iterator[list[Any]]:
     for begin in range(0, len(lines), _LINES_AT_ONCE):
-        some = lines[begin : begin + _LINES_AT_ONCE]
-        last = begin + len(some) == len(lines)
+        chunk = lines[begin : begin + _LINES_AT_ONCE]
+        last = begin + len(chunk) == len(lines)
         try:
-            yield from_json(b"[" + b",".join(some) + b"]")
+            yield from_json(b"[" + b",".join(chunk) + b"]")
         except ValueError:
             if not last:
                 raise _damage_error(path) from None
-            yield _up_to_the_cut(some, path)
+            yield _parse_without_last(chunk, path)
 
 
-def _up_to_the_cut(lines: list[bytes], path: Path) -> list[Any]:
+def _parse_without_last(lines: list[bytes], path: Path) -> list[Any]:
     try:
         return list(from_json(b"[" + b",".join(lines[:-1]) + b"]"))
     except ValueError:
@@ -130,7 +133,6 @@ def _up_to_the_cut(lines: list[bytes], path: Path) -> list[Any]:
 
 
 def _damage_error(path: Path) -> BadInputError:
-    """Return an error that names the first line that is not a step."""
     lines = path.read_bytes().splitlines()
     first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
     return BadInputError(
@@ -145,18 +147,17 @@ def _is_step(line: bytes) -> bool:
         row = from_json(line)
     except ValueError:
         return False
-    return isinstance(row, dict) and all(_is_figure(row.get(name)) for name in _NEEDED)
+    return isinstance(row, dict) and all(_is_finite_number(row.get(name)) for name in _NEEDED)
 
 
-def _is_figure(value: Any) -> bool:
-    """Return whether a value is a finite number that fits a float."""
+def _is_finite_number(value: Any) -> bool:
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:
         return False
 
 
-def _numbers(rows: list[Any], path: Path) -> Floats:
+def _to_array(rows: list[Any], path: Path) -> Floats:
     try:
         values = [[row.get(name) for name in _NAMES] for row in rows]
         return np.array(values, np.float64).reshape(-1, len(_NAMES))

@@ -67,7 +67,7 @@ def comparison_document(
         said.verdict, said.facts,
         (
             DocumentSection("How they compare", tuple(_comparison_parts(comparison))), *trained,
-            topology(comparison.machine, probe), _environment(comparison, runs),
+            topology(comparison.machine, probe), _environment_section(comparison, runs),
         ),
     )  # fmt: skip
 
@@ -75,10 +75,9 @@ def comparison_document(
 def _training_sections(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[DocumentSection]:
-    """Yield the sections about training runs, for comparisons of settings."""
-    yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
-    yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
-    yield DocumentSection("Memory", tuple(_memory(comparison)))
+    yield DocumentSection("Where the time goes", tuple(_time_parts(comparison, runs)))
+    yield DocumentSection("Loss", tuple(_loss_parts(comparison, runs)))
+    yield DocumentSection("Memory", tuple(_memory_parts(comparison)))
     yield DocumentSection(
         "Predicted against measured", tuple(_prediction_parts(comparison, runs, probe))
     )
@@ -104,15 +103,14 @@ def unit_of(comparison: Comparison) -> Unit:
 
 
 def _comparison_parts(comparison: Comparison) -> Iterable[Part]:
-    yield _differences(comparison)
-    yield _values(comparison)
-    yield _rounds(comparison)
+    yield _difference_chart(comparison)
+    yield _medians_chart(comparison)
+    yield _outcomes_chart(comparison)
     yield from arms_parts(comparison)
     yield from map(Paragraph, (*comparison_notes(comparison), *comparison.beside))
 
 
-def _differences(comparison: Comparison) -> Chart:
-    """Plot each arm relative to the first, with its anytime-valid interval."""
+def _difference_chart(comparison: Comparison) -> Chart:
     others = [one for one in comparison.arms[1:] if one.verdict is not None]
     first = comparison.arms[0].arm
     values, intervals = [], []
@@ -128,25 +126,24 @@ def _differences(comparison: Comparison) -> Chart:
     )  # fmt: skip
 
 
-def _values(comparison: Comparison) -> Chart:
-    """Plot the median and quartiles of each arm's rounds."""
-    found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
+def _medians_chart(comparison: Comparison) -> Chart:
+    quartiles_of = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
     unit = unit_of(comparison)
-    middle = [quartiles[1] for quartiles in found.values()]
-    around = [(low, high) for low, _, high in found.values()]
+    middle = [quartiles[1] for quartiles in quartiles_of.values()]
+    around = [(low, high) for low, _, high in quartiles_of.values()]
     what = "time of a step" if comparison.experiment.metric is None else "metric"
     alt = join_items(
-        [f"{name}: {unit.show(value)}" for name, value in zip(found, middle, strict=True)]
+        [f"{name}: {unit.show(value)}" for name, value in zip(quartiles_of, middle, strict=True)]
     )
     half = _HALF if any(low is not None for low, _ in around) else ""
     return bars(
-        f"{what.capitalize()}: median of {rounds_of(comparison)}{half}", alt, list(found),
-        middle, unit, what, around, [colour(place) for place in range(len(found))],
+        f"{what.capitalize()}: median of {rounds_of(comparison)}{half}", alt, list(quartiles_of),
+        middle, unit, what, around, [colour(place) for place in range(len(quartiles_of))],
     )  # fmt: skip
 
 
 def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
-    """Return the quartiles of an arm's values; for fewer than four, only the median."""
+    """Return the quartiles of an arm's values, or (None, median, None) for fewer than four."""
     values = [one.value for one in comparison.outcomes
               if one.arm == arm.arm and one.value is not None]  # fmt: skip
     if len(values) < _QUARTERS:
@@ -154,8 +151,7 @@ def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ..
     return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist())
 
 
-def _rounds(comparison: Comparison) -> Chart:
-    """Return a chart of every outcome, round by round, with its table."""
+def _outcomes_chart(comparison: Comparison) -> Chart:
     unit = unit_of(comparison)
     series, rows = [], []
     for arm in comparison.arms:
@@ -176,7 +172,7 @@ def _rounds(comparison: Comparison) -> Chart:
                  xaxis=whole)  # fmt: skip
 
 
-def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
+def _time_parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
     parts = step_parts(comparison)
     if parts is None:
         yield Paragraph("The time by part is not recorded for these arms.")
@@ -185,13 +181,13 @@ def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]
     yield from runs_parts.ranks(runs)
 
 
-def _losses(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
+def _loss_parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
     yield from runs_parts.losses(runs)
     if comparison.losses:
         yield Paragraph(comparison.losses)
 
 
-def _memory(comparison: Comparison) -> Iterable[Part]:
+def _memory_parts(comparison: Comparison) -> Iterable[Part]:
     shades = [colour(place) for place in range(len(comparison.arms))]
     yield runs_parts.peak_memory(
         {arm.arm: arm.peak_memory_bytes for arm in comparison.arms}, shades
@@ -204,10 +200,10 @@ def _memory(comparison: Comparison) -> Iterable[Part]:
 def _prediction_parts(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[Part]:
-    said = {name: predict(run.record, run.hosts, probe) for name, run in runs.items()}
-    known = {name: one for name, one in said.items() if isinstance(one, Prediction)}
+    predictions = {name: predict(run.record, run.hosts, probe) for name, run in runs.items()}
+    known = {name: one for name, one in predictions.items() if isinstance(one, Prediction)}
     if not known:
-        reasons = list(dict.fromkeys(str(one) for one in said.values()))
+        reasons = list(dict.fromkeys(str(one) for one in predictions.values()))
         yield Paragraph(" ".join(["There are no predictions.", *reasons]))
         return
     bases = dict.fromkeys(one.basis for one in known.values())
@@ -226,8 +222,7 @@ def _prediction_parts(
     )  # fmt: skip
 
 
-def _facts(comparison: Comparison) -> Iterable[Part]:
-    """Yield a table of the facts that determined each arm's runs, except versions."""
+def _facts_table(comparison: Comparison) -> Iterable[Part]:
     arms = [arm for arm in comparison.arms if arm.facts]
     names = dict.fromkeys(name for arm in arms for name in arm.facts if name != "versions")
     rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)
@@ -240,7 +235,7 @@ def _facts(comparison: Comparison) -> Iterable[Part]:
         )
 
 
-def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> DocumentSection:
+def _environment_section(comparison: Comparison, runs: dict[str, RunFolder]) -> DocumentSection:
     arms = tuple(
         (arm.name,
          ", ".join(f"{k}={in_words(v)}" for k, v in arm.settings.items()) or arm.command or "–",
@@ -253,7 +248,7 @@ def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> Document
         command("The command that repeats it", comparison.command),
         DataTable("What the arms are", ("arm", "settings", "environment"), arms),
         *([pairs("Common settings", common)] if common else []),
-        *_facts(comparison),
+        *_facts_table(comparison),
         pairs("When", [("started", comparison.started)]),
         machine_table(comparison.machine),
         *(runs_parts.versions(runs) if comparison.experiment.metric is None else ()),

@@ -15,8 +15,8 @@ _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answe
 
 def hang_document(found: HangReport) -> Document:
     """Show everything that the ranks reported."""
-    sections = [DocumentSection("Ranks", (_ranks(found),))]
-    sections += [DocumentSection(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
+    sections = [DocumentSection("Ranks", (_ranks_table(found),))]
+    sections += [DocumentSection(f"Rank {one.rank}", tuple(_rank_parts(one))) for one in found.ranks
                  if one.stacks or one.collectives]  # fmt: skip
     return Document("standstill", "Ranks that waited until the time limit", (_sentence(found),),
                     (("when, UTC", found.when[:16].replace("T", " ")),
@@ -28,7 +28,7 @@ def _sentence(found: HangReport) -> str:
     return f"{found.sentence[:1].upper()}{found.sentence[1:].rstrip('.')}."
 
 
-def _ranks(found: HangReport) -> DataTable:
+def _ranks_table(found: HangReport) -> DataTable:
     rows = tuple(
         (Number(one.rank, str(one.rank)), one.host, Number(one.pid, str(one.pid)), one.doing,
          _STATES[one.state], one.place)
@@ -37,15 +37,20 @@ def _ranks(found: HangReport) -> DataTable:
     return DataTable("State of each rank", ("rank", "host", "process", "in", "state", "at"), rows)
 
 
-def _parts(one: RankSnapshot) -> list[Part]:
+def _rank_parts(snapshot: RankSnapshot) -> list[Part]:
     parts: list[Part] = []
-    if one.collectives:
+    if snapshot.collectives:
         rows = tuple(
-            (Number(each.number, str(each.number)), each.group, each.name, each.state)
-            for each in one.collectives
+            (
+                Number(one.number, str(one.number)),
+                one.group,
+                one.name,
+                one.state,
+            )
+            for one in snapshot.collectives
         )
         parts.append(DataTable("Its latest collectives, from torch's flight recorder",
                            ("number", "group", "what", "state"), rows))  # fmt: skip
-    if one.stacks:
-        parts.append(Code("Its threads", one.stacks))
+    if snapshot.stacks:
+        parts.append(Code("Its threads", snapshot.stacks))
     return parts

@@ -33,24 +33,24 @@ def plan_document(answer: Plans) -> Document:
     """Show the planner's answer."""
     first = answer.plans[0]
     sections = [
-        DocumentSection("How they compare", (_times(answer), *ranking(answer))),
+        DocumentSection("How they compare", (_times_chart(answer), *ranking(answer))),
         DocumentSection("Where the time goes", (parts_bars(
-            "Parts of a step", {_name(answer, one): one.estimate for one in answer.plans}
+            "Parts of a step", {_list_title(answer, one): one.estimate for one in answer.plans}
         ),)),
         DocumentSection("Memory", (memory_anatomy.at_the_peak(
-            {_name(answer, one): one.estimate.memory for one in answer.plans},
+            {_list_title(answer, one): one.estimate.memory for one in answer.plans},
             first.estimate.memory_bytes,
         ),)),
-        *_pipelines(answer),
-        *_nearest_steps(first),
+        *_pipeline_sections(answer),
+        *_nearest_steps_sections(first),
         DocumentSection("Rejected plans", tuple(_rejection_parts(answer))),
-        DocumentSection("Links and machine", tuple(_machine(answer))),
+        DocumentSection("Links and machine", tuple(_machine_parts(answer))),
     ]  # fmt: skip
     return Document("plan", f"{answer.model} on {answer.machine}", tuple(_verdict(answer)),
                     tuple(_facts(answer)), tuple(sections))  # fmt: skip
 
 
-def _name(answer: Plans, planned: RankedPlan) -> str:
+def _list_title(answer: Plans, planned: RankedPlan) -> str:
     return f"{answer.plans.index(planned) + 1}. {planned.listed_title}"
 
 
@@ -70,7 +70,6 @@ def _verdict(answer: Plans) -> list[str]:
 
 
 def _fastest_sentence(answer: Plans) -> list[str]:
-    """Name the fastest plan if it is listed but not first."""
     fastest = answer.plan_for("fastest")
     if fastest is None or fastest is answer.plans[0]:
         return []
@@ -94,8 +93,8 @@ def _facts(answer: Plans) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _times(answer: Plans) -> Chart:
-    names = [_name(answer, one) for one in answer.plans]
+def _times_chart(answer: Plans) -> Chart:
+    names = [_list_title(answer, one) for one in answer.plans]
     each = [one.estimate for one in answer.plans]
     alt = join_items([
         f"{name}: {show_seconds(one.step_time_s)} ({show_seconds(one.low_s)} to "
@@ -109,8 +108,7 @@ def _times(answer: Plans) -> Chart:
     )  # fmt: skip
 
 
-def _pipelines(answer: Plans) -> list[DocumentSection]:
-    """Return a section with the timeline of the fastest pipeline plan, if there is one."""
+def _pipeline_sections(answer: Plans) -> list[DocumentSection]:
     pipelines = [one for one in answer.plans if one.plan.pp > 1]
     if not pipelines:
         return []
@@ -125,9 +123,9 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
         ]
     bubble = chosen.estimate.parts_s.get("bubble_s", 0.0) / chosen.estimate.step_time_s
     about = (
-        f"One pass of {_name(answer, chosen)}, with equal stages whose forward takes a third of "
-        f"the time. In the estimate, with the actual stages, the bubble is {show_share(bubble)} of "
-        "the step. Nothing was measured."
+        f"One pass of {_list_title(answer, chosen)}, with equal stages whose forward takes a "
+        "third of the time. In the estimate, with the actual stages, the bubble is "
+        f"{show_share(bubble)} of the step. Nothing was measured."
     )
     figure = pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown)
     return [
@@ -135,7 +133,7 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
     ]
 
 
-def _nearest_steps(first: RankedPlan) -> list[DocumentSection]:
+def _nearest_steps_sections(first: RankedPlan) -> list[DocumentSection]:
     lines = case_lines(first.cases)
     items = Items(tuple(("•", line) for line in lines))
     return [DocumentSection("Nearest published steps", (items,))] if lines else []
@@ -147,10 +145,10 @@ def _rejection_parts(answer: Plans) -> Iterable[Part]:
         yield Paragraph("One plan of every family is listed.")
 
 
-def _machine(answer: Plans) -> Iterable[Part]:
+def _machine_parts(answer: Plans) -> Iterable[Part]:
     yield Paragraph(plans_head(answer))
     rows = tuple(
-        (_name(answer, one), axis, link)
+        (_list_title(answer, one), axis, link)
         for one in answer.plans
         for axis, link in one.placement.items()
     )

@@ -50,15 +50,17 @@ def probe_document(machine: Machine, probed: ProbeRecord) -> Document:
         if kind not in COLLECTIVES:
             own = [figure for figure in probed.figures if figure.key.kind == kind]
             sections.append(
-                DocumentSection(_KINDS.get(kind, kind.capitalize()), tuple(_kind(kind, own)))
+                DocumentSection(
+                    _KINDS.get(kind, kind.capitalize()), tuple(_figure_parts(kind, own))
+                )
             )
     if any(figure.key.kind in COLLECTIVES for figure in probed.figures):
-        sections.append(DocumentSection("Collectives", tuple(_collectives(probed))))
+        sections.append(DocumentSection("Collectives", tuple(_collective_parts(probed))))
     return Document(
         "probe", f"{machine.cpu}, {machine.host_cores} cores", tuple(_verdict(machine, probed)),
         tuple(_facts(probed)),
-        (DocumentSection("Advice", tuple(_advice(probed))), *sections, topology(machine),
-         _environment(machine, probed)),
+        (DocumentSection("Advice", tuple(_advice_parts(probed))), *sections, topology(machine),
+         _environment_section(machine, probed)),
     )  # fmt: skip
 
 
@@ -83,8 +85,8 @@ def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
 
 def _facts(probed: ProbeRecord) -> Iterable[tuple[str, str]]:
     found = {
-        "memory copy": _largest(probed, "memory", "copy"),
-        "link between ranks (busbw)": _link(probed),
+        "memory copy": _format_largest(probed, "memory", "copy"),
+        "link between ranks (busbw)": _format_link(probed),
         "probed": "quickly" if probed.quick else "in full",
         "took": show_seconds(probed.took_s),
         "ranks": str(probed.world_size),
@@ -93,18 +95,18 @@ def _facts(probed: ProbeRecord) -> Iterable[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _largest(probed: ProbeRecord, kind: str, what: str) -> str | None:
+def _format_largest(probed: ProbeRecord, kind: str, what: str) -> str | None:
     some = [one for one in probed.figures
             if (one.key.kind, one.key.what) == (kind, what) and one.value is not None]  # fmt: skip
     return str(max(some, key=lambda one: int(one.key.of.get("bytes", 0)))) if some else None
 
 
-def _link(probed: ProbeRecord) -> str | None:
+def _format_link(probed: ProbeRecord) -> str | None:
     fit = probed.fit("all-reduce", "all")
     return None if fit is None or fit.bandwidth.value is None else str(fit.bandwidth)
 
 
-def _advice(probed: ProbeRecord) -> Iterable[Part]:
+def _advice_parts(probed: ProbeRecord) -> Iterable[Part]:
     if not probed.advice:
         yield Paragraph("There is no advice.")
         return
@@ -113,9 +115,9 @@ def _advice(probed: ProbeRecord) -> Iterable[Part]:
     yield DataTable("Possible improvements", ("about", "what to change", "gain"), rows)
 
 
-def _kind(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
+def _figure_parts(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
     if kind == "matmul":
-        curve = _matmuls(figures)
+        curve = _matmul_chart(figures)
         if curve is not None:
             yield curve
     by_unit = [one for one in figures if one.value is not None and one.key.what != "candidate"]
@@ -124,45 +126,43 @@ def _kind(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
         if kind == "matmul":
             some = [one for one in some if one.key.what in ("best", "peak")]
         if some:
-            yield _bars(some[:_MOST_BARS], len(some))
-    yield _table(_KINDS.get(kind, kind), figures)
+            yield _bars_chart(some[:_MOST_BARS], len(some))
+    yield _figures_table(_KINDS.get(kind, kind), figures)
 
 
-def _unit(figures: Sequence[Measured]) -> Unit:
+def _unit_of(figures: Sequence[Measured]) -> Unit:
     name = figures[0].unit
     if name == "s":
         return seconds([one.value for one in figures])
     return shares() if name == "ratio" else counts(name)
 
 
-def _words(figure: Measured) -> str:
-    """Describe what the figure measures."""
-    return " ".join([figure.key.what, *(_value(k, v) for k, v in figure.key.of.items())])
+def _figure_name(figure: Measured) -> str:
+    return " ".join([figure.key.what, *(_format_value(k, v) for k, v in figure.key.of.items())])
 
 
-def _value(name: str, value: str | int) -> str:
+def _format_value(name: str, value: str | int) -> str:
     if name.endswith("bytes"):
         return show_size(int(value))
     return str(value) if isinstance(value, str) else f"{name} {value}"
 
 
-def _bars(figures: Sequence[Measured], count: int) -> Chart:
-    unit = _unit(figures)
-    names = [_words(one) for one in figures]
-    of = f", {len(figures)} of {count}" if count > len(figures) else ""
+def _bars_chart(figures: Sequence[Measured], count: int) -> Chart:
+    unit = _unit_of(figures)
+    names = [_figure_name(one) for one in figures]
+    counted = f", {len(figures)} of {count}" if count > len(figures) else ""
     level = next((one.level for one in figures if one.level), 0.95)
     what = "Times" if figures[0].unit == "s" else "Rates" if unit.si else "Shares"
     alt = join_items([f"{name}: {one}" for name, one in zip(names, figures, strict=True)])
     return bars(
-        f"{what}, with the interval of a repeat ({level:.0%}){of}", alt, names,
+        f"{what}, with the interval of a repeat ({level:.0%}){counted}", alt, names,
         [one.value for one in figures], unit, what.lower(),
         [(one.low, one.high) for one in figures],
         [GREY if one.origin == "catalog" else BLUE for one in figures],
     )  # fmt: skip
 
 
-def _matmuls(figures: Sequence[Measured]) -> Chart | None:
-    """Plot stable rates by size, with a line per dtype."""
+def _matmul_chart(figures: Sequence[Measured]) -> Chart | None:
     found: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
         sides = [one.key.of.get(name) for name in "mnk"]
@@ -190,10 +190,10 @@ def _matmuls(figures: Sequence[Measured]) -> Chart | None:
     )  # fmt: skip
 
 
-def _table(title: str, figures: Sequence[Measured]) -> DataTable:
+def _figures_table(title: str, figures: Sequence[Measured]) -> DataTable:
     rows = tuple(
         (
-            _words(one),
+            _figure_name(one),
             Number(one.value, str(one)),
             _bound_number(one, one.low),
             _bound_number(one, one.high),
@@ -213,9 +213,9 @@ def _bound_number(figure: Measured, bound: float | None) -> Number:
     return Number(bound, text(bound) if text is not None else show_count(bound, figure.unit))
 
 
-def _collectives(probed: ProbeRecord) -> Iterable[Part]:
+def _collective_parts(probed: ProbeRecord) -> Iterable[Part]:
     figures = [one for one in probed.figures if one.key.kind in COLLECTIVES]
-    yield from _fit_figures(probed, figures)
+    yield from _fit_charts(probed, figures)
     if probed.fits:
         rows = tuple(
             (fit.collective, fit.axis, Number(fit.ranks, str(fit.ranks)), fit.backend,
@@ -227,11 +227,10 @@ def _collectives(probed: ProbeRecord) -> Iterable[Part]:
         columns = ("collective", "axis", "ranks", "by", "latency", "bandwidth (busbw)",
                    "points off by")  # fmt: skip
         yield DataTable("Latency and bandwidth, fitted over sizes", columns, rows)
-    yield _table("Collectives", figures)
+    yield _figures_table("Collectives", figures)
 
 
-def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[Part]:
-    """Plot times by size for each mesh axis, with the fitted line."""
+def _fit_charts(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[Part]:
     for axis_name in dict.fromkeys(fit.axis for fit in probed.fits):
         series, rows = [], []
         fits = [fit for fit in probed.fits if fit.axis == axis_name]
@@ -255,9 +254,9 @@ def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[P
             latency, rate = fit.latency.value, fit.bandwidth.value
             if latency is None or not rate:
                 continue
-            said = [latency + size * bus_factor(fit.collective, fit.ranks) / rate for size in x]
+            fitted = [latency + size * bus_factor(fit.collective, fit.ranks) / rate for size in x]
             line = {"line": {"color": colour(place), "width": 1.4, "dash": "dash"}}
-            series.append(LineSeries(f"{fit.collective}, fitted", (x,), said, line))
+            series.append(LineSeries(f"{fit.collective}, fitted", (x,), fitted, line))
             rows += [
                 (
                     fit.collective,
@@ -265,7 +264,7 @@ def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[P
                     Number(took, show_seconds(took)),
                     Number(other, show_seconds(other)),
                 )
-                for (size, took), other in zip(points, said, strict=True)
+                for (size, took), other in zip(points, fitted, strict=True)
             ]
         if series:
             sized, time = sizes([]), seconds([max(t or 0.0 for line in series for t in line.y)])
@@ -280,7 +279,7 @@ def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[P
             )  # fmt: skip
 
 
-def _environment(machine: Machine, probed: ProbeRecord) -> DocumentSection:
+def _environment_section(machine: Machine, probed: ProbeRecord) -> DocumentSection:
     steady = probed.steadiness
     others = None if steady.other_cores is None else f"{steady.other_cores:.2f} cores"
     stolen = None if steady.stolen is None else show_share(steady.stolen)

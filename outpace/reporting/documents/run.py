@@ -45,14 +45,14 @@ _WIDEST = 4.0
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
     """Show a run's results, its time by part, its memory by kind, and the prediction's error."""
-    said = predict(run.record, run.hosts, probe)
-    sections = [_losses(run), _time(run)]
+    prediction = predict(run.record, run.hosts, probe)
+    sections = [_loss_section(run), _time_section(run)]
     if run.record.plan.pp > 1:
-        sections.append(_pipeline(run, said))
+        sections.append(_pipeline_section(run, prediction))
     sections += [
-        _memory(run, said),
-        _prediction_section(run, said),
-        _utilisation(run),
+        _memory_section(run, prediction),
+        _prediction_section(run, prediction),
+        _utilisation_section(run),
         topology(run.record.machine, probe),
     ]
     if run.certificate is not None:
@@ -64,19 +64,23 @@ def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
             )
         )
     return Document(
-        "run", f"{run.record.settings.model}: {run.name}", tuple(_verdict(run, said)),
+        "run", f"{run.record.settings.model}: {run.name}", tuple(_verdict(run, prediction)),
         tuple(_facts(run)), (*sections, run_environment(run.record)),
     )  # fmt: skip
 
 
-def _verdict(run: RunFolder, said: Prediction | str) -> list[str]:
+def _verdict(run: RunFolder, prediction: Prediction | str) -> list[str]:
     changed = [f"{sentence}, so do not rely on its values." for sentence in run.changed]
-    sentences = [_outcome(run), *_failure_sentences(run), *_speed(run), *_other_programs(run)]
-    return [*sentences, *_right(run, said), *changed]
+    sentences = [
+        _progress_sentence(run),
+        *_failure_sentences(run),
+        *_speed_sentences(run),
+        *_other_program_sentences(run),
+    ]
+    return [*sentences, *_prediction_sentences(run, prediction), *changed]
 
 
-def _outcome(run: RunFolder) -> str:
-    """Say how far the run came, and how its loss changed."""
+def _progress_sentence(run: RunFolder) -> str:
     record, done = run.record, int(run.steps["step"][-1]) if len(run.steps) else 0
     ranks = record.plan.world_size
     what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
@@ -99,7 +103,6 @@ def _outcome(run: RunFolder) -> str:
 
 
 def _failure_sentences(run: RunFolder) -> list[str]:
-    """Say why an unfinished run ended, if that is known."""
     if run.state != "unfinished":
         return []
     if run.failure is not None:
@@ -107,7 +110,7 @@ def _failure_sentences(run: RunFolder) -> list[str]:
     return ["No process of this host trains it, and there is no record of why it ended."]
 
 
-def _speed(run: RunFolder) -> list[str]:
+def _speed_sentences(run: RunFolder) -> list[str]:
     step_time_s, parts = step_time(run), median_parts(run)
     if step_time_s is None or parts is None:
         return []
@@ -126,28 +129,29 @@ def _speed(run: RunFolder) -> list[str]:
     return [f"{speed}: {share} of it in forwards, backwards and the optimizer{lost}."]
 
 
-def _other_programs(run: RunFolder) -> list[str]:
-    """Report the cores that other programs used, if they were enough to slow steps."""
+def _other_program_sentences(run: RunFolder) -> list[str]:
     measured = run.measurement
     loads = () if measured is None else measured.utilisation
     loads = loads or tuple(average(one.loads) for one in run.utilisation if one.loads)
     return [f"{words.capitalize()}, so steps took longer." for words in disturbance(loads)]
 
 
-def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
-    """Return the comparison with the expected step time, if there was one."""
+def _step_time_check(run: RunFolder) -> StepTimeCheck | None:
     return None if run.measurement is None else run.measurement.step_time_check
 
 
-def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """Report the expected step time, or the planner's prediction if it is precise enough."""
-    check, step_time_s = _expected_step_time(run), step_time(run)
+def _prediction_sentences(run: RunFolder, prediction: Prediction | str) -> list[str]:
+    """Compare the step time with the expected one, else with the planner's prediction.
+
+    A prediction that is right only because its interval is wide is not reported.
+    """
+    check, step_time_s = _step_time_check(run), step_time(run)
     if check is not None:
-        caution = "" if check.as_expected else _caution(run)
+        caution = "" if check.as_expected else _load_caution(run)
         return [f"{check.verdict}: {check.words}.{caution}"]
-    if isinstance(said, str) or step_time_s is None:
+    if isinstance(prediction, str) or step_time_s is None:
         return []
-    one = said.planned.estimate
+    one = prediction.planned.estimate
     inside = one.low_s <= step_time_s <= one.high_s
     if inside and one.high_s > _WIDEST * one.low_s:
         return []
@@ -155,20 +159,19 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
         f"The planner predicts {show_seconds(one.step_time_s)} per step, "
         f"{show_seconds(one.low_s)} to {show_seconds(one.high_s)} with {one.level:.0%} "
         "probability; the measurement is "
-        f"{'within' if inside else 'outside'} that range.{'' if inside else _caution(run)}"
+        f"{'within' if inside else 'outside'} that range.{'' if inside else _load_caution(run)}"
     ]
 
 
-def _caution(run: RunFolder) -> str:
-    """Return a warning if other programs used cores, which predictions do not consider."""
-    if not _other_programs(run):
+def _load_caution(run: RunFolder) -> str:
+    if not _other_program_sentences(run):
         return ""
     return " Predictions assume that no other program uses the cores, which was not so here."
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
     measured, tokens, skipped = run.measurement, tokens_per_s(run), skipped_steps(run)
-    check = _expected_step_time(run)
+    check = _step_time_check(run)
     found = {
         "median throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
         "median step": None if step_time(run) is None else show_seconds(step_time(run)),
@@ -201,7 +204,7 @@ def first_step_words(measured: Measurement | None) -> str | None:
     return show_seconds(measured.first_step_s) + (compiling if measured.compile_s else "")
 
 
-def _full_measurement(run: RunFolder) -> Measurement | None:
+def _measurement_of_timed_steps(run: RunFolder) -> Measurement | None:
     """Return the measurement if its times cover the timed steps, else None."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.last_untimed_step else None
@@ -209,19 +212,19 @@ def _full_measurement(run: RunFolder) -> Measurement | None:
 
 def step_time(run: RunFolder) -> float | None:
     """Return the median time of the timed steps so far, in seconds."""
-    measured = _full_measurement(run)
-    return _median(run, "step_time_s") if measured is None else measured.step_time_s
+    measured = _measurement_of_timed_steps(run)
+    return _steady_median(run, "step_time_s") if measured is None else measured.step_time_s
 
 
 def tokens_per_s(run: RunFolder) -> float | None:
     """Return the tokens per second of all ranks together, in the timed steps."""
-    measured = _full_measurement(run)
-    return _median(run, "tokens_per_s") if measured is None else measured.tokens_per_s
+    measured = _measurement_of_timed_steps(run)
+    return _steady_median(run, "tokens_per_s") if measured is None else measured.tokens_per_s
 
 
 def median_parts(run: RunFolder) -> TimeParts | None:
     """Return the parts of a timed step of median length on rank 0; None if not recorded."""
-    measured = _full_measurement(run)
+    measured = _measurement_of_timed_steps(run)
     if measured is not None:
         return measured.parts if measured.parts.total_s else None
     return run.timed_steps.median_parts() if len(run.timed_steps) else None
@@ -231,26 +234,26 @@ def peak_memory(run: RunFolder) -> int | None:
     """Return the peak memory of the fullest rank in bytes."""
     if run.measurement is not None:
         return run.measurement.peak_memory_bytes
-    return _last(run, "peak_memory_bytes")
+    return _last_value(run, "peak_memory_bytes")
 
 
 def skipped_steps(run: RunFolder) -> int | None:
     """Return the number of steps skipped because of an fp16 overflow."""
-    return run.measurement.skipped_steps if run.measurement else _last(run, "skipped_steps")
+    return run.measurement.skipped_steps if run.measurement else _last_value(run, "skipped_steps")
 
 
-def _last(run: RunFolder, name: str) -> int | None:
+def _last_value(run: RunFolder, name: str) -> int | None:
     known = run.steps[name][np.isfinite(run.steps[name])]
     return int(known[-1]) if len(known) else None
 
 
-def _median(run: RunFolder, name: str) -> float | None:
+def _steady_median(run: RunFolder, name: str) -> float | None:
     values = run.timed_steps.steady(name)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
 
 
-def _losses(run: RunFolder) -> DocumentSection:
+def _loss_section(run: RunFolder) -> DocumentSection:
     if not len(run.steps):
         return DocumentSection("Loss", (Paragraph("No step was recorded."),))
     parts: list[Part] = [curves.losses(run.steps, run.evaluations), curves.norms(run.steps)]
@@ -271,7 +274,7 @@ def _format_perplexity(evaluation: Evaluation, unknown: str) -> str:
     return unknown if evaluation.perplexity is None else f"{evaluation.perplexity:,.4g}"
 
 
-def _time(run: RunFolder) -> DocumentSection:
+def _time_section(run: RunFolder) -> DocumentSection:
     title = "Time of a step"
     if not len(run.timed_steps):
         since = " since the run was resumed" if len(run.steps) else ""
@@ -296,14 +299,14 @@ def _time(run: RunFolder) -> DocumentSection:
     )
 
 
-def _pipeline(run: RunFolder, said: Prediction | str) -> DocumentSection:
+def _pipeline_section(run: RunFolder, prediction: Prediction | str) -> DocumentSection:
     plan, batch = run.record.plan, run.record.settings.global_batch
     shown, notes = {}, []
-    if isinstance(said, str):
-        notes.append(f"There is no plan to compare with. {said}")
-    elif said.stages is not None:
+    if isinstance(prediction, str):
+        notes.append(f"There is no plan to compare with. {prediction}")
+    elif prediction.stages is not None:
         shown["planned"] = pipeline.simulate_schedule(
-            plan, said.stages.times, said.stages.transfer_s
+            plan, prediction.stages.times, prediction.stages.transfer_s
         )
     ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
     seen = chrome_trace.measured_timeline(run.path, plan, batch)
@@ -326,13 +329,13 @@ def _pipeline(run: RunFolder, said: Prediction | str) -> DocumentSection:
     return DocumentSection("Pipeline", (*parts, *map(Paragraph, notes)))
 
 
-def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
+def _memory_section(run: RunFolder, prediction: Prediction | str) -> DocumentSection:
     parts: list[Part] = []
     at_peak: dict[str, Mapping[str, int]] = {}
     limit = None
-    if not isinstance(said, str):
-        at_peak["estimated"] = said.planned.estimate.memory
-        limit = said.planned.estimate.memory_bytes
+    if not isinstance(prediction, str):
+        at_peak["estimated"] = prediction.planned.estimate.memory
+        limit = prediction.planned.estimate.memory_bytes
     if run.memory is not None:
         at_peak |= memory_anatomy.peak_by_source(run.memory)
         account = run.memory.measured or run.memory.traced
@@ -342,7 +345,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
         parts.append(memory_anatomy.at_the_peak(at_peak, limit))
     peak = peak_memory(run)
     if peak is not None:
-        parts.append(Paragraph(_whole(peak, run.record.device)))
+        parts.append(Paragraph(_format_total_memory(peak, run.record.device)))
     if run.measurement is not None:
         parts += runs.memory_by_rank({"": run.measurement.peak_memory_by_rank})
     if run.memory is None:
@@ -352,8 +355,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
     return DocumentSection("Memory", tuple(parts))
 
 
-def _whole(peak: float, device: str) -> str:
-    """Describe the total peak memory of the fullest rank, and what it includes besides tensors."""
+def _format_total_memory(peak: float, device: str) -> str:
     if device == "cpu":
         return (
             f"The fullest rank's process used {show_bytes(peak)} in total, including Python "
@@ -362,8 +364,8 @@ def _whole(peak: float, device: str) -> str:
     return f"The fullest rank's allocator used {show_bytes(peak)} in total."
 
 
-def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSection:
-    title, check = "Predicted against measured", _expected_step_time(run)
+def _prediction_section(run: RunFolder, prediction: Prediction | str) -> DocumentSection:
+    title, check = "Predicted against measured", _step_time_check(run)
     if check is not None:
         unit = seconds([check.expected_s, check.compared_s])
         both = [check.expected_s], [check.compared_s]
@@ -371,20 +373,21 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
         return DocumentSection(
             title,
             (
-                Paragraph(f"Compared with an earlier measurement: {check.words}.{_caution(run)}"),
+                Paragraph(
+                    f"Compared with an earlier measurement: {check.words}.{_load_caution(run)}"
+                ),
                 figure,
             ),
         )
-    if isinstance(said, str):
-        return DocumentSection(title, (Paragraph(f"There is no prediction. {said}"),))
-    one = said.planned.estimate
+    if isinstance(prediction, str):
+        return DocumentSection(title, (Paragraph(f"There is no prediction. {prediction}"),))
+    one = prediction.planned.estimate
     bars = parts_bars("Predicted parts of a step", {"predicted": one})
-    basis = Paragraph(f"{said.basis}{_caution(run)}")
-    return DocumentSection(title, (basis, *_prediction_figures(one, run), bars))
+    basis = Paragraph(f"{prediction.basis}{_load_caution(run)}")
+    return DocumentSection(title, (basis, *_prediction_charts(one, run), bars))
 
 
-def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """Draw predicted and measured values side by side, in a chart per quantity."""
+def _prediction_charts(one: Estimate, run: RunFolder) -> list[Part]:
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
@@ -395,11 +398,11 @@ def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
     if tokens is not None:
         title, unit = "Throughput", counts("tokens/s")
         parts.append(prediction_bars(title, [title], [one.tokens_per_s], [tokens], unit, "rate"))
-    return [*parts, *_memory_beside(float(one.peak_memory_bytes), run)]
+    return [*parts, *_memory_comparison(float(one.peak_memory_bytes), run)]
 
 
-def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
-    """Compare the predicted memory with that of a GPU's allocator, or on a CPU of tensors."""
+def _memory_comparison(predicted_bytes: float, run: RunFolder) -> list[Part]:
+    """Compare the predicted bytes with those of a GPU's allocator, or on a CPU of live tensors."""
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None
@@ -412,11 +415,11 @@ def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
         measured, title = account.allocated_bytes or account.peak_memory_bytes, "Peak of tensors"
     if measured is None:
         return []
-    both = predicted, float(measured)
+    both = predicted_bytes, float(measured)
     return [prediction_bars(title, [title], both[:1], both[1:], sizes(both), "memory")]
 
 
-def _utilisation(run: RunFolder) -> DocumentSection:
+def _utilisation_section(run: RunFolder) -> DocumentSection:
     figures: list[Part] = [*utilisation.utilisation(run.utilisation)]
     if run.measurement is not None and run.measurement.utilisation:
         figures.append(utilisation.averages_table(run.measurement.utilisation))

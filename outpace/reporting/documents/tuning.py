@@ -41,31 +41,30 @@ def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
     """Show the fastest plan, and each trial with its prediction. Runs are read from `folder`."""
-    runs, said = _runs(tuning, folder), tuning_answer(tuning)
+    runs, said = _read_runs(tuning, folder), tuning_answer(tuning)
     return Document(
-        "tuning", f"{_model(tuning, runs)}: {len(tuning.trials)} trials",
+        "tuning", f"{_model_name(tuning, runs)}: {len(tuning.trials)} trials",
         said.verdict, said.facts,
         (
-            DocumentSection("Predicted against measured", tuple(_times(tuning))),
-            DocumentSection("How it was found", tuple(_search(tuning, said))),
-            DocumentSection("Where the time goes", tuple(_parts(runs))),
+            DocumentSection("Predicted against measured", tuple(_prediction_parts(tuning))),
+            DocumentSection("How it was found", tuple(_search_parts(tuning, said))),
+            DocumentSection("Where the time goes", tuple(_time_parts(runs))),
             DocumentSection("Loss", tuple(runs_parts.losses(runs))),
-            DocumentSection("Memory", (_memory(tuning),)),
+            DocumentSection("Memory", (_memory_chart(tuning),)),
             DocumentSection("Utilisation", tuple(runs_parts.loads(runs))),
             topology(tuning.machine, probe),
-            _environment(tuning, runs),
+            _environment_section(tuning, runs),
         ),
     )  # fmt: skip
 
 
-def _model(tuning: Tuning, runs: Mapping[str, RunFolder]) -> str:
-    """Return the model's name: as given, else from the runs."""
+def _model_name(tuning: Tuning, runs: Mapping[str, RunFolder]) -> str:
     given = tuning.settings.get("model")
     default = next((run.record.settings.model for run in runs.values()), None)
     return str(given or default or "a model")
 
 
-def _runs(tuning: Tuning, folder: Path | None) -> dict[str, RunFolder]:
+def _read_runs(tuning: Tuning, folder: Path | None) -> dict[str, RunFolder]:
     """Read the runs of finished trials, fastest first."""
     done = [one for one in tuning.trials if one.step_time_s is not None]
     done.sort(key=lambda one: one.step_time_s or 0.0)
@@ -76,7 +75,7 @@ def _runs(tuning: Tuning, folder: Path | None) -> dict[str, RunFolder]:
     }
 
 
-def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
+def _time_parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
     known = {name: run.measurement.parts for name, run in runs.items()
              if run.measurement is not None and run.measurement.parts.total_s}  # fmt: skip
     if not known:
@@ -86,7 +85,7 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
     yield from runs_parts.ranks(runs)
 
 
-def _times(tuning: Tuning) -> Iterable[Part]:
+def _prediction_parts(tuning: Tuning) -> Iterable[Part]:
     trials = tuning.trials
     if not trials:
         yield Paragraph("Nothing was tried.")
@@ -99,11 +98,10 @@ def _times(tuning: Tuning) -> Iterable[Part]:
         seconds([*predicted, *measured]), "time of a step",
     )  # fmt: skip
     if any(value is not None for value in measured):
-        yield _scatter(tuning)
+        yield _prediction_scatter(tuning)
 
 
-def _scatter(tuning: Tuning) -> Chart:
-    """Plot each trial's first and latest prediction against the measured time."""
+def _prediction_scatter(tuning: Tuning) -> Chart:
     done = [one for one in tuning.trials if one.step_time_s is not None]
     seen = [one.step_time_s for one in done]
     everything = [
@@ -142,14 +140,13 @@ def _scatter(tuning: Tuning) -> Chart:
     )  # fmt: skip
 
 
-def _search(tuning: Tuning, said: Answer) -> Iterable[Part]:
+def _search_parts(tuning: Tuning, answer: Answer) -> Iterable[Part]:
     if any(one.step_time_s is not None for one in tuning.trials):
-        yield _progress(tuning)
-    yield from said.parts
+        yield _progress_chart(tuning)
+    yield from answer.parts
 
 
-def _progress(tuning: Tuning) -> Chart:
-    """Plot the fastest step so far over the time spent."""
+def _progress_chart(tuning: Tuning) -> Chart:
     spent_s = 0.0
     x: list[float | None] = []
     best: list[float | None] = []
@@ -176,13 +173,13 @@ def _progress(tuning: Tuning) -> Chart:
     )  # fmt: skip
 
 
-def _memory(tuning: Tuning) -> Part:
+def _memory_chart(tuning: Tuning) -> Part:
     return runs_parts.peak_memory(
         {trial_name(tuning, one): one.peak_memory_bytes for one in tuning.trials}
     )
 
 
-def _environment(tuning: Tuning, runs: Mapping[str, RunFolder]) -> DocumentSection:
+def _environment_section(tuning: Tuning, runs: Mapping[str, RunFolder]) -> DocumentSection:
     best = tuning.fastest
     parts: list[Part] = [command("The command", tuning.command)]
     if best is not None:

@@ -27,50 +27,49 @@ _COMPUTED = ("=", "+", "-", "@")
 
 def markdown(documents: Sequence[Document]) -> str:
     """Render documents as Markdown: headings, sentences and tables."""
-    return "\n".join(line for document in documents for line in _document(document)) + "\n"
+    return "\n".join(line for document in documents for line in _document_lines(document)) + "\n"
 
 
-def _document(document: Document) -> Iterator[str]:
-    yield f"# {_text(document.title)}\n"
+def _document_lines(document: Document) -> Iterator[str]:
+    yield f"# {_escape(document.title)}\n"
     for number, line in enumerate(document.verdict):
-        yield f"**{_text(line)}**\n" if number == 0 else f"{_text(line)}\n"
-    yield from (f"- {_text(name)}: {_text(value)}" for name, value in document.facts)
+        yield f"**{_escape(line)}**\n" if number == 0 else f"{_escape(line)}\n"
+    yield from (f"- {_escape(name)}: {_escape(value)}" for name, value in document.facts)
     for section in document.sections:
-        yield f"\n## {_text(section.title)}\n"
+        yield f"\n## {_escape(section.title)}\n"
         for part in section.parts:
-            yield from _part(part)
+            yield from _part_lines(part)
 
 
-def _part(part: Part) -> Iterator[str]:
+def _part_lines(part: Part) -> Iterator[str]:
     if isinstance(part, Paragraph):
-        yield f"{_text(part.text)}\n"
+        yield f"{_escape(part.text)}\n"
     elif isinstance(part, Items):
-        yield from (f"- {_text(f'{cell_text(mark)} {text}')}" for mark, text in part.rows)
+        yield from (f"- {_escape(f'{cell_text(mark)} {text}')}" for mark, text in part.rows)
         yield ""
     elif isinstance(part, Code):
         longest = max(map(len, re.findall("`+", part.text)), default=0)
         fence = "`" * max(3, longest + 1)
-        yield f"{_text(part.title)}:\n\n{fence}\n{part.text}\n{fence}\n"
+        yield f"{_escape(part.title)}:\n\n{fence}\n{part.text}\n{fence}\n"
     elif isinstance(part, Picture):
-        yield f"**{_text(part.title)}.** {_text(part.alt)}\n"
+        yield f"**{_escape(part.title)}.** {_escape(part.alt)}\n"
     elif isinstance(part, Chart):
-        yield f"**{_text(part.title)}.** {_text(part.alt)}\n"
-        yield from _table(part.table)
+        yield f"**{_escape(part.title)}.** {_escape(part.alt)}\n"
+        yield from _table_lines(part.table)
     else:
-        yield f"**{_text(part.title)}**\n"
-        yield from _table(part)
+        yield f"**{_escape(part.title)}**\n"
+        yield from _table_lines(part)
 
 
-def _table(table: DataTable) -> Iterator[str]:
-    yield f"| {' | '.join(map(_text, table.columns))} |"
+def _table_lines(table: DataTable) -> Iterator[str]:
+    yield f"| {' | '.join(map(_escape, table.columns))} |"
     yield f"|{'|'.join([' --- '] * len(table.columns))}|"
     for row in table.rows:
-        yield f"| {' | '.join(_text(cell_text(cell)) for cell in row)} |"
+        yield f"| {' | '.join(_escape(cell_text(cell)) for cell in row)} |"
     yield ""
 
 
-def _text(words: str) -> str:
-    """Put a text on one line, and escape Markdown."""
+def _escape(words: str) -> str:
     return _MARKUP.sub(r"\\\1", " ".join(words.split()))
 
 
@@ -82,18 +81,18 @@ def table_csv(documents: Sequence[Document]) -> str:
     for document in documents:
         verdict = [(str(number), "", line) for number, line in enumerate(document.verdict)]
         for row, value, text in verdict:
-            writer.writerow(map(_safe, (document.title, "verdict", "", row, "", value, text)))
+            writer.writerow(map(_neutralise, (document.title, "verdict", "", row, "", value, text)))
         for name, value in document.facts:
-            writer.writerow(map(_safe, (document.title, "facts", "", "0", name, "", value)))
+            writer.writerow(map(_neutralise, (document.title, "facts", "", "0", name, "", value)))
         for section in document.sections:
             for part in section.parts:
-                for place in _lines(part):
-                    writer.writerow(map(_safe, (document.title, section.title, *place)))
+                for place in _csv_lines(part):
+                    writer.writerow(map(_neutralise, (document.title, section.title, *place)))
     return file.getvalue()
 
 
-def _lines(part: Part) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of a part: table title, row, column, value and text."""
+def _csv_lines(part: Part) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of a part as (table title, row, column, value, text)."""
     if isinstance(part, Paragraph):
         yield "", "0", "", "", part.text
     elif isinstance(part, Items):
@@ -101,19 +100,19 @@ def _lines(part: Part) -> Iterator[tuple[str, ...]]:
             yield "", str(number), cell_text(mark), "", text
     elif isinstance(part, DataTable | Chart):
         table = part.table if isinstance(part, Chart) else part
-        for cell in _cells(table):
+        for cell in _table_cells(table):
             yield table.title, *cell
 
 
-def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
+def _table_cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
     for number, row in enumerate(table.rows):
         for column, cell in zip(table.columns, row, strict=True):
             value = cell.value if isinstance(cell, Number) else None
             yield str(number), column, "" if value is None else repr(value), cell_text(cell)
 
 
-def _safe(text: str) -> str:
-    """Return a number unchanged, and a text on one line that spreadsheets do not evaluate."""
+def _neutralise(text: str) -> str:
+    """Return a text on one line that spreadsheets do not evaluate; numbers stay unchanged."""
     try:
         float(text)
     except ValueError:

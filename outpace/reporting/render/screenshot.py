@@ -52,9 +52,11 @@ def picture(html: str, browser: str, root: bool) -> bytes:
             f"--user-data-dir={folder / 'profile'}", f"--virtual-time-budget={_DRAWING_MS}",
             *(["--no-sandbox"] if root else []),
         ]  # fmt: skip
-        height = _height(_run([*words, f"--window-size={_WIDTH_PX},900", "--dump-dom"], page))
+        height = _height_px(
+            _run_browser([*words, f"--window-size={_WIDTH_PX},900", "--dump-dom"], page)
+        )
         out = folder / "page.png"
-        _run([*words, f"--window-size={_WIDTH_PX},{height}", f"--screenshot={out}"], page)
+        _run_browser([*words, f"--window-size={_WIDTH_PX},{height}", f"--screenshot={out}"], page)
         if not out.is_file():
             raise BadInputError(
                 f"{browser} produced no picture. Use --format html, and print that."
@@ -62,7 +64,7 @@ def picture(html: str, browser: str, root: bool) -> bytes:
         return out.read_bytes()
 
 
-def _run(words: list[str], page: Path) -> str:
+def _run_browser(words: list[str], page: Path) -> str:
     try:
         done = subprocess.run(
             [*words, page.as_uri()], capture_output=True, text=True, timeout=_PATIENCE_S,
@@ -76,8 +78,11 @@ def _run(words: list[str], page: Path) -> str:
     return done.stdout
 
 
-def _height(document: str) -> int:
-    """Return the height in px that the page's script has set once everything is drawn."""
+def _height_px(document: str) -> int:
+    """Return the height in px that the page's script has noted once everything is drawn.
+
+    Raises BadInputError if it is missing, or too large for one picture.
+    """
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:
         raise BadInputError(

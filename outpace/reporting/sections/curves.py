@@ -60,20 +60,18 @@ def axis_choices(steps: StepLog) -> list[AxisChoice]:
     return [*found, AxisChoice("time", "time in steps", passed)]
 
 
-def _columns(steps: StepLog, along: Sequence[AxisChoice]) -> list[Floats]:
-    """Return each step's position on each horizontal axis."""
-    found = {"step": steps["step"], "tokens": steps["tokens"], "time": steps.passed_s}
-    return [found[one.label] for one in along]
+def _axis_columns(steps: StepLog, along: Sequence[AxisChoice]) -> list[Floats]:
+    columns = {"step": steps["step"], "tokens": steps["tokens"], "time": steps.passed_s}
+    return [columns[one.label] for one in along]
 
 
 def _positions(
     steps: StepLog, along: Sequence[AxisChoice], places: Any
 ) -> tuple[list[float | None], ...]:
-    """Return the positions of the steps at `places`."""
-    return tuple(_plain(column[places]) for column in _columns(steps, along))
+    return tuple(_to_list(column[places]) for column in _axis_columns(steps, along))
 
 
-def _plain(values: Floats) -> list[float | None]:
+def _to_list(values: Floats) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]
 
 
@@ -86,7 +84,7 @@ def _thin_series(
     most: int = POINTS,
 ) -> LineSeries:
     places = thin(values, most)
-    return LineSeries(name, _positions(steps, along, places), _plain(values[places]), style)
+    return LineSeries(name, _positions(steps, along, places), _to_list(values[places]), style)
 
 
 def _mean_series(steps: StepLog, along: Sequence[AxisChoice]) -> LineSeries:
@@ -95,24 +93,24 @@ def _mean_series(steps: StepLog, along: Sequence[AxisChoice]) -> LineSeries:
     style = {"line": {"color": MEASURED, "width": 2.4}}
     at = places.round().astype(np.int64)
     return LineSeries(
-        f"mean of {each:,} steps", _positions(steps, along, at), _plain(values), style
+        f"mean of {each:,} steps", _positions(steps, along, at), _to_list(values), style
     )
 
 
 def _evaluation_series(
-    held: Sequence[Evaluation], steps: StepLog, along: Sequence[AxisChoice]
+    evaluations: Sequence[Evaluation], steps: StepLog, along: Sequence[AxisChoice]
 ) -> LineSeries:
-    """Return the held-out losses. The evaluation before the first step is at 0 on every axis."""
+    """Return the held-out losses; an evaluation before the first step is at 0 on every axis."""
     ends = np.concatenate([[0.0], steps["step"]])
     x = tuple(
-        np.interp([one.step for one in held], ends, np.concatenate([[0.0], column])).tolist()
-        for column in _columns(steps, along)
+        np.interp([one.step for one in evaluations], ends, np.concatenate([[0.0], column])).tolist()
+        for column in _axis_columns(steps, along)
     )
     # A line between only two points, first and last, would look like a measured curve.
-    mode = "lines+markers" if len(held) > 2 else "markers"
+    mode = "lines+markers" if len(evaluations) > 2 else "markers"
     style = {"mode": mode, "line": {"color": RED, "width": 1.6, "dash": "dot"},
              "marker": {"size": 8, "symbol": "diamond", "color": RED}}  # fmt: skip
-    return LineSeries("held-out data", x, [one.loss for one in held], style)
+    return LineSeries("held-out data", x, [one.loss for one in evaluations], style)
 
 
 def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:

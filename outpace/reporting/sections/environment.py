@@ -77,7 +77,7 @@ def run_environment(record: RunRecord) -> DocumentSection:
             ("parameters", f"{record.parameters:,}"),
             ("device", record.device),
             ("threads of each process", str(record.threads)),
-            ("load of the host before", _load(record.load_before)),
+            ("load of the host before", _format_load(record.load_before)),
             ("batch", record.identity),
             ("tokens of a sample", None if record.seq_len is None else f"{record.seq_len:,}"),
             ("training data", record.train_data),
@@ -92,14 +92,14 @@ def run_environment(record: RunRecord) -> DocumentSection:
         about,
         machine_table(record.machine),
         versions(record.versions),
-        _settings(record),
+        _settings_table(record),
     ]
     if record.environment:
         parts.append(pairs("Variables", sorted(record.environment.items())))
     return DocumentSection("Environment and command", tuple(parts))
 
 
-def _load(processes: float | None) -> str | None:
+def _format_load(processes: float | None) -> str | None:
     return None if processes is None else f"{processes:.1f} processes on average over a minute"
 
 
@@ -115,8 +115,7 @@ def versions(found: Mapping[str, str]) -> DataTable:
     return pairs("Versions", sorted(found.items()))
 
 
-def _settings(record: RunRecord) -> DataTable:
-    """Return a table of the settings that were given, and their origins."""
+def _settings_table(record: RunRecord) -> DataTable:
     rows = tuple(
         (name, in_words(getattr(record.settings, name)), origin)
         for name, origin in record.origins.items()

@@ -13,7 +13,7 @@ from outpace.reporting.render.document import Chart
 def parts_bars(title: str, estimates: Mapping[str, Estimate]) -> Chart:
     """Draw the parts of each estimate's step time."""
     unit = seconds([one.step_time_s for one in estimates.values()])
-    alt = join_items([f"{name}: {_largest(one)}" for name, one in estimates.items()])
+    alt = join_items([f"{name}: {_format_largest(one)}" for name, one in estimates.items()])
     return stacked_bars(
         title, alt, list(estimates),
         {words: [one.parts_s.get(part, 0.0) for one in estimates.values()]
@@ -22,6 +22,6 @@ def parts_bars(title: str, estimates: Mapping[str, Estimate]) -> Chart:
     )  # fmt: skip
 
 
-def _largest(one: Estimate) -> str:
-    parts = sorted(one.parts_s.items(), key=lambda pair: -pair[1])[:3]
+def _format_largest(estimate: Estimate) -> str:
+    parts = sorted(estimate.parts_s.items(), key=lambda pair: -pair[1])[:3]
     return ", ".join(f"{PARTS[part]} {show_seconds(took)}" for part, took in parts if took)

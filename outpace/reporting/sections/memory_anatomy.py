@@ -41,12 +41,12 @@ def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart
     alt = (
         f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak, in the "
         f"{peak.location}: "
-        + ", ".join(f"{kind} {show_bytes(size)}" for kind, size in _largest(peak.by_kind))
+        + ", ".join(f"{kind} {show_bytes(size)}" for kind, size in _largest_kinds(peak.by_kind))
         + "."
     )
     layout = {
         "hovermode": "closest", "yaxis": axis("memory of tensors", unit, rangemode="tozero"),
-        "xaxis": _by_part(account), "annotations": [_peak(account, totals, unit)],
+        "xaxis": _parts_axis(account), "annotations": [_peak_annotation(account, totals, unit)],
     }  # fmt: skip
     if limit_bytes is not None and limit_bytes < 1.6 * account.peak_memory_bytes:
         text = {"text": f"the device has {show_bytes(limit_bytes)}", "textposition": "top left"}
@@ -55,15 +55,15 @@ def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart
             {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": height, "y1": height,
              "line": {"dash": "dash", "width": 1, "color": "#777777"}, "label": text},
         ]  # fmt: skip
-    return Chart(title, alt, traces, layout, _course(account, used), 420)
+    return Chart(title, alt, traces, layout, _peaks_table(account, used), 420)
 
 
-def _largest(by_kind: Mapping[Kind, int]) -> list[tuple[Kind, int]]:
+def _largest_kinds(by_kind: Mapping[Kind, int]) -> list[tuple[Kind, int]]:
     return sorted(by_kind.items(), key=lambda pair: -pair[1])[:5]
 
 
-def _by_part(account: MemoryAccount) -> dict[str, object]:
-    """Return an axis that marks the parts of a step: forward, backward, optimizer."""
+def _parts_axis(account: MemoryAccount) -> dict[str, object]:
+    """Return the layout of an axis that names the long parts of a step: forward, backward, …."""
     parts = [moment.part for moment in account.timeline]
     begins = [at for at, part in enumerate(parts) if at == 0 or parts[at - 1] != part]
     ends = [*begins[1:], len(parts)]
@@ -73,7 +73,7 @@ def _by_part(account: MemoryAccount) -> dict[str, object]:
             "title": {"text": "the step's operators, in order"}}  # fmt: skip
 
 
-def _peak(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.float64]]",
+def _peak_annotation(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.float64]]",
           unit: Unit) -> dict[str, object]:  # fmt: skip
     top = int(totals.argmax())
     words = f"{show_bytes(totals[top])}\n{account.timeline[top].part}"
@@ -81,8 +81,7 @@ def _peak(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.fl
             "arrowcolor": "#777777", "ax": 0, "ay": -30}  # fmt: skip
 
 
-def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
-    """Return a table of the moment with the most memory in each part of the step."""
+def _peaks_table(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
     fullest: dict[str, int] = {}
     for place, moment in enumerate(account.timeline):
         if (
@@ -92,14 +91,14 @@ def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
             fullest[moment.part] = place
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (part, account.timeline[place].module or "–",
-         *(_cell(account.timeline[place].by_kind.get(kind, 0)) for kind in used),
-         _cell(account.timeline[place].nbytes))
+         *(_size_cell(account.timeline[place].by_kind.get(kind, 0)) for kind in used),
+         _size_cell(account.timeline[place].nbytes))
         for part, place in fullest.items()
     )  # fmt: skip
     return DataTable("Peak of each part", ("part", "module", *used, "all"), rows)
 
 
-def _cell(size: int) -> Number:
+def _size_cell(size: int) -> Number:
     return Number(size, show_bytes(size))
 
 

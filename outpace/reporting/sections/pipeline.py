@@ -70,9 +70,9 @@ def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
     names, traces, rows = [], [], []
     legend: set[str] = set()
     for name, timeline in shown.items():
-        for rank in _ranks_drawn(timeline):
+        for rank in _choose_ranks(timeline):
             names.append(f"{name}: rank {rank}" if len(shown) > 1 else f"rank {rank}")
-            traces += _bars(timeline, rank, len(names) - 1, unit, legend)
+            traces += _rank_bars(timeline, rank, len(names) - 1, unit, legend)
             busy_s = timeline.busy_s(rank)
             share = 1 - busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
             rows.append((name, f"rank {rank}", unit.cell(busy_s),
@@ -85,18 +85,18 @@ def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
     )
     layout = {
         "barmode": "overlay", "bargap": 0.15, "yaxis": rows_axis(names),
-        "xaxis": axis("time", unit, range=[0, _longest(shown) * unit.factor]),
+        "xaxis": axis("time", unit, range=[0, _longest_s(shown) * unit.factor]),
     }  # fmt: skip
     table = DataTable(title, ("", "rank", "computes", "waits", "waits, share"), tuple(rows))
     return Chart(title, alt, tuple(traces), layout, table, 120 + 30 * max(4, len(names)))
 
 
-def _longest(shown: Mapping[str, Timeline]) -> float:
+def _longest_s(shown: Mapping[str, Timeline]) -> float:
     return max(one.makespan_s for one in shown.values())
 
 
-def _ranks_drawn(timeline: Timeline) -> list[int]:
-    """Return all ranks or, if these are too many to draw, some, including the first and last."""
+def _choose_ranks(timeline: Timeline) -> list[int]:
+    """Return the ranks to draw: all, or some if there are too many, with the first and last."""
     count = len(timeline.ranks)
     actions = sum(map(len, timeline.ranks))
     if actions <= _MOST_ACTIONS or count <= 2:
@@ -105,10 +105,13 @@ def _ranks_drawn(timeline: Timeline) -> list[int]:
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
-def _bars(
+def _rank_bars(
     timeline: Timeline, rank: int, row: int, unit: Unit, legend: set[str]
 ) -> list[dict[str, object]]:
-    """Draw a rank's row: a bar of waiting over the whole time, with its actions on top."""
+    """Draw a rank's row: a bar of waiting over the whole time, and its actions on top of it.
+
+    `legend` has the names that earlier rows have added to the legend, and gets those of this row.
+    """
     whole: dict[str, object] = {
         "type": "bar", "orientation": "h", "name": "waits", "y": [row], "width": 0.8,
         "x": unit.scale([timeline.makespan_s]), "marker": {"color": _WAITING},

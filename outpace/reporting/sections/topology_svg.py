@@ -33,34 +33,34 @@ def topology_svg(topology: Topology, placement: Placement) -> str:
     parts = []
     for one, other in combinations(gpus, 2):
         parts.append(
-            _edge(_point(angle[one]), _point(angle[other]), topology.link_between(one, other))
+            _line(_point(angle[one]), _point(angle[other]), topology.link_between(one, other))
         )
-    parts += _nics(topology, placement, angle)
+    parts += _draw_nics(topology, placement, angle)
     for gpu in gpus:
-        parts.append(_gpu(topology, gpu, _point(angle[gpu])))
-    side, height = _side(topology, placement)
-    return _document([*parts, *side], max(660, height))
+        parts.append(_draw_gpu(topology, gpu, _point(angle[gpu])))
+    side, height = _draw_legend(topology, placement)
+    return _svg_document([*parts, *side], max(660, height))
 
 
 def _point(angle: float, radius: float = _RADIUS) -> tuple[float, float]:
     return _CENTRE[0] + radius * math.cos(angle), _CENTRE[1] + radius * math.sin(angle)
 
 
-def _colour(link: str | None) -> str:
+def _link_colour(link: str | None) -> str:
     return LIGHT_GREY if link is None else _COLOURS["NV" if nvlinks(link) else link]
 
 
-def _edge(a: tuple[float, float], b: tuple[float, float], link: str | None) -> str:
+def _line(a: tuple[float, float], b: tuple[float, float], link: str | None) -> str:
     width = min(1.2 + 0.6 * nvlinks(link), 5) if nvlinks(link) else 1.6
     dash = f' stroke-dasharray="{_DASHES[link]}"' if link in _DASHES else ""
     return (
         f'<line x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}" '
-        f'stroke="{_colour(link)}" stroke-width="{width:.1f}"{dash} stroke-opacity="0.8">'
+        f'stroke="{_link_colour(link)}" stroke-width="{width:.1f}"{dash} stroke-opacity="0.8">'
         f"<title>{link or 'n/a'}</title></line>"
     )
 
 
-def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
+def _draw_gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
     device = topology.device(gpu)
     numa = device.numa_affinity
     nodes = sorted({d.numa_affinity for d in topology.devices if d.numa_affinity})
@@ -74,44 +74,44 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
     )
 
 
-def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Draw network cards next to their nearest GPUs, and other cards where there is room.
+def _draw_nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
+    """Draw network cards next to their nearest GPUs, and connect them by lines.
 
-    Lines connect the GPUs to their nearest cards.
+    Cards that are near no GPU are drawn where there is room. `angle` is the direction of each GPU.
     """
     near: dict[tuple[str, ...], list[str]] = {}
     for one in placement.nics:
         if one.link not in ("SYS", "SOC", None):
             near.setdefault(one.nics, []).append(one.gpu)
-    places = {nics: _mean_direction([angle[gpu] for gpu in gpus]) for nics, gpus in near.items()}
+    places = {nics: _mean_angle([angle[gpu] for gpu in gpus]) for nics, gpus in near.items()}
     drawn = {nic for nics in near for nic in nics}
     rest = tuple(nic for nic in topology.nics if nic not in drawn)
     if rest:
-        places[rest] = _free(list(places.values()))
+        places[rest] = _widest_gap(list(places.values()))
         near[rest] = []
     for one in placement.nics:
         if one.link in ("SYS", "SOC"):
             near[next(nics for nics in near if set(nics) & set(one.nics))].append(one.gpu)
     edges = [
-        _edge(_point(places[nics], _OUTSIDE), _point(angle[gpu]), _best(topology, gpu, nics))
+        _line(_point(places[nics], _OUTSIDE), _point(angle[gpu]), _best_link(topology, gpu, nics))
         for nics, gpus in near.items()
         for gpu in gpus
     ]
-    return edges + [part for nics, at in places.items() for part in _cards(nics, at)]
+    return edges + [part for nics, at in places.items() for part in _draw_cards(nics, at)]
 
 
-def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
+def _best_link(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
     return max((topology.link_between(gpu, nic) for nic in nics), key=goodness)
 
 
-def _mean_direction(angles: list[float]) -> float:
-    """Return the mean of directions, or the first direction if they cancel out."""
+def _mean_angle(angles: list[float]) -> float:
+    """Return the mean of angles as directions, or the first angle if they cancel out."""
     x, y = sum(map(math.cos, angles)), sum(map(math.sin, angles))
     return math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angles[0]
 
 
-def _free(taken: list[float]) -> float:
-    """Return the middle of the widest gap between directions, or down if there are none."""
+def _widest_gap(taken: list[float]) -> float:
+    """Return the middle of the widest gap between angles; pi / 2 (below the centre) without any."""
     around = sorted(angle % (2 * math.pi) for angle in taken)
     if not around:
         return math.pi / 2
@@ -120,8 +120,7 @@ def _free(taken: list[float]) -> float:
     return (begin + end) / 2
 
 
-def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
-    """Draw a box with the cards' names."""
+def _draw_cards(nics: tuple[str, ...], angle: float) -> list[str]:
     at = _point(angle, _OUTSIDE)
     lines = [*nics[:2], *([f"+ {len(nics) - 2}"] if len(nics) > 2 else [])]
     high = 14 * len(lines) + 6
@@ -135,8 +134,11 @@ def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
     ]
 
 
-def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
-    """Draw the title, a legend with the number of pairs per link, and advice."""
+def _draw_legend(topology: Topology, placement: Placement) -> tuple[list[str], int]:
+    """Draw the title, a legend with the number of pairs per link, and advice.
+
+    Also returns the height of the drawing.
+    """
     counts: dict[str, int] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair) or "n/a"
@@ -154,7 +156,7 @@ def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
     for link, count in sorted(counts.items(), key=lambda item: -nvlinks(item[0])):
         y += 28
         parts.append(
-            _edge((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), None if link == "n/a" else link)
+            _line((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), None if link == "n/a" else link)
         )
         of = meaning(None if link == "n/a" else link)
         words = f"{link}: {count} pair{'s' if count > 1 else ''}, {of}"
@@ -163,7 +165,7 @@ def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
         y += 15 * (len(rows) - 1)
     for link in sorted({one.link for one in placement.nics if one.link} - set(counts)):
         y += 28
-        parts.append(_edge((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), link))
+        parts.append(_line((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), link))
         parts.append(_text(_TEXT_AT + 46, y, f"{link}: to the nearest network card", 13))
     y += 18
     for sentence in advice(placement, topology):
@@ -194,8 +196,8 @@ def _text(
     )
 
 
-def _document(parts: list[str], height: float) -> str:
-    """Join parts into an SVG on a white background, which the surrounding page removes."""
+def _svg_document(parts: list[str], height: float) -> str:
+    """Join parts to an SVG on a white background, which a page that contains it hides."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'
@@ -209,7 +211,10 @@ def cpu_svg(cpu: CpuTopology) -> str:
     """Return an SVG with a box per NUMA node and its cores; with SMT, two CPUs per core."""
     cores = cpu.siblings or tuple(str(one) for one in sorted(cpu_set(cpu.cpus)))
     boxes = [(f"NUMA node {node.number}", node.cpus, node.memory_bytes) for node in cpu.numa]
-    parts, y = [_text(30, 40, f"{cpu.cpu_count} CPUs, {len(cores)} cores", 17, bold=True)], 60.0
+    parts, y = (
+        [_text(30, 40, f"{cpu.cpu_count} CPUs, {len(cores)} cores", 17, bold=True)],
+        60.0,
+    )
     for title, cpus, memory in boxes or [("CPUs", cpu.cpus, None)]:
         mine = [core for core in cores if cpu_set(core) & cpu_set(cpus)]
         rows = -(-len(mine) // 16) or 1
@@ -235,4 +240,4 @@ def cpu_svg(cpu: CpuTopology) -> str:
         words += f", each for {cache.shared_by} CPUs" if cache.shared_by > 1 else ""
         parts.append(_text(44, y + 8, words, 13))
         y += _LINE
-    return _document(parts, y + 20)
+    return _svg_document(parts, y + 20)

@@ -31,9 +31,10 @@ _MOST_CURVES = 16  # maximum number of memory curves
 
 @dataclass(frozen=True)
 class _Row:
-    """Values of a device or core over time; `begins_s` and `ends_s` count from the first sample.
+    """Values of a device or core over time: `shares` (busy, 0 to 1) and memory, NaN if unknown.
 
-    A resumed run has gaps.
+    `begins_s` and `ends_s` are the ends of each sample, in seconds after the first one. The time
+    between the parts of a resumed run is not covered.
     """
 
     host: str
@@ -45,22 +46,21 @@ class _Row:
 
     @property
     def mean(self) -> float | None:
-        """Return the time-weighted mean share, where it is known."""
         known = ~np.isnan(self.shares)
         lasted_s = (self.ends_s - self.begins_s)[known]
         whole_s = float(lasted_s.sum())
         return float((self.shares[known] * lasted_s).sum()) / whole_s if whole_s else None
 
-    def prepend(self, other: "_Row") -> "_Row":
-        """Prepend another row, with a gap between the two."""
+    def prepend(self, earlier: "_Row") -> "_Row":
+        """Return this row after an earlier one of the same name, with a gap between the two."""
         gap = np.array([np.nan])
-        at = self.begins_s[:1]
+        begin_s = self.begins_s[:1]
         return _Row(
             self.host, self.name,
-            np.concatenate([other.begins_s, at, self.begins_s]),
-            np.concatenate([other.ends_s, at, self.ends_s]),
-            np.concatenate([other.shares, gap, self.shares]),
-            np.concatenate([other.memory_bytes, gap, self.memory_bytes]),
+            np.concatenate([earlier.begins_s, begin_s, self.begins_s]),
+            np.concatenate([earlier.ends_s, begin_s, self.ends_s]),
+            np.concatenate([earlier.shares, gap, self.shares]),
+            np.concatenate([earlier.memory_bytes, gap, self.memory_bytes]),
         )  # fmt: skip
 
     def resample(self, edges_s: Floats) -> Floats:
@@ -82,43 +82,45 @@ class _Row:
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
     """Draw the utilisation of devices, or without devices of cores, and their memory."""
-    devices = _join_rows(_devices(seen))
-    rows = devices or _join_rows(_cores(seen))
+    devices = _merge_rows(_device_rows(seen))
+    rows = devices or _merge_rows(_core_rows(seen))
     if not rows:
         return []
     what = "device" if devices else "core"
-    memory = _memory(devices or _join_rows(_hosts(seen)), "device" if devices else "host")
-    return [_busy(rows, what), *memory]
+    memory = _memory_charts(
+        devices or _merge_rows(_host_rows(seen)), "device" if devices else "host"
+    )
+    return [_busy_chart(rows, what), *memory]
 
 
-def _join_rows(rows: Iterator[_Row]) -> list[_Row]:
-    """Join rows with equal names, in order of time."""
+def _merge_rows(rows: Iterator[_Row]) -> list[_Row]:
+    """Merge rows with equal names, whose times must be in order."""
     found: dict[str, _Row] = {}
     for row in rows:
         found[row.name] = row.prepend(found[row.name]) if row.name in found else row
     return list(found.values())
 
 
-def _busy(rows: Sequence[_Row], what: str) -> Chart:
+def _busy_chart(rows: Sequence[_Row], what: str) -> Chart:
     title = f"Utilisation of each {what} over time"
     means = {row.name: row.mean for row in rows}
     table = DataTable(title, (what, "busy, mean"), tuple(
         (name, Number(mean, show_share(mean))) for name, mean in means.items()
     ))  # fmt: skip
-    said = join_items([f"{name} {show_share(mean)}" for name, mean in means.items()], 16)
-    alt = f"Mean share of time that each was busy: {said}"
+    text = join_items([f"{name} {show_share(mean)}" for name, mean in means.items()], 16)
+    alt = f"Mean share of time that each was busy: {text}"
     end_s = max(float(row.ends_s[-1]) for row in rows)
     if len(rows) > _MOST_LINES:
-        return _heat(title, alt, rows, what, end_s, table)
+        return _heat_map(title, alt, rows, what, end_s, table)
     return lines(
         title, alt,
-        [LineSeries(row.name, (_plain(row.ends_s),), _plain(row.shares)) for row in rows],
+        [LineSeries(row.name, (_to_list(row.ends_s),), _to_list(row.shares)) for row in rows],
         [AxisChoice("time", "time", seconds([end_s]))], shares(), "busy", table,
         yaxis=axis("busy", shares(), range=[0, 103]),
     )  # fmt: skip
 
 
-def _heat(
+def _heat_map(
     title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: DataTable
 ) -> Chart:
     """Draw a heat map of all rows on one time grid, since their samples differ in time."""
@@ -127,19 +129,19 @@ def _heat(
     drawn = {row.name: row.resample(edges_s) for row in rows}
     if len(rows) > _MOST_ROWS:
         title = f"Utilisation over time: the mean of each host's {what}s"
-        drawn = _by_host(rows, drawn)
+        drawn = _average_hosts(rows, drawn)
     alt += (
         f"Each point is the mean of {show_seconds(end_s / columns)}, so shorter peaks are "
         "smoothed out."
     )
     return heat(
-        title, alt, list(drawn), _plain((edges_s[1:] + edges_s[:-1]) / 2),
-        [_plain(row.round(3)) for row in drawn.values()], shares(), "time", seconds([end_s]), table,
+        title, alt, list(drawn), _to_list((edges_s[1:] + edges_s[:-1]) / 2),
+        [_to_list(row.round(3)) for row in drawn.values()], shares(), "time", seconds([end_s]),
+        table,
     )  # fmt: skip
 
 
-def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the mean of each host's rows, where they are known."""
+def _average_hosts(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
     found = {}
     for host in dict.fromkeys(row.host for row in rows):
         own = np.stack([drawn[row.name] for row in rows if row.host == host])
@@ -148,11 +150,11 @@ def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats
     return found
 
 
-def _plain(values: Floats) -> list[float | None]:
+def _to_list(values: Floats) -> list[float | None]:
     return [None if np.isnan(value) else value for value in values.tolist()]
 
 
-def _memory(rows: Sequence[_Row], what: str) -> list[Chart]:
+def _memory_charts(rows: Sequence[_Row], what: str) -> list[Chart]:
     known = [row for row in rows if not np.isnan(row.memory_bytes).all()]
     if not known:
         return []
@@ -160,71 +162,75 @@ def _memory(rows: Sequence[_Row], what: str) -> list[Chart]:
     unit, time = sizes(tops), seconds([max(float(row.ends_s[-1]) for row in known)])
     title = f"Memory in use on each {what}, by all processes"
     each = list(zip((row.name for row in known), tops, strict=True))
-    said = join_items([f"{name} {show_bytes(top)}" for name, top in each], _MOST_CURVES)
+    text = join_items([f"{name} {show_bytes(top)}" for name, top in each], _MOST_CURVES)
     table = DataTable(title, (what, "highest"), tuple((name, unit.cell(top)) for name, top in each))
     series = [
-        LineSeries(row.name, (_plain(row.ends_s),), _plain(row.memory_bytes))
+        LineSeries(row.name, (_to_list(row.ends_s),), _to_list(row.memory_bytes))
         for row in known[:_MOST_CURVES]
     ]
     if len(known) > _MOST_CURVES:
         title += f": {_MOST_CURVES} of {len(known)}"
     return [
         lines(
-            title, f"At most {said}", series, [AxisChoice("time", "time", time)], unit, "memory",
+            title, f"At most {text}", series, [AxisChoice("time", "time", time)], unit, "memory",
             table,            yaxis=axis("memory", unit, rangemode="tozero"),
         )
     ]  # fmt: skip
 
 
-def _devices(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+def _device_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _align_series(seen):
         for device in one.devices:
             memory = device.run_memory_bytes
             if any(memory) or all(one is None for one in memory):
                 name = f"GPU {device.index}"
-                yield _row(host, name, one, before_s, device.utilisation, device)
+                yield _make_row(host, name, one, before_s, device.utilisation, device)
 
 
-def _cores(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+def _core_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _align_series(seen):
         for number, core in enumerate(one.host.cores):
-            yield _row(host, f"core {number}", one, before_s, core, one.host)
+            yield _make_row(host, f"core {number}", one, before_s, core, one.host)
 
 
-def _hosts(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+def _host_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _align_series(seen):
-        yield _row(host, "", one, before_s, one.host.run_cores, one.host)
+        yield _make_row(host, "", one, before_s, one.host.run_cores, one.host)
 
 
-def _row(
-    host: str, name: str, one: Utilisation, before_s: float, busy: Values,
-    of: HostSeries | DeviceSeries,
+def _make_row(
+    host: str, name: str, one: Utilisation, begin_s: float, busy: Values,
+    memory_source: HostSeries | DeviceSeries,
 ) -> _Row:  # fmt: skip
-    ends_s = before_s + np.array(one.ends_s)
+    ends_s = begin_s + np.array(one.ends_s)
     return _Row(
         host or "host", ": ".join(filter(None, (host, name))) or "host",
-        np.concatenate([[before_s], ends_s[:-1]]), ends_s, _numbers(busy),
-        _numbers(of.memory_bytes),
+        np.concatenate([[begin_s], ends_s[:-1]]), ends_s, _to_array(busy),
+        _to_array(memory_source.memory_bytes),
     )  # fmt: skip
 
 
-def _numbers(values: Values) -> Floats:
+def _to_array(values: Values) -> Floats:
     return np.array(values, np.float64)  # None becomes NaN
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Yield each non-empty series in order of host and time, with its start and host's name."""
+    """Yield each series that has samples, when it begins, and its host's name.
+
+    Series are in order of host and time. Times are in seconds after the first series begins. The
+    name is '' if all series are of one host.
+    """
     with_points = sorted(
-        (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
+        (one for one in seen if one.ends_s), key=lambda one: (one.node, _start_time(one))
     )
     several = len({one.node for one in with_points}) > 1
-    first = min(map(_began, with_points), default=None)
+    first = min(map(_start_time, with_points), default=None)
     for one in with_points:
-        later_s = (_began(one) - (first or _began(one))).total_seconds()
+        later_s = (_start_time(one) - (first or _start_time(one))).total_seconds()
         yield one, later_s, f"host {one.node}" if several else ""
 
 
-def _began(one: Utilisation) -> datetime:
+def _start_time(one: Utilisation) -> datetime:
     return datetime.fromisoformat(one.started)
 
 
@@ -237,24 +243,24 @@ def averages_table(loads: Sequence[Load]) -> DataTable:
                 f"host {load.node}: GPU {device.index}, {device.name}",
                 Number(device.utilisation, show_share(device.utilisation)),
                 Number(device.memory_bytes, show_bytes(device.memory_bytes)),
-                _watts(device.power_w),
-                _clock(device.clock_hz),
+                _watts_cell(device.power_w),
+                _clock_cell(device.clock_hz),
             ))  # fmt: skip
         host = load.host
         rows.append((
             f"host {load.node}: {len(host.cores)} cores",
             Number(host.utilisation, show_share(host.utilisation)),
             Number(host.memory_bytes, show_bytes(host.memory_bytes)),
-            _watts(host.power_w),
-            _clock(host.clock_hz),
+            _watts_cell(host.power_w),
+            _clock_cell(host.clock_hz),
         ))  # fmt: skip
     return DataTable("Means over the training", ("", "busy", "memory, highest", "power", "clock"),
                  tuple(rows))  # fmt: skip
 
 
-def _watts(power_w: float | None) -> Number:
+def _watts_cell(power_w: float | None) -> Number:
     return Number(power_w, "n/a" if power_w is None else f"{power_w:.0f} W")
 
 
-def _clock(hz: float | None) -> Number:
+def _clock_cell(hz: float | None) -> Number:
     return Number(hz, "n/a" if hz is None else f"{hz / 1e9:.2f} GHz")

@@ -33,39 +33,37 @@ def part_text(part: Part, name_width: int = NAME_WIDTH) -> RenderableType:
     if isinstance(part, Paragraph):
         return Text(part.text, style=part.style or "")
     if isinstance(part, Items):
-        return _items(part)
+        return _items_table(part)
     if isinstance(part, Chart):
-        return _table(part.table, name_width, part.title)
+        return _figures_table(part.table, name_width, part.title)
     if isinstance(part, DataTable):
-        return _pairs(part) if len(part.columns) == 2 else _table(part, name_width)
+        return _pairs_list(part) if len(part.columns) == 2 else _figures_table(part, name_width)
     return Text(f"{part.title}:\n{part.text if isinstance(part, Code) else part.alt}")
 
 
-def _items(items: Items) -> Table:
-    """Format sentences after their marks, and indent continuation lines."""
+def _items_table(items: Items) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for mark, text in items.rows:
-        table.add_row(_cell(mark), Text(text))
+        table.add_row(_cell_text(mark), Text(text))
     return table
 
 
-def _pairs(table: DataTable) -> Group:
-    """Format a table of two columns as a list."""
+def _pairs_list(table: DataTable) -> Group:
     rows = tuple(("  •", f"{cell_text(name)}: {cell_text(other)}") for name, other in table.rows)
-    return Group(Text(f"\n{table.title}:"), _items(Items(rows)))
+    return Group(Text(f"\n{table.title}:"), _items_table(Items(rows)))
 
 
-def _table(table: DataTable, name_width: int, title: str = "") -> RenderableType:
-    """Format a table. Cells that are not numbers become the names of its rows."""
+def _figures_table(table: DataTable, name_width: int, title: str = "") -> RenderableType:
+    """Format a table; its columns that are not numbers are joined to the names of the rows."""
     if not table.rows:
         return Text(f"{table.title}: none.")
     terminal = table.terminal or {name: name for name in table.columns}
     shown = [(at, terminal[name]) for at, name in enumerate(table.columns) if name in terminal]
     numbers = [(place, head) for place, head in shown if isinstance(table.rows[0][place], Number)]
     named = [pair for pair in shown if pair not in numbers]
-    names = [[_cell(row[place]) for place, _ in named] for row in table.rows]
+    names = [[_cell_text(row[place]) for place, _ in named] for row in table.rows]
     heads = [Text(head) for _, head in named]
     for place in range(
         len(named) - 1
@@ -77,12 +75,12 @@ def _table(table: DataTable, name_width: int, title: str = "") -> RenderableType
     return NarrowTable(
         title or Text(" ").join(heads).plain.rstrip(),
         [Text(" ").join(row) for row in names],
-        {head: [_cell(row[place]) for row in table.rows] for place, head in numbers},
+        {head: [_cell_text(row[place]) for row in table.rows] for place, head in numbers},
         name_width=name_width,
     )
 
 
-def _cell(cell: Cell) -> Text:
+def _cell_text(cell: Cell) -> Text:
     if isinstance(cell, StyledText):
         return Text(cell.sign or cell.text, style=cell.style)
     return Text(cell.text if isinstance(cell, Number) else cell)

@@ -27,7 +27,7 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
         style = "bold" if given else "dim"
         table.add_row(
             Text(name.replace("_", "-"), style=style),
-            Text(_default_text(name) if value is None else _show(value), style=style),
+            Text(_default_text(name) if value is None else _format_value(value), style=style),
             Text(origins.get(name, "default"), style="green" if given else "dim"),
         )
     table.caption, table.caption_justify = _CAPTION, "left"
@@ -41,12 +41,12 @@ _CAPTION = (
 
 
 def _default_text(name: str) -> str:
-    """Return the rule for a setting's default from its help: "(the model's)"."""
+    """Return the rule for a setting's default, from its help, such as "(the model's)"."""
     found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
     return f"({found[1]})" if found else "(not set)"
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):

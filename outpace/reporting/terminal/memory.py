@@ -132,7 +132,7 @@ def memory_table(
         if any(size is not None for size in taken):
             cells = ["" if size is None else show_bytes(size) for size in taken]
             table.add_row(name, cells[0], "", *cells[1:], what)
-    notes = _notes(plan, traced, measured, accelerator, next_command)
+    notes = _note_lines(plan, traced, measured, accelerator, next_command)
     head = [Text(about)] if about else []
     return Group(*head, table, *map(Text, notes))
 
@@ -147,7 +147,7 @@ def step_in_words(plan: Plan, global_batch: int, seq_len: int | None) -> str:
     )
 
 
-def _notes(
+def _note_lines(
     plan: Plan,
     traced: MemoryAccount,
     measured: MemoryAccount | None,

@@ -32,11 +32,11 @@ _LEAST_TITLE = 16  # columns; of 80, the widest figures leave 18
 def plans_text(answer: Plans) -> Group:
     """Format plans with their reasons, details of the first plan, and rejected families."""
     parts: list[RenderableType] = [Text(plans_head(answer))]
-    told = [*_host_need(answer.plans[0].estimate), *common_obstacle(answer.plans)]
+    told = [*_host_memory_notes(answer.plans[0].estimate), *common_obstacle(answer.plans)]
     parts += [Text(line) for line in told]
     parts += [part_text(part, _LEAST_TITLE) for part in ranking(answer)]
     parts += [Text(line) for line in ties(answer.plans)]
-    parts += [Text(""), *_detail(answer.plans[0])]
+    parts += [Text(""), *_plan_details(answer.plans[0])]
     parts += cases_text(answer.plans[0].cases)
     parts += [part_text(part) for part in rejections(answer)]
     parts += [Text(""), _bullets((*answer.notes, _interval_note(answer)))]
@@ -50,8 +50,7 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
     return [Text("\nNearest published steps:"), _bullets(case_lines(cases), "  •")]
 
 
-def _host_need(one: Estimate) -> list[str]:
-    """Return a note on the host memory that the first plan needs, if the host's is unknown."""
+def _host_memory_notes(one: Estimate) -> list[str]:
     if not one.host_offloaded_bytes or one.host_memory_bytes is not None:
         return []
     return [
@@ -82,7 +81,7 @@ def _interval_note(answer: Plans) -> str:
     )
 
 
-def _detail(planned: RankedPlan) -> list[RenderableType]:
+def _plan_details(planned: RankedPlan) -> list[RenderableType]:
     one = planned.estimate
     lines: list[RenderableType] = [
         Text(
@@ -91,20 +90,19 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
             f"{show_seconds(one.high_s)}"
         ),
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
-        _bars("  a device's memory by kind", _memory(one), show_bytes),
+        _bars("  a device's memory by kind", _memory_by_kind(one), show_bytes),
     ]
-    return [*lines, _bullets(_offload_notes(one), " ")]
+    return [*lines, _bullets(_offload_memory_notes(one), " ")]
 
 
-def _offloading(one: Estimate) -> list[str]:
-    """Describe the contributions of offloading to the step time."""
+def _offloading_lines(estimate: Estimate) -> list[str]:
     lines = [
         f"{_OFFLOADED[part.what].format(size=show_bytes(part.nbytes))}: "
         f"{show_seconds(part.exposed_s)}"
         + (" not hidden by computation" if part.what in ("weights", "activations") else "")
-        for part in one.offloading
+        for part in estimate.offloading
     ]
-    if any(part.what == "weights" for part in one.offloading):
+    if any(part.what == "weights" for part in estimate.offloading):
         lines.append("fewer, larger micro-batches fetch weights less often")
     return lines
 
@@ -120,12 +118,11 @@ _OFFLOADED = {
 }
 
 
-def _memory(one: Estimate) -> dict[str, float]:
+def _memory_by_kind(one: Estimate) -> dict[str, float]:
     return {name: float(size) for name, size in one.memory.items()}
 
 
-def _offload_notes(one: Estimate) -> list[str]:
-    """Return notes on the memory that offloading uses on hosts and disks."""
+def _offload_memory_notes(one: Estimate) -> list[str]:
     lines = []
     if one.host_offloaded_bytes:
         has = one.host_memory_bytes
@@ -142,7 +139,6 @@ def _offload_notes(one: Estimate) -> list[str]:
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
-    """Draw bars of all parts of at least a thousandth, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
     for _ in range(3):
@@ -157,7 +153,7 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
     return table
 
 
-def _rates(one: Estimate) -> str:
+def _format_rates(one: Estimate) -> str:
     ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
     used = "" if one.mfu is None else (
         f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (with full causal attention, and "
@@ -175,13 +171,16 @@ def explanation_text(answer: Plans, number: int) -> Group:
     lines: list[RenderableType] = [
         Text(plans_head(answer)),
         Text(f"\nPlan {number} of {len(answer.plans)}: {planned.why}."),
-        *_detail(planned),
+        *_plan_details(planned),
         Text(
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
-            f"  {_rates(one)}.{budget_words(planned)}"
+            f"  {_format_rates(one)}.{budget_words(planned)}"
         ),
         _bullets(
-            [*_offloading(one), *(f"{axis}: {link}" for axis, link in planned.placement.items())],
+            [
+                *_offloading_lines(one),
+                *(f"{axis}: {link}" for axis, link in planned.placement.items()),
+            ],
             "  •",
         ),
     ]
@@ -193,7 +192,7 @@ def explanation_text(answer: Plans, number: int) -> Group:
 def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
     """Show the details of a plan that the user gave."""
     one = planned.estimate
-    lines: list[RenderableType] = [*_detail(planned)]
+    lines: list[RenderableType] = [*_plan_details(planned)]
     if one.memory_bytes is not None:
         verb = "fits" if one.fits else "does NOT fit"
         lines.append(
@@ -202,7 +201,7 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
                 f"({one.depth})"
             )
         )
-    lines.append(Text(f"  {_rates(one)}."))
+    lines.append(Text(f"  {_format_rates(one)}."))
     if planned.untrained:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))
     lines += cases_text(planned.cases)
@@ -278,9 +277,9 @@ def network_share(one: Estimate) -> float:
     return sum(one.parts_s[name] for name in _COMMUNICATION) / one.step_time_s
 
 
-def _compute_share(one: Estimate) -> float:
+def _compute_share(estimate: Estimate) -> float:
     names = ("products_s", "attention_s", "memory_s", "host_s", "optimizer_s")
-    return sum(one.parts_s[name] for name in names) / one.step_time_s
+    return sum(estimate.parts_s[name] for name in names) / estimate.step_time_s
 
 
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
@@ -322,7 +321,6 @@ _SAME_RATE = 5e-4  # shown as 0.0 %
 
 
 def _compare_rates(now: Estimate, then: Estimate) -> str:
-    """Describe how much the throughput changes."""
     gain = now.step_time_s / then.step_time_s - 1
     if abs(gain) < _SAME_RATE:
         return "the same throughput"

@@ -17,29 +17,29 @@ from outpace.reporting.terminal.console import Console
 from outpace.reporting.terminal.probe_tables import figure_tables, links_table
 
 
-class _Lines:
-    """Progress as one line per finished section."""
+class _LineProgress:
+    """Progress of a probe as one line per finished section."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def __call__(self, section: str, share: float) -> None:
-        if share >= 1.0 and section not in self._said:
-            self._said.add(section)
+        if share >= 1.0 and section not in self._printed:
+            self._printed.add(section)
             self._console.print(f"probed {section}")
 
     def show_stopping(self) -> None:
-        """Print immediately that the probe is stopping.
+        """Print that the probe is stopping. A signal handler calls this.
 
-        If another print is in progress, Python refuses this one, which does no harm.
+        If it interrupts another print, Python raises RuntimeError, and nothing is printed.
         """
         with suppress(RuntimeError):
             self._console.print("stopping…")
 
 
-class _Bars(_Lines):
-    """Progress as one bar per section."""
+class _BarProgress(_LineProgress):
+    """Progress of a probe as one bar per section."""
 
     def __init__(self, console: Console, bars: Progress, sections: Sequence[str]) -> None:
         super().__init__(console)
@@ -58,11 +58,11 @@ def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[ProgressDispla
     """Yield a progress bar per section on standard error, or lines if it is not a terminal."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _LineProgress(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        yield _Bars(console, bars, sections)
+        yield _BarProgress(console, bars, sections)
 
 
 def show_machine(machine: Machine, out: Path | None, width: int | None = None) -> None:
@@ -78,11 +78,13 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
     """Yield everything to show, from the machine to the notes."""
-    yield _head(machine, probed)
+    yield _head_lines(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
         yield links_table(probed.fits)
-    reasons = Counter(_reason(f.unstable) for f in probed.all_figures() if f.unstable is not None)
+    reasons = Counter(
+        _strip_numbers(f.unstable) for f in probed.all_figures() if f.unstable is not None
+    )
     if reasons:
         where = "in the record" if kept else "in the record that --out machine.json writes"
         (why, count), *_ = reasons.most_common(1)
@@ -90,20 +92,20 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
                    f"reasons and all samples are {where}",
                    style="yellow")  # fmt: skip
     if probed.advice:
-        yield _advice(probed)
+        yield _advice_table(probed)
     if probed.notes:
         yield Group(Text("Notes", style="bold"), *(Text(f"  {note}") for note in probed.notes))
 
 
-def _reason(unstable: str) -> str:
-    """Return a reason without its numbers, so that figures with the same reason share a note."""
+def _strip_numbers(unstable: str) -> str:
+    """Remove the numbers from a reason, so that figures with the same reason share a note."""
     if unstable.startswith("a repeat may"):  # older records: "may lie"
         limit = "15 points" if "points" in unstable else "a quarter"
         return f"a repeat may differ by more than {limit}"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable
 
 
-def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
+def _head_lines(machine: Machine, probed: ProbeRecord) -> RenderableType:
     devices = ", ".join(device.name for device in machine.devices) or "no GPU"
     kind = "quick probe" if probed.quick else "full probe"
     level = next((f.level for f in probed.figures if f.level), 0.95)
@@ -115,17 +117,17 @@ def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
         Text("everything is measured unless marked catalog; ± is the range of a repeat's figure "
              f"with {100 * level:.0f} % probability", style="dim"),
     ]  # fmt: skip
-    return Group(*lines, *_steady(probed.steadiness))
+    return Group(*lines, *_steadiness_warnings(probed.steadiness))
 
 
-def _steady(steadiness: Steadiness) -> Iterable[Text]:
+def _steadiness_warnings(steadiness: Steadiness) -> Iterable[Text]:
     for warning in steadiness.warnings:
         yield Text(f"! {warning}", style="yellow")
     for device in steadiness.throttled:
         yield Text(f"! {device}", style="yellow")
 
 
-def _advice(probed: ProbeRecord) -> RenderableType:
+def _advice_table(probed: ProbeRecord) -> RenderableType:
     table = Table(title="Advice", title_justify="left", title_style="bold", box=None,
                   pad_edge=False, show_header=False)  # fmt: skip
     table.add_column("about", style="cyan", no_wrap=True)

@@ -27,7 +27,7 @@ class _Layout:
     column: Named
 
 
-def _matmul(figure: Figure) -> str:
+def _matmul_name(figure: Figure) -> str:
     of = figure.key.of
     if figure.key.what in ("best", "peak"):
         return {"best": "best (MAMF)", "peak": "peak"}[figure.key.what]
@@ -40,18 +40,18 @@ def _array_size(figure: Figure) -> str:
     return show_size(int(of["bytes"])) if "bytes" in of else str(of.get("of", ""))
 
 
-def _key_words(*names: str) -> Named:
-    """Return a function that joins these values of a figure's key as words."""
+def _by_key(*names: str) -> Named:
+    """Return a function that names a figure by these values of its key."""
 
     def join_parts(figure: Figure) -> str:
         of = figure.key.of
-        words = (_word(name, of[name]) for name in names if name in of)
+        words = (_format_key_value(name, of[name]) for name in names if name in of)
         return ", ".join(word for word in words if word)
 
     return join_parts
 
 
-def _word(name: str, value: str | int) -> str:
+def _format_key_value(name: str, value: str | int) -> str:
     if name.endswith("bytes"):
         return show_size(int(value))
     if name == "direct":
@@ -61,12 +61,12 @@ def _word(name: str, value: str | int) -> str:
     return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
 
 
-def _figure_words(*more: str) -> Named:
-    rest = _key_words(*more)
+def _by_figure(*names: str) -> Named:
+    rest = _by_key(*names)
     return lambda figure: ", ".join(word for word in (figure.key.what, rest(figure)) if word)
 
 
-def _join_words(one: Named, other: Named) -> Named:
+def _join_names(one: Named, other: Named) -> Named:
     return lambda figure: ", ".join(word for word in (one(figure), other(figure)) if word)
 
 
@@ -74,25 +74,25 @@ def _rate_or_time(figure: Figure) -> str:
     return "time" if figure.unit == "s" else "rate"
 
 
-_STREAMS = _Layout("Memory, by array size", _array_size, _figure_words())
+_STREAMS = _Layout("Memory, by array size", _array_size, _by_figure())
 _LAYOUTS = {
-    "matmul": _Layout("Matmuls (m × n × k)", _matmul, _key_words("dtype")),
+    "matmul": _Layout("Matmuls (m × n × k)", _matmul_name, _by_key("dtype")),
     "vocabulary": _Layout("The head's matmuls by vocabulary, forward and backward",
-                          _key_words("vocab", "hidden", "tokens"), _key_words("dtype")),
-    "attention": _Layout("Attention by number of heads", _key_words("heads", "head_dim", "seq_len"),
-                         _figure_words("dtype")),
+                          _by_key("vocab", "hidden", "tokens"), _by_key("dtype")),
+    "attention": _Layout("Attention by number of heads", _by_key("heads", "head_dim", "seq_len"),
+                         _by_figure("dtype")),
     "memory": _Layout("Operations and their memory",
-                      _join_words(_figure_words("memory"), _array_size), _rate_or_time),
-    "storage": _Layout("Storage", _figure_words("block_bytes", "bytes", "direct", "queue"),
+                      _join_names(_by_figure("memory"), _array_size), _rate_or_time),
+    "storage": _Layout("Storage", _by_figure("block_bytes", "bytes", "direct", "queue"),
                        _rate_or_time),
-    "loader": _Layout("Data loading", _key_words("loader", "workers", "prefetch", "pin"),
-                      _figure_words()),
-    "tokenise": _Layout("Tokenising", _key_words("processes"), _figure_words()),
-    "step": _Layout("Steps of small training runs", _key_words("reference"), _key_words("ranks")),
-    "ranks": _Layout("All ranks at once", _key_words("rank"), _figure_words()),
+    "loader": _Layout("Data loading", _by_key("loader", "workers", "prefetch", "pin"),
+                      _by_figure()),
+    "tokenise": _Layout("Tokenising", _by_key("processes"), _by_figure()),
+    "step": _Layout("Steps of small training runs", _by_key("reference"), _by_key("ranks")),
+    "ranks": _Layout("All ranks at once", _by_key("rank"), _by_figure()),
     "overlap": _Layout(
-        "Communication during computation", _figure_words("collective", "bytes"),
-        _key_words("axis", "backend"),
+        "Communication during computation", _by_figure("collective", "bytes"),
+        _by_key("axis", "backend"),
     ),
 }  # fmt: skip
 
@@ -105,16 +105,15 @@ def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
         figures = [f for f in probed.figures if f.key.kind == kind and f.key.what not in _SWEEPS]
         tables: dict[_Layout, list[Figure]] = {}
         for figure in figures:
-            tables.setdefault(_layout(figure), []).append(figure)
+            tables.setdefault(_choose_layout(figure), []).append(figure)
         for layout, of in tables.items():
-            yield _cross_table(layout, _slowest(of))
+            yield _cross_table(layout, _select_slowest(of))
     by_size = [f for f in probed.figures if f.key.kind in COLLECTIVES and f.key.has(axis="all")]
     if by_size:
-        yield _collectives(by_size)
+        yield _collectives_table(by_size)
 
 
-def _layout(figure: Figure) -> _Layout:
-    """Return the layout of the table that contains a figure."""
+def _choose_layout(figure: Figure) -> _Layout:
     if figure.key.kind == "memory" and figure.key.what in ("copy", "write", "read"):
         return _STREAMS
     layout = _LAYOUTS[figure.key.kind]
@@ -122,8 +121,7 @@ def _layout(figure: Figure) -> _Layout:
     return replace(layout, title=f"{layout.title}: {place}") if place else layout
 
 
-def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
-    """Return the figures of the slowest ranks, if there are many."""
+def _select_slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
     ranks = {figure.key.of["rank"] for figure in figures if "rank" in figure.key.of}
     if len(ranks) <= _MOST_RANKS:
         return figures
@@ -133,9 +131,9 @@ def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
     return [figure for figure in figures if figure.key.of["rank"] in shown]
 
 
-def _collectives(figures: Sequence[Figure]) -> RenderableType:
-    """Tabulate collectives of all ranks by size, with bandwidths as defined by nccl-tests."""
-    table = _empty()
+def _collectives_table(figures: Sequence[Figure]) -> RenderableType:
+    """Tabulate collectives of all ranks by size, with algbw and busbw as defined by nccl-tests."""
+    table = _empty_table()
     table.add_column("")
     for name in ("array", "time", "algbw", "busbw"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -154,20 +152,21 @@ def _collectives(figures: Sequence[Figure]) -> RenderableType:
 def _cross_table(layout: _Layout, figures: Sequence[Figure]) -> RenderableType:
     by_size = sorted(figures, key=lambda figure: int(figure.key.of.get("bytes", 0)))
     columns = list(dict.fromkeys(layout.column(figure) for figure in by_size))
-    table = _empty()
+    table = _empty_table()
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     cells: dict[tuple[str, str], Text] = {}
-    for place, of in _by_cell(layout, figures).items():
+    for place, of in _group_by_cell(layout, figures).items():
         cells[place] = Text(" / ").join(_cell(figure) for figure in of)
     for row in dict.fromkeys(layout.row(figure) for figure in figures):
         table.add_row(row, *(cells.get((row, column), Text("")) for column in columns))
     return Group(Text(layout.title, style="bold"), table)
 
 
-def _by_cell(layout: _Layout, figures: Sequence[Figure]) -> dict[tuple[str, str], list[Figure]]:
-    """Return the figures of each cell, without duplicates."""
+def _group_by_cell(
+    layout: _Layout, figures: Sequence[Figure]
+) -> dict[tuple[str, str], list[Figure]]:
     cells: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         cell = cells.setdefault((layout.row(figure), layout.column(figure)), [])
@@ -176,12 +175,12 @@ def _by_cell(layout: _Layout, figures: Sequence[Figure]) -> dict[tuple[str, str]
     return cells
 
 
-def _empty() -> Table:
+def _empty_table() -> Table:
     return Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
 
 
 def _cell(figure: Figure) -> Text:
-    """Format the value with its spread, or mark it as unstable or published."""
+    """Format a value with its spread; unstable and published figures are marked as such."""
     if figure.origin == "catalog":
         return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:
@@ -192,7 +191,7 @@ def _cell(figure: Figure) -> Text:
 
 
 def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
-    """Format the spread of repeats; "" if it is at most `beyond`."""
+    """Format the relative spread of repeats, such as " ±3 %"; "" if it is at most `beyond`."""
     if figure.low is None or figure.high is None or figure.low + figure.high <= 0:
         return ""
     away = (figure.high - figure.low) / (figure.high + figure.low)
@@ -201,7 +200,7 @@ def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:
     """Return a table of the latency and bandwidth fitted to collectives."""
-    table = _empty()
+    table = _empty_table()
     table.add_column("", no_wrap=True)
     for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -55,7 +55,7 @@ class TrainingProgress(Callback):
         if message == TRAINING:
             self._show_line()
         elif self.console.is_terminal:
-            self._bars = self._open(
+            self._bars = self._open_bars(
                 SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False)
             )
             self._task = self._bars.add_task(message, total=None)
@@ -71,7 +71,7 @@ class TrainingProgress(Callback):
                 self._task, description=f"{what}  {counts}", completed=done, total=total
             )
         elif self._line_is_due():
-            self._line(f"{what}: {counts}{share and ',' + share}")
+            self._print_line(f"{what}: {counts}{share and ',' + share}")
 
     def on_start(self, info: RunInfo) -> None:
         """Show what will be trained, once the run is set up."""
@@ -79,21 +79,20 @@ class TrainingProgress(Callback):
         self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
             self.on_hint(hint)
-        for line in _headlines(info):
+        for line in _start_lines(info):
             self.console.print(line, soft_wrap=True)
 
     def _show_line(self) -> None:
-        """Show the live line of training, in a terminal."""
         if self._info is None or not self.console.is_terminal:
             return
         begun, total = self._info.start_step, self._info.total_steps
-        self._bars = self._open(
+        self._bars = self._open_bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}", markup=False),
         )
         self._task = self._bars.add_task(
-            _steps(begun, total), total=total, completed=begun, figures="first step …"
+            _format_step(begun, total), total=total, completed=begun, figures="first step …"
         )
 
     def on_step(self, record: StepRecord) -> None:
@@ -102,22 +101,24 @@ class TrainingProgress(Callback):
         if self._begun:
             self._latest.append(record)
         self._begun = True
-        left_s = self._left_s(record.step)
+        left_s = self._remaining_s(record.step)
         record = smooth_rates(record, self._latest)
         if self._bars is not None and self._task is not None:
             self._bars.update(
                 self._task,
                 completed=record.step,
-                description=_steps(record.step, self._total_steps),
+                description=_format_step(record.step, self._total_steps),
                 figures=self._live_figures(record, left_s),
             )
         elif self._line_is_due() or record.step == self._total_steps:
-            steps = _steps(record.step, self._total_steps)
-            figures = _figures(record, left_s, short=False, held_by=self._bottleneck())
-            self._line(f"{steps}  {figures}")
+            steps = _format_step(record.step, self._total_steps)
+            figures = _format_figures(
+                record, left_s, short=False, limited_by=self._bottleneck_words()
+            )
+            self._print_line(f"{steps}  {figures}")
 
-    def _left_s(self, step: int) -> float | None:
-        """Return the time of the remaining steps at the latest speed; None if unknown."""
+    def _remaining_s(self, step: int) -> float | None:
+        """Estimate the time of the remaining steps, in seconds; None before the first step."""
         left = max(0, self._total_steps - step)
         if not self._latest and left:
             return None
@@ -164,15 +165,13 @@ class TrainingProgress(Callback):
         self._stage = None
 
     def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
-        """Join the figures and the bottleneck, on two lines if the terminal is narrow."""
-        found = self._bottleneck()
+        found = self._bottleneck_words()
         if self.console.width >= _WIDE:
-            return _figures(record, left_s, short=True, held_by=found)
-        figures = _figures(record, left_s, short=True)
+            return _format_figures(record, left_s, short=True, limited_by=found)
+        figures = _format_figures(record, left_s, short=True)
         return f"{figures}\n{found}" if found else figures
 
-    def _bottleneck(self) -> str:
-        """Return the bottleneck of the latest steps in a few words; '' if unknown."""
+    def _bottleneck_words(self) -> str:
         info, load = self._info, self._load
         if info is None or len(self._latest) < _LEAST_STEPS:
             return ""
@@ -191,7 +190,7 @@ class TrainingProgress(Callback):
         )
         return "" if found is None else found.words
 
-    def _open(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
+    def _open_bars(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
         bars = Bars(
             TextColumn(" "),
             *columns,
@@ -220,18 +219,18 @@ class TrainingProgress(Callback):
     def _line_is_due(self) -> bool:
         return time.monotonic() - self._last_line_s >= _LINE_EVERY_S
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._last_line_s = time.monotonic()
         self.console.print(Text(f"  {text}"), soft_wrap=True)
 
 
-def _headlines(info: RunInfo) -> tuple[Text, ...]:
+def _start_lines(info: RunInfo) -> tuple[Text, ...]:
     plan = info.plan
     how: list[str] = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
     if plan.world_size > 1:
         how.append(f"{plan.world_size} processes")
     if plan.recomputes:
-        how.append(_recomputation(plan))
+        how.append(_describe_recomputation(plan))
     if plan.compile:
         how.append("compiled")
     title = Text("  ").append(info.model, style="bold")
@@ -245,8 +244,7 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
     )
 
 
-def _recomputation(plan: Plan) -> str:
-    """Describe which blocks recompute activations: all, every k-th, or how many in each mode."""
+def _describe_recomputation(plan: Plan) -> str:
     if not plan.checkpoint_layers:
         every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
         return f"{plan.checkpointing} activation checkpointing{every}"
@@ -255,7 +253,7 @@ def _recomputation(plan: Plan) -> str:
     return f"activation checkpointing: {modes} of {len(plan.checkpoint_layers)} blocks"
 
 
-def _steps(done: int, total: int) -> str:
+def _format_step(done: int, total: int) -> str:
     return f"step {done:>{len(str(total))}}/{total}"
 
 
@@ -271,7 +269,9 @@ def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord
     return record.model_copy(update=rates)
 
 
-def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str = "") -> str:
+def _format_figures(
+    record: StepRecord, left_s: float | None, short: bool, limited_by: str = ""
+) -> str:
     """Format the figures of a progress line; `short` fits 80 columns together with a bar."""
     if record.tokens_per_s is None:
         rate = show_whole(record.samples_per_s, "samples/s")
@@ -284,14 +284,14 @@ def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str
         words.append(show_bytes(record.peak_memory_bytes))
     if record.loss_scale is not None and not short:
         words.append(f"loss scale {record.loss_scale:g}")
-    if held_by:
-        words.append(held_by)
+    if limited_by:
+        words.append(limited_by)
     if left_s is not None:
-        words.append(f"{_clock(left_s)} left")
+        words.append(f"{_format_clock(left_s)} left")
     return "  ".join(words)
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -53,38 +53,37 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
               for row in rows]  # fmt: skip
     whats = [
-        ", ".join([_run_words(row), *own])
+        ", ".join([_describe_run(row), *own])
         for row, own in zip(rows, _differing_settings(rows), strict=True)
     ]
     names = [Text(row.path, style="bold").append(f"\n{what}", style="not bold dim")
              for row, what in zip(rows, whats, strict=True)]  # fmt: skip
     figures: dict[str, Sequence[str | Text]] = {
-        "when (UTC)": states, "steps": steps, **_figures(rows)
+        "when (UTC)": states, "steps": steps, **_figure_columns(rows)
     }  # fmt: skip
     return NarrowTable(
         "run", names, figures, "Hidden because the terminal is too narrow (--json shows all)"
     )
 
 
-def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
-    """Return the columns that are not empty, by name."""
+def _figure_columns(rows: Sequence[PastRun]) -> dict[str, list[str]]:
+    """Return the figures of the runs by column name, without empty columns."""
     found = {
-        "loss": [_cell(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
-        "step": [_cell(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
-        "tokens/s": [_cell(row.tokens_per_s, f"{row.tokens_per_s or 0:,.0f}") for row in rows],
-        "MFU": [_cell(row.mfu, show_share(row.mfu)) for row in rows],
-        "memory": [_cell(row.peak_memory_bytes, show_bytes(row.peak_memory_bytes))
+        "loss": [_cell_text(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
+        "step": [_cell_text(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
+        "tokens/s": [_cell_text(row.tokens_per_s, f"{row.tokens_per_s or 0:,.0f}") for row in rows],
+        "MFU": [_cell_text(row.mfu, show_share(row.mfu)) for row in rows],
+        "memory": [_cell_text(row.peak_memory_bytes, show_bytes(row.peak_memory_bytes))
                    for row in rows],
     }  # fmt: skip
     return {name: column for name, column in found.items() if set(column) != {"–"}}
 
 
-def _cell(value: Any, shown: str) -> str:
+def _cell_text(value: Any, shown: str) -> str:
     return "–" if value is None else shown
 
 
-def _run_words(row: PastRun) -> str:
-    """Describe a run by model, layout and precision, and any damage."""
+def _describe_run(row: PastRun) -> str:
     if row.model is None or row.strategy is None:
         return row.damage or ""
     layout = layout_words(row.strategy, row.mesh or "", row.processes or 1)
@@ -94,7 +93,7 @@ def _run_words(row: PastRun) -> str:
 
 
 def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
-    """Return those given settings of each run in which the runs differ."""
+    """Return the settings of each run that were given and are not the same in all runs."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
     alike = {
@@ -124,25 +123,29 @@ def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
     """Show everything about a run: settings, progress, result and files."""
     row, record = past.row, past.record
     head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
-    parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
+    parts: list[RenderableType] = [Text(), head.append(_describe_progress(past), style="not bold")]
     if row.damage:
         parts.append(Text(row.damage, style="red"))
     parts += [Text(sentence, style="red") for sentence in row.changed]
     if past.failure is not None:
         parts.append(Text(f"It ended early: {past.failure.reason}", style="yellow"))
     if record is not None:
-        parts += [Text(), _pairs("run", _facts(record).items())]
-        parts += [Text(), _settings(record), Text(), _pairs("plan", _plan(record.plan).items())]
+        parts += [Text(), _pairs_table("run", _record_facts(record).items())]
+        parts += [
+            Text(),
+            _settings_table(record),
+            Text(),
+            _pairs_table("plan", _plan_facts(record.plan).items()),
+        ]
     if past.result is not None:
         parts.append(summary(past.result))
     elif row.steps:
-        parts += [Text(), _pairs("latest steps", _latest(row).items())]
-    parts += [Text(), _files(past, files), Text()]
+        parts += [Text(), _pairs_table("latest steps", _latest_figures(row).items())]
+    parts += [Text(), _files_table(past, files), Text()]
     return Padding(Group(*parts), (0, 1))
 
 
-def _how_far(past: PastRunFolder) -> str:
-    """Describe the progress of a run, and how to resume it."""
+def _describe_progress(past: PastRunFolder) -> str:
     row = past.row
     if row.total_steps is None:
         return ""
@@ -150,17 +153,17 @@ def _how_far(past: PastRunFolder) -> str:
     if row.state != "unfinished":
         return steps
     metrics = past.folder / "metrics.jsonl"
-    wrote = f"; last written {_stamp(metrics)} (UTC)" if metrics.is_file() else ""
+    wrote = f"; last written {_modified_minute(metrics)} (UTC)" if metrics.is_file() else ""
     saved = checkpoints(past.folder)
     again = f". Resume it with {resume_command(Path(row.path))}" if saved else ""
     return f"{steps}{wrote}; no process of this host trains it{again}"
 
 
-def _stamp(path: Path) -> str:
+def _modified_minute(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _facts(record: RunRecord) -> dict[str, str]:
+def _record_facts(record: RunRecord) -> dict[str, str]:
     machine = record.machine
     devices = ", ".join(device.name for device in machine.devices)
     host = f"{machine.host_cores} cores of {machine.cpu}, {show_bytes(machine.host_memory_bytes)}"
@@ -183,19 +186,17 @@ def _facts(record: RunRecord) -> dict[str, str]:
     }
 
 
-def _plan(plan: Plan) -> dict[str, str]:
-    """Return the plan's layout, and its options that differ from the defaults."""
+def _plan_facts(plan: Plan) -> dict[str, str]:
     fields = Plan.model_fields
     asked = {name: value for name, value in plan if value != fields[name].default}
     return {"layout": plan.layout, **{name: in_words(value) for name, value in asked.items()}}
 
 
-def _latest(row: PastRun) -> dict[str, str]:
-    return {name: column[0] for name, column in _figures([row]).items()}
+def _latest_figures(row: PastRun) -> dict[str, str]:
+    return {name: column[0] for name, column in _figure_columns([row]).items()}
 
 
-def _settings(record: RunRecord) -> RenderableType:
-    """Tabulate the given settings and their origins."""
+def _settings_table(record: RunRecord) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     for name in ("setting", "value", "from"):
         table.add_column(name, overflow="fold")
@@ -210,7 +211,7 @@ def _settings(record: RunRecord) -> RenderableType:
     return table
 
 
-def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+def _pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     table.add_column(title, style="dim", no_wrap=True)
     table.add_column("", overflow="fold")
@@ -219,7 +220,7 @@ def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _files(past: PastRunFolder, files: Mapping[str, int]) -> Table:
+def _files_table(past: PastRunFolder, files: Mapping[str, int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     table.add_column(Text(f"in {past.row.path}"), overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)

@@ -36,16 +36,18 @@ def summary(measurement: Measurement) -> RenderableType:
     Generated text and paths are shown literally, never interpreted as markup.
     """
     above = Table.grid(padding=(0, 4))
-    above.add_row(_losses(measurement), _speed(measurement))
+    above.add_row(_losses_table(measurement), _speed_table(measurement))
     parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
     if measurement.worse_than_unigrams is not None:
         parts.append(Padding(Text(f"{measurement.worse_than_unigrams}."), (1, 2, 0, 2)))
     if measurement.parts.total_s > 0:
-        parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+        parts += [Text(), Padding(_time_table(measurement.parts), (0, 2))]
         if measurement.start_step:
             since = f"Times and rates are of the steps after step {measurement.start_step:,}."
             parts += [Padding(Text(since, style="dim"), (0, 2))]
-        parts += [Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice(measurement)]
+        parts += [
+            Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice_sentences(measurement)
+        ]
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
     if measurement.step_time_check is not None:
@@ -56,14 +58,14 @@ def summary(measurement: Measurement) -> RenderableType:
         )
         parts += [Text(), Padding(line, (0, 2))]
     if measurement.sample:
-        parts += [Text(), _sample(measurement.sample)]
-    parts += [Text(), _path(measurement)]
+        parts += [Text(), _sample_panel(measurement.sample)]
+    parts += [Text(), _next_commands(measurement)]
     return Group(*parts)
 
 
 def evaluation_table(evaluation: Evaluation) -> RenderableType:
     """Show the loss, other metrics and speed on held-out data."""
-    table = _pairs("Evaluation")
+    table = _pairs_table("Evaluation")
     what = target_of(evaluation)
     unit = "" if what == "target" else f" nats per {what}"
     table.add_row("loss", f"{evaluation.loss:.4f}{unit}")
@@ -93,13 +95,12 @@ def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return the names and values of an evaluation's metrics, without its loss."""
     if not evaluation.metrics:
         known = evaluation.perplexity
-        return [] if known is None else [("perplexity", _perplexity(known))]
+        return [] if known is None else [("perplexity", _format_perplexity(known))]
     names = {"f1": "F1"}
     return [(names.get(name, name), f"{value:.4f}") for name, value in evaluation.metrics.items()]
 
 
-def _pairs(title: str) -> Table:
-    """Create a table of names and right-aligned values under a title."""
+def _pairs_table(title: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
     )
@@ -108,26 +109,26 @@ def _pairs(title: str) -> Table:
     return table
 
 
-def _losses(measurement: Measurement) -> Table:
+def _losses_table(measurement: Measurement) -> Table:
     first, last = measurement.initial_eval, measurement.final_eval
     # A custom model without tokens may have any loss.
     in_nats = measurement.tokens is not None or (last is not None and last.metrics)
-    table = _pairs(f"Loss, nats per {target_of(last)}" if in_nats else "Loss")
-    table.add_row("first step", _loss(measurement.first_loss))
-    table.add_row("last step", _loss(measurement.final_loss))
+    table = _pairs_table(f"Loss, nats per {target_of(last)}" if in_nats else "Loss")
+    table.add_row("first step", _format_loss(measurement.first_loss))
+    table.add_row("last step", _format_loss(measurement.final_loss))
     if first is not None:
-        table.add_row("validation before", _loss(first.loss))
+        table.add_row("validation before", _format_loss(first.loss))
     if last is not None:
-        table.add_row("validation after", Text(_loss(last.loss), style="bold green"))
+        table.add_row("validation after", Text(_format_loss(last.loss), style="bold green"))
         for name, value in shown_metrics(last) if in_nats else ():
             table.add_row(name, value)
     if measurement.unigram_entropy is not None:
-        table.add_row("unigram entropy", _loss(measurement.unigram_entropy))
+        table.add_row("unigram entropy", _format_loss(measurement.unigram_entropy))
     return table
 
 
-def _speed(measurement: Measurement) -> Table:
-    table = _pairs("Speed and memory")
+def _speed_table(measurement: Measurement) -> Table:
+    table = _pairs_table("Speed and memory")
     if measurement.tokens_per_s is None:
         rate = show_whole(measurement.samples_per_s, "samples/s")
     else:
@@ -154,7 +155,7 @@ def _speed(measurement: Measurement) -> Table:
     return table
 
 
-def _time(parts: TimeParts) -> Table:
+def _time_table(parts: TimeParts) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
     )
@@ -170,8 +171,7 @@ def _time(parts: TimeParts) -> Table:
     return table
 
 
-def _advice(measurement: Measurement) -> list[str]:
-    """Name the main bottleneck, and what to do about it."""
+def _advice_sentences(measurement: Measurement) -> list[str]:
     seen = BottleneckInputs(
         measurement.parts,
         measurement.device,
@@ -192,7 +192,7 @@ def show_whole(count: float | None, unit: str = "") -> str:
     return f"{count:,.0f} {unit}".rstrip()
 
 
-def _sample(text: str) -> Padding:
+def _sample_panel(text: str) -> Padding:
     panel = Panel(
         Text(text.strip("\n"), overflow="fold"),
         title="[bold]Sample[/bold]",
@@ -203,11 +203,13 @@ def _sample(text: str) -> Padding:
     return Padding(panel, (0, 1))
 
 
-def _path(measurement: Measurement) -> Padding:
+def _next_commands(measurement: Measurement) -> Padding:
     run = measurement.run
     line = Text().append("Run  ", style="bold").append(run, style="cyan")
     if measurement.sample is not None:
-        asked = "--chat 'Hello'" if measurement.task == "chat" else _words(measurement.sample)
+        asked = (
+            "--chat 'Hello'" if measurement.task == "chat" else _shell_prompt(measurement.sample)
+        )
         line.append(f"\n     outpace generate --run {run} {asked}", style="dim")
     elif measurement.final_eval is not None:
         line.append(f"\n     outpace eval --run {run}", style="dim")
@@ -215,16 +217,16 @@ def _path(measurement: Measurement) -> Padding:
     return Padding(line, (0, 2, 1, 2))
 
 
-def _words(sample: str) -> str:
-    """Return a sample's first words as a prompt, quoted for a shell; 'def ' if there are none."""
+def _shell_prompt(sample: str) -> str:
+    """Return a sample's first words, quoted for a shell, as a prompt; 'def ' if there are none."""
     line = next((line for line in sample.splitlines() if line.strip()), "def ")
     begin = " ".join(line.split()[:2])
     return shlex.quote("def " if begin.startswith("def ") else begin[:_MOST_WORDS])
 
 
-def _loss(loss: float | None) -> str:
+def _format_loss(loss: float | None) -> str:
     return "n/a" if loss is None else f"{loss:.4f}"
 
 
-def _perplexity(perplexity: float) -> str:
+def _format_perplexity(perplexity: float) -> str:
     return f"{perplexity:,.1f}" if perplexity < 1e6 else f"{perplexity:.2e}"

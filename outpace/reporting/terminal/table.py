@@ -30,7 +30,7 @@ class NarrowTable:
         self.left_out, self.name_width = left_out, name_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        tables = list(self._tables(console, options))
+        tables = list(self._group_columns(console, options))
         if self.left_out is None:
             transposed = self._transpose()
             needed = Measurement.get(
@@ -40,37 +40,43 @@ class NarrowTable:
             if len(tables) > 1 and few and needed <= options.max_width:
                 yield transposed
                 return
-            yield from (self._table(columns) for columns in tables)
+            yield from (self._make_table(columns) for columns in tables)
             return
-        yield self._table(tables[0])
+        yield self._make_table(tables[0])
         missing = [name for columns in tables[1:] for name in columns]
         if missing:
             yield Text(f"{self.left_out}: {', '.join(missing)}", style="dim")
 
-    def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[list[str]]:
-        """Yield groups of columns, each with as many as fit next to the names."""
+    def _group_columns(self, console: Console, options: ConsoleOptions) -> Iterator[list[str]]:
         columns: list[str] = []
         for name in self.figures:
-            if columns and self._needs(console, options, [*columns, name]) > options.max_width:
+            if (
+                columns
+                and self._minimum_width(console, options, [*columns, name]) > options.max_width
+            ):
                 yield columns
                 columns = []
             columns.append(name)
         yield columns
 
-    def _needs(self, console: Console, options: ConsoleOptions, columns: Sequence[str]) -> int:
-        """Return the minimum width of a table: complete figures, and names folded to the limit."""
+    def _minimum_width(
+        self, console: Console, options: ConsoleOptions, columns: Sequence[str]
+    ) -> int:
+        """Return the minimum width of a table with complete figures and folded names."""
         wide = options.update(max_width=_ANY_WIDTH)
-        whole = Measurement.get(console, wide, self._table(columns)).maximum
-        return whole - max(self._longest - self.name_width, 0)
+        whole = Measurement.get(console, wide, self._make_table(columns)).maximum
+        return whole - max(self._longest_name - self.name_width, 0)
 
     @property
-    def _longest(self) -> int:
+    def _longest_name(self) -> int:
         lines = [line for name in self.names for line in name.plain.splitlines()]
         return max(map(cell_len, [self.head, *lines]))
 
-    def _table(self, columns: Sequence[str]) -> Table:
+    def _make_table(self, columns: Sequence[str]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(self.head, overflow="fold", min_width=min(self._longest, self.name_width))
+        table.add_column(
+            self.head, overflow="fold", min_width=min(self._longest_name, self.name_width)
+        )
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for place, own in enumerate(self.names):
@@ -78,7 +84,7 @@ class NarrowTable:
         return table
 
     def _transpose(self) -> Table:
-        """Return a table with a column per name. Names are wrapped between words."""
+        """Return the table with a column per name. Names are wrapped between words."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(
             self.head, overflow="fold", min_width=max(map(cell_len, self.figures), default=0)

@@ -45,17 +45,17 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
     for gpu in gpus:
         device = topology.device(gpu)
         row = [Text(gpu, style="bold")]
-        row += [_cell(topology.link_between(gpu, other)) for other in gpus]
+        row += [_link_text(topology.link_between(gpu, other)) for other in gpus]
         row.append(Text(device.cpu_affinity or "n/a"))
         if with_numa:
             row.append(Text(device.numa_affinity or "n/a"))
         if with_nics:
-            row.append(Text(f"{_short(near[gpu].nics)} {near[gpu].link or 'n/a'}".strip()))
+            row.append(Text(f"{_shorten_names(near[gpu].nics)} {near[gpu].link or 'n/a'}".strip()))
         table.add_row(*row)
     for nic in topology.nics:
         label = topology.device(nic).label
         name = Text(nic, style="bold").append(f" {label}" if label else "", style="dim")
-        table.add_row(name, *(_cell(topology.link_between(nic, gpu)) for gpu in gpus))
+        table.add_row(name, *(_link_text(topology.link_between(nic, gpu)) for gpu in gpus))
     terms = {link for row in topology.links for link in row if link not in (None, "X")}
     shown = [
         term for term in LEGEND if term in terms or (term == "NV#" and any(map(nvlinks, terms)))
@@ -67,12 +67,12 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
     return Group(*faults, table, *lines, Text(""), *parts, *notes)
 
 
-def _cell(link: str | None) -> Text:
+def _link_text(link: str | None) -> Text:
     return Text(link or "n/a", style="green" if nvlinks(link) else STYLES.get(link or "", "red"))
 
 
-def _short(names: tuple[str, ...]) -> str:
-    """Shorten names for a narrow column: "NIC0 NIC1 and 2 more"."""
+def _shorten_names(names: tuple[str, ...]) -> str:
+    """Join names for a narrow column: "NIC0 NIC1", or "NIC0 and 3 more"."""
     if not names:
         return ""
     return " ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
@@ -83,7 +83,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
-    lines = [*link_faults(placement, topology), _tensor_parallel(placement, topology)]
+    lines = [*link_faults(placement, topology), _tensor_parallel_sentence(placement, topology)]
     best = placement.tensor_parallel
     for one in placement.groupings:
         if best is not None and one.size > best.size:
@@ -99,7 +99,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
         lines.append(
             f"{slow.link}: {len(slow.pairs)} of {count * (count - 1) // 2} pairs ({pairs}"
             f"{f' and {more} more' if more > 0 else ''}), {meaning(slow.link)}."
-            + (f" {_slower(slow, topology)}" if slow.times_slower is not None else "")
+            + (f" {_slower_sentence(slow, topology)}" if slow.times_slower is not None else "")
         )
     own = [one.gpu for one in placement.nics if one.link is None and not one.nics]
     if own:
@@ -117,7 +117,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     return lines
 
 
-def _slower(slow: SlowPairs, topology: Topology) -> str:
+def _slower_sentence(slow: SlowPairs, topology: Topology) -> str:
     pairs = combinations(topology.gpus, 2)
     best = max((topology.link_between(*pair) for pair in pairs), key=goodness)
     return (
@@ -133,12 +133,12 @@ def gpu_line(gpu: GpuState) -> str:
     An idle GPU has low clocks and a slow PCIe link, to save power.
     """
     parts = [
-        _of_most("PCIe {}", gpu.pcie_generation, gpu.pcie_generation_max)
-        + _of_most(" ×{}", gpu.pcie_width, gpu.pcie_width_max),
+        _with_maximum("PCIe {}", gpu.pcie_generation, gpu.pcie_generation_max)
+        + _with_maximum(" ×{}", gpu.pcie_width, gpu.pcie_width_max),
         "" if gpu.nvlinks is None else f"{gpu.nvlinks_active} of {gpu.nvlinks} NVLinks up"
         if gpu.nvlinks else "no NVLink",
-        _of_most("{} MHz", _mega(gpu.sm_clock_hz), _mega(gpu.sm_clock_max_hz)),
-        _of_most("{} W", _whole(gpu.power_w), _whole(gpu.power_limit_w), "a limit of "),
+        _with_maximum("{} MHz", _to_mega(gpu.sm_clock_hz), _to_mega(gpu.sm_clock_max_hz)),
+        _with_maximum("{} W", _to_whole(gpu.power_w), _to_whole(gpu.power_limit_w), "a limit of "),
     ]  # fmt: skip
     default = gpu.power_limit_default_w
     if default is not None and gpu.power_limit_w is not None and gpu.power_limit_w < default:
@@ -151,19 +151,23 @@ def gpu_line(gpu: GpuState) -> str:
     return f"GPU{gpu.index} {gpu.name or '(name unknown)'}: {said or 'no state from the driver'}."
 
 
-def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
-    """Format a value and its maximum: '1410 of 1980 MHz'; '' if the value is unknown."""
-    if now is None:
+def _with_maximum(form: str, value: int | None, maximum: int | None, limit: str = "") -> str:
+    """Format a value and its maximum, such as '1410 of 1980 MHz'; '' if the value is unknown."""
+    if value is None:
         return ""
-    both = f"{now} of {limit}{most}" if most is not None and (limit or most != now) else str(now)
+    both = (
+        f"{value} of {limit}{maximum}"
+        if maximum is not None and (limit or maximum != value)
+        else str(value)
+    )
     return form.format(both)
 
 
-def _mega(hertz: float | None) -> int | None:
+def _to_mega(hertz: float | None) -> int | None:
     return None if hertz is None else round(hertz / 1e6)
 
 
-def _whole(number: float | None) -> int | None:
+def _to_whole(number: float | None) -> int | None:
     return None if number is None else round(number)
 
 
@@ -203,7 +207,7 @@ def link_faults(placement: Placement, topology: Topology) -> list[str]:
     return lines
 
 
-def _tensor_parallel(placement: Placement, topology: Topology) -> str:
+def _tensor_parallel_sentence(placement: Placement, topology: Topology) -> str:
     best, count = placement.tensor_parallel, len(topology.gpus)
     if best is None and topology.pcie_only:
         return "Without NVLink, no two of these GPUs are connected by a PCIe switch."
@@ -212,7 +216,7 @@ def _tensor_parallel(placement: Placement, topology: Topology) -> str:
         return (
             "No group is connected by NVLink or a PCIe switch, so tensor parallelism would "
             "send through the CPU in every layer. Prefer pipeline or data parallelism; if you need "
-            f"tensor parallelism, the best pairs are {_groups(pair)} ({pair.worst_link}, "
+            f"tensor parallelism, the best pairs are {_format_groups(pair)} ({pair.worst_link}, "
             f"{meaning(pair.worst_link)}). (If the matrix is from topo -mp, it leaves NVLinks "
             "out: save topo -m.)"
         )
@@ -223,12 +227,12 @@ def _tensor_parallel(placement: Placement, topology: Topology) -> str:
         return f"Tensor parallelism: up to all {count} GPUs, connected by {best.worst_link}{rate}."
     left = f" {', '.join(best.left_out)} in none;" if best.left_out else ""
     return (
-        f"Tensor parallelism: up to {best.size} GPUs, within {_groups(best)} (at worst "
+        f"Tensor parallelism: up to {best.size} GPUs, within {_format_groups(best)} (at worst "
         f"{best.worst_link}{rate});{left} data or pipeline parallelism between them."
     )
 
 
-def _groups(grouping: Grouping) -> str:
+def _format_groups(grouping: Grouping) -> str:
     return " ".join("{" + " ".join(group) + "}" for group in grouping.groups)
 
 

@@ -45,7 +45,7 @@ def averages_table(
 
     Devices that the run did not use are counted, not listed.
     """
-    table, course_cells = _table("How busy"), _course_cells(width - 78)
+    table, course_cells = _empty_table("How busy"), _history_cells(width - 78)
     if history:
         table.add_column("course", no_wrap=True)
     _add_figures(table, "busy")
@@ -60,14 +60,14 @@ def averages_table(
             spark = [sparkline([x.devices[at].utilisation for x in course], course_cells)]
             label = f"{host}GPU {device.index}"
             table.add_row(label, *(spark if history else []), *_device_cells(device))
-            notes.append(_traffic(label, device))
+            notes.append(_traffic_line(label, device))
         others = sum(device.run_memory_bytes == 0 for device in load.devices)
         if others:
             more = f"{others} more device{'s' if others > 1 else ''}, not used by the run"
             notes.append(Text(f"{host}{more}", style="dim"))
         spark = [sparkline([x.host.utilisation for x in course], course_cells)]
         cells = _host_cells(load.host)
-        table.add_row(f"{host}{_cores(load.host)}", *(spark if history else []), *cells)
+        table.add_row(f"{host}{_count_cores(load.host)}", *(spark if history else []), *cells)
     return Group(table, *notes)
 
 
@@ -104,14 +104,14 @@ class View:
             now_s = time.monotonic()
             if now_s - self._last_line_s >= _LINE_EVERY_S:
                 self._last_line_s = now_s
-                self.console.print(Text(self._line(load, doing)), soft_wrap=True)
+                self.console.print(Text(self._format_line(load, doing)), soft_wrap=True)
             return
         if self._live is None:
             self._live = Live(
                 console=self.console, auto_refresh=False, transient=True, redirect_stdout=False
             )
             self._live.start()
-        self._live.update(self._picture(load, doing, said), refresh=True)
+        self._live.update(self._render(load, doing, said), refresh=True)
 
     def close(self) -> None:
         """Remove the live view."""
@@ -120,22 +120,22 @@ class View:
         self._live = None
 
     @property
-    def _clock(self) -> str:
+    def _elapsed_time(self) -> str:
         minutes, seconds = divmod(round(time.monotonic() - self._began_s), 60)
         return f"{minutes}:{seconds:02d}"
 
-    def _line(self, load: Load, doing: str) -> str:
-        parts = [self._clock]
+    def _format_line(self, load: Load, doing: str) -> str:
+        parts = [self._elapsed_time]
         for device in load.devices:
-            parts.append(f"GPU {device.index} " + " ".join(_cell_words(_device_cells(device))))
-        parts.append(f"{_cores(load.host)} " + " ".join(_cell_words(_host_cells(load.host))))
+            parts.append(f"GPU {device.index} " + " ".join(_known_cells(_device_cells(device))))
+        parts.append(f"{_count_cores(load.host)} " + " ".join(_known_cells(_host_cells(load.host))))
         return "  ".join([*parts, *([doing] if doing else [])])
 
-    def _picture(self, load: Load, doing: str, said: str) -> RenderableType:
-        cells_wide = _course_cells(self.console.width - 86)
+    def _render(self, load: Load, doing: str, said: str) -> RenderableType:
+        cells_wide = _history_cells(self.console.width - 86)
         loads = list(self._recent)[-cells_wide:]
         mean = average(loads)
-        table = _table(f"After {self._clock}")
+        table = _empty_table(f"After {self._elapsed_time}")
         table.add_column(f"last {cells_wide * self._every_s:.0f} s", width=cells_wide)
         _add_figures(table, "now", "mean")
         notes = []
@@ -144,29 +144,29 @@ class View:
             cells = _device_cells(device)
             over = show_share(mean.devices[at].utilisation)
             table.add_row(f"GPU {device.index}", course, cells[0], over, *cells[1:])
-            notes.append(_traffic(f"GPU {device.index}", device))
+            notes.append(_traffic_line(f"GPU {device.index}", device))
         cells = _host_cells(load.host)
         course = sparkline([x.host.utilisation for x in loads], cells_wide)
         over = show_share(mean.host.utilisation)
-        table.add_row(_cores(load.host), course, cells[0], over, *cells[1:])
+        table.add_row(_count_cores(load.host), course, cells[0], over, *cells[1:])
         if 1 < len(load.host.cores) <= _CORES_SHOWN:
             for core, share in enumerate(load.host.cores):
                 row = sparkline([x.host.cores[core] for x in loads], cells_wide)
                 over = show_share(mean.host.cores[core])
                 table.add_row(Text(f"  core {core}", style="dim"), row, show_share(share), over)
         else:
-            notes += _strips(load.host)
+            notes += _core_strips(load.host)
         if not load.devices:
             notes.append(Text("no NVIDIA driver: devices n/a", style="dim"))
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (doing, said) if line]
         return Group(table, *notes, *lines, Text("Ctrl-C ends it", style="dim"))
 
 
-def _course_cells(room: int) -> int:
+def _history_cells(room: int) -> int:
     return max(8, min(_COURSE_CELLS, room))
 
 
-def _table(title: str) -> Table:
+def _empty_table(title: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
     )
@@ -183,9 +183,9 @@ def _device_cells(device: DeviceLoad) -> list[str]:
     return [
         show_share(device.utilisation),
         show_share(device.run_utilisation),
-        _memory(device.memory_bytes, device.memory_total_bytes),
-        _memory(device.run_memory_bytes),
-        _power(device.power_w),
+        _format_memory(device.memory_bytes, device.memory_total_bytes),
+        _format_memory(device.run_memory_bytes),
+        _format_power(device.power_w),
     ]
 
 
@@ -193,14 +193,14 @@ def _host_cells(host: HostLoad) -> list[str]:
     return [
         show_share(host.utilisation),
         "n/a" if host.run_cores is None else f"{host.run_cores:.2f} cores",
-        _memory(host.memory_bytes, host.memory_total_bytes),
-        _memory(host.run_memory_bytes),
-        _power(host.power_w),
+        _format_memory(host.memory_bytes, host.memory_total_bytes),
+        _format_memory(host.run_memory_bytes),
+        _format_power(host.power_w),
     ]
 
 
-def _cell_words(cells: Sequence[str]) -> Iterator[str]:
-    """Yield the known cells as words for one line."""
+def _known_cells(cells: Sequence[str]) -> Iterator[str]:
+    """Yield the cells that are known, those of the run in parentheses, for one line."""
     yield cells[0]
     if cells[1] != "n/a":
         yield f"(run {cells[1]})"
@@ -211,12 +211,12 @@ def _cell_words(cells: Sequence[str]) -> Iterator[str]:
         yield cells[4]
 
 
-def _cores(host: HostLoad) -> str:
+def _count_cores(host: HostLoad) -> str:
     return f"{len(host.cores)} core{'s' if len(host.cores) != 1 else ''}"
 
 
-def _strips(host: HostLoad) -> list[Text]:
-    """Draw each core as a character, 64 per line."""
+def _core_strips(host: HostLoad) -> list[Text]:
+    """Draw the load of each core as a character, 64 cores per line."""
     count = len(host.cores)
     if count <= 1:
         return []
@@ -228,7 +228,7 @@ def _strips(host: HostLoad) -> list[Text]:
     ]
 
 
-def _memory(used: float | None, total: float | None = None) -> str:
+def _format_memory(used: float | None, total: float | None = None) -> str:
     if used is None:
         return "n/a"
     if total is None:
@@ -236,12 +236,11 @@ def _memory(used: float | None, total: float | None = None) -> str:
     return f"{used / _GIB:.1f} / {total / _GIB:.1f} GiB"
 
 
-def _power(watts: float | None) -> str:
+def _format_power(watts: float | None) -> str:
     return "n/a" if watts is None else f"{watts:.0f} W"
 
 
-def _traffic(label: str, device: DeviceLoad) -> Text:
-    """Format a device's link traffic in both directions, and its name, on one line."""
+def _traffic_line(label: str, device: DeviceLoad) -> Text:
     parts = []
     for name, rx, tx in (
         ("PCIe", device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s),
