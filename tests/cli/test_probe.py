@@ -107,7 +107,7 @@ def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
     assert "a repeat" in shown
     *lines, where = shown.splitlines()
     assert max(map(len, lines)) <= 100
-    assert where == f"kept in {kept}"
+    assert where == f"saved in {kept}"
 
 
 @pytest.mark.slow
