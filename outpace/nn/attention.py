@@ -35,8 +35,7 @@ class _Block:
     keys: int
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    """Yield blocks that together cover the visible scores of all queries."""
+def _score_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
     (batch, all_heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
@@ -54,8 +53,8 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
                 )
 
 
-class _Parts:
-    """Views of a block's rows of tensors (B, heads, length, C) as batches of matrices."""
+class _BlockViews:
+    """Views of a block's rows as batches of matrices, and the attention between them."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -67,23 +66,22 @@ class _Parts:
         self._later = q.new_full((rows, rows), -math.inf).triu_(1) if causal else None
         self._none = q.new_zeros(())
 
-    def of_queries(self, x: Tensor, block: _Block) -> Tensor:
-        """Convert (B, H, S, C) to (n, G·R, C)."""
-        part = self._by_group(x)[block.entries, block.kv_heads, :, block.queries]
+    def query_rows(self, x: Tensor, block: _Block) -> Tensor:
+        """Copy a block's rows of `x` (B, H, S, C) to (n, G·R, C)."""
+        part = self._split_heads_by_group(x)[block.entries, block.kv_heads, :, block.queries]
         rows = self.group * (block.queries.stop - block.queries.start)
         return part.reshape(-1, rows, x.shape[3])
 
-    def of_keys(self, x: Tensor, block: _Block) -> Tensor:
-        """Convert (B, K, T, C) to (n, T of the block, C)."""
+    def key_rows(self, x: Tensor, block: _Block) -> Tensor:
+        """Return the block's visible keys of `x` (B, K, T, C) as (n, T of the block, C)."""
         part = x[block.entries, block.kv_heads, : block.keys]
         return part.reshape(-1, block.keys, x.shape[3])
 
-    def put_queries(self, whole: Tensor, block: _Block, part: Tensor) -> None:
-        """Write a block's rows (n, G·R, C) into the whole tensor."""
-        place = self._by_group(whole)[block.entries, block.kv_heads, :, block.queries]
-        place.copy_(part.view(place.shape))
+    def write_query_rows(self, output: Tensor, block: _Block, rows: Tensor) -> None:
+        place = self._split_heads_by_group(output)[block.entries, block.kv_heads, :, block.queries]
+        place.copy_(rows.view(place.shape))
 
-    def _by_group(self, x: Tensor) -> Tensor:
+    def _split_heads_by_group(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
 
     def scaled_matmul(self, left: Tensor, right: Tensor) -> Tensor:
@@ -111,35 +109,36 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: queries do not see later keys;
     S must equal T. The result is laid out in memory as (B, S, H, C).
     """
-    parts = _Parts(q, k, mask, causal)
-    out = _empty_joined(q)
-    for block in _blocks(q, k, causal):
-        seen = parts.probabilities(parts.of_queries(q, block), parts.of_keys(k, block), block)
-        parts.put_queries(out, block, torch.bmm(seen, parts.of_keys(v, block)))
+    parts = _BlockViews(q, k, mask, causal)
+    out = _empty_tokens_first(q)
+    for block in _score_blocks(q, k, causal):
+        seen = parts.probabilities(parts.query_rows(q, block), parts.key_rows(k, block), block)
+        parts.write_query_rows(out, block, torch.bmm(seen, parts.key_rows(v, block)))
     return out
 
 
-def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    return _empty_joined(q)
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    return _empty_tokens_first(q)
 
 
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`. Sums over blocks are in fp32."""
-    parts = _Parts(q, k, mask, causal)
+    parts = _BlockViews(q, k, mask, causal)
     several = q.shape[2] > ROWS
-    q_grad = _empty_joined(q)
-    sums = [torch.zeros_like(_empty_joined(x), dtype=torch.float32) if several else _empty_joined(x)
-            for x in (k, v)]  # fmt: skip
-    for block in _blocks(q, k, causal):
-        queries, keys = parts.of_queries(q, block), parts.of_keys(k, block)
+    q_grad = _empty_tokens_first(q)
+    sums = [_empty_tokens_first(x) for x in (k, v)]
+    if several:
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in sums]
+    for block in _score_blocks(q, k, causal):
+        queries, keys = parts.query_rows(q, block), parts.key_rows(k, block)
         seen = parts.probabilities(queries, keys, block)
-        own = parts.of_queries(grad, block)
+        own = parts.query_rows(grad, block)
         v_part = torch.bmm(seen.transpose(1, 2), own)
-        seen_grad = torch.bmm(own, parts.of_keys(v, block).transpose(1, 2))
+        seen_grad = torch.bmm(own, parts.key_rows(v, block).transpose(1, 2))
         scores_grad = torch._softmax_backward_data(seen_grad, seen, -1, seen.dtype)
-        parts.put_queries(q_grad, block, parts.scaled_matmul(scores_grad, keys))
+        parts.write_query_rows(q_grad, block, parts.scaled_matmul(scores_grad, keys))
         k_part = parts.scaled_matmul(scores_grad.transpose(1, 2), queries)
         for whole, part in zip(sums, (k_part, v_part), strict=True):
             place = whole[block.entries, block.kv_heads, : block.keys]
@@ -148,26 +147,26 @@ def _attention_backward(
     return q_grad, k_grad, v_grad
 
 
-def _made_backward(
+def _fake_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_joined(q), _empty_joined(k), _empty_joined(v)
+    return _empty_tokens_first(q), _empty_tokens_first(k), _empty_tokens_first(v)
 
 
-def _empty_joined(x: Tensor) -> Tensor:
+def _empty_tokens_first(x: Tensor) -> Tensor:
     """Return an empty tensor like `x` (B, heads, length, C), laid out as (B, length, heads, C)."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:
     *operands, ctx.causal = inputs
     ctx.save_for_backward(*operands)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, mask = ctx.saved_tensors
     return (*attention_backward(grad, q, k, v, mask, ctx.causal), None, None)
 
 
-attention_backward = operator(_attention_backward, _made_backward)
-attention = operator(_attention, _fake_output, _keep, _backward)
+attention_backward = operator(_attention_backward, _fake_attention_backward)
+attention = operator(_attention, _fake_attention, _save_for_backward, _differentiate_attention)

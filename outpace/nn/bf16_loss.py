@@ -30,14 +30,14 @@ def _low_loss(
     `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 for none. The gradient with
     respect to the logits is bf16, (N, V).
     """
-    logits = _logits(hidden, weight, bias)
+    logits = _compute_logits(hidden, weight, bias)
     return gradient_in_place(logits, targets), logits
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     operand = hidden.to(torch.bfloat16)
     logits = operand.new_empty((len(hidden), len(weight)))
-    for block, rows in _of_head(weight):
+    for block, rows in _bf16_head_blocks(weight):
         its = logits[:, block]
         if bias is None:
             torch.mm(operand, rows.T, out=its)
@@ -47,8 +47,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits
 
 
-def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the head in blocks of rows, cast to bf16."""
+def _bf16_head_blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of `HEAD_ROWS` rows of the head (V, D), each with its rows cast to bf16."""
     for start in range(0, len(weight), HEAD_ROWS):
         block = slice(start, start + HEAD_ROWS)
         yield block, weight[block].to(torch.bfloat16)
@@ -60,7 +60,7 @@ def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
     total = torch.zeros((), dtype=wide)
     counts = targets != IGNORED
     safe = targets.clamp(min=0).unsqueeze(1)
-    rows = _rows(logits.shape[1])
+    rows = _softmax_rows(logits.shape[1])
     minus_one = torch.full((rows, 1), -1.0, dtype=wide)
     for start in range(0, logits.shape[0], rows):
         block = slice(start, start + rows)
@@ -75,7 +75,7 @@ def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
     return total
 
 
-def _fake_output(
+def _fake_low_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=torch.bfloat16)
@@ -100,11 +100,11 @@ def _low_loss_backward(
     operand, weight_grad = None, None
     if trains:
         operand, weight_grad = hidden.to(torch.bfloat16), torch.empty_like(weight)
-    for block, rows in _of_head(weight):
+    for block, rows in _bf16_head_blocks(weight):
         its_grad = logits_grad[:, block]
-        hidden_grad += _matmul(its_grad, rows, scale)
+        hidden_grad += _scaled_matmul(its_grad, rows, scale)
         if operand is not None and weight_grad is not None:
-            weight_grad[block] = _matmul(its_grad.T, operand, scale)
+            weight_grad[block] = _scaled_matmul(its_grad.T, operand, scale)
         del rows
     grads = [hidden_grad.to(hidden.dtype)]
     if weight_grad is not None:
@@ -114,7 +114,7 @@ def _low_loss_backward(
     return grads
 
 
-def _made_backward(
+def _fake_low_loss_backward(
     loss_grad: Tensor,
     logits_grad: Tensor,
     hidden: Tensor,
@@ -129,47 +129,48 @@ def _made_backward(
 def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
     """Return the peak of the bytes that the forward operator allocates and frees internally."""
     tokens, vocab = len(hidden), len(weight)
-    rows = min(_rows(vocab), tokens)
-    softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _rows(vocab)
-    return max(_operand_bytes(hidden) + _cast_bytes(weight), softmax)
+    rows = min(_softmax_rows(vocab), tokens)
+    softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _softmax_rows(vocab)
+    return max(_bf16_copy_bytes(hidden) + _head_block_bytes(weight), softmax)
 
 
 def backward_temporary_bytes(hidden: Tensor, weight: Tensor, trains: bool) -> int:
-    """Return the same as `temporary_bytes` for the backward. `trains`: the head is trained."""
+    """Return the peak of the bytes that the backward operator allocates and frees internally.
+
+    `trains`: the head is trained, so its gradient is computed, too.
+    """
     total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
     matmul = 2 * hidden.numel()
     if trains:
         matmul = max(matmul, 2 * min(HEAD_ROWS, weight.shape[0]) * weight.shape[1])
-    return total + _cast_bytes(weight) + matmul + trains * _operand_bytes(hidden)
+    return total + _head_block_bytes(weight) + matmul + trains * _bf16_copy_bytes(hidden)
 
 
-def _operand_bytes(hidden: Tensor) -> int:
+def _bf16_copy_bytes(hidden: Tensor) -> int:
     return 2 * hidden.numel() * (hidden.dtype != torch.bfloat16)
 
 
-def _cast_bytes(weight: Tensor) -> int:
-    """Return the bytes of one block of the head, cast to bf16."""
+def _head_block_bytes(weight: Tensor) -> int:
     rows = min(HEAD_ROWS, weight.shape[0])
     return 2 * rows * weight.shape[1] * (weight.dtype != torch.bfloat16)
 
 
-def _rows(vocab: int) -> int:
-    """Return the number of rows per block of the softmax."""
+def _softmax_rows(vocab: int) -> int:
     return max(1, BLOCK_BYTES // (4 * vocab))
 
 
-def _matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=scale)
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     hidden, weight, bias, _ = inputs
     ctx.save_for_backward(output[1], hidden, weight, bias)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate_low_loss(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *given, bias = ctx.saved_tensors
     _, trains, bias_trains, _ = ctx.needs_input_grad
     bias = bias if bias_trains else None
@@ -178,5 +179,5 @@ def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]
     return hidden_grad, next(grads) if trains else None, next(grads, None), None
 
 
-low_loss_backward = operator(_low_loss_backward, _made_backward)
-low_loss = operator(_low_loss, _fake_output, _keep, _backward)
+low_loss_backward = operator(_low_loss_backward, _fake_low_loss_backward)
+low_loss = operator(_low_loss, _fake_low_loss, _save_for_backward, _differentiate_low_loss)

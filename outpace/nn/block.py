@@ -210,7 +210,7 @@ class Attention(nn.Module):
         read_B: Tensor | None = None,
     ) -> Tensor:
         """Attend with projected q (B, S, H·C) and k, v (B, S, K·C); return (B, S, H·C)."""
-        q_BHSC, k_BKSC, v_BKSC = self._heads(q), self._heads(k), self._heads(v)
+        q_BHSC, k_BKSC, v_BKSC = self._split_heads(q), self._split_heads(k), self._split_heads(v)
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
             q_BHSC, k_BKSC = self.q_norm(to_fp32(q_BHSC)), self.k_norm(to_fp32(k_BKSC))
@@ -224,7 +224,7 @@ class Attention(nn.Module):
         mixed_BHSC = self.mix(q_BHSC.to(dtype), k_BKTC, v_BKTC, sees, dropout)
         return mixed_BHSC.transpose(1, 2).flatten(2)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.spec.head_dim).transpose(1, 2)
 
 

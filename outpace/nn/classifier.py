@@ -57,10 +57,10 @@ class Classifier(nn.Module):
         self.dropout = nn.Dropout(0.0 if spec.causal else spec.dropout)
         self.classifier = Linear(spec.hidden, classes, bias=not spec.causal)
         if not self.classifier.weight.is_meta:
-            self._draw(seed)
+            self._init_new_weights(seed)
 
     @torch.no_grad()
-    def _draw(self, seed: int) -> None:
+    def _init_new_weights(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
             if not name.startswith("backbone."):
                 parameter.copy_(initial_value(seed, name, parameter.shape))
@@ -127,9 +127,9 @@ class ClassificationObjective(nn.Module):
         count = (targets_B != IGNORED).sum()
         if self.training:
             return loss_sum, count
-        return loss_sum, count, self._sums(scores_BC, targets_B)
+        return loss_sum, count, self._sum_matches(scores_BC, targets_B)
 
-    def _sums(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
+    def _sum_matches(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
         """Return the values named in `sums`, (K,), in that order."""
         valid_B = targets_B != IGNORED
         predicted_B = scores_BC.argmax(-1)

@@ -68,9 +68,9 @@ class CompiledForward:
         with _raise_recompile_limit():
             if self._works:
                 return self._compiled(*args, **kwargs)
-            return self._try(*args, **kwargs)
+            return self._compile_and_call(*args, **kwargs)
 
-    def _try(self, *args: Any, **kwargs: Any) -> Any:
+    def _compile_and_call(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch._functorch import config
 
@@ -78,7 +78,7 @@ class CompiledForward:
             with config.patch(force_non_lazy_backward_lowering=True):
                 output = self._compiled(*args, **kwargs)
         except (TorchDynamoException, AssertionError, NotImplementedError) as error:
-            self._compilation.failure = _reason(error)
+            self._compilation.failure = _summarize_compiler_error(error)
             owner = getattr(self._forward, "__self__", None)
             if isinstance(owner, nn.Module):
                 hold_masks(owner)  # mask blocks need a compiled kernel
@@ -193,7 +193,6 @@ def compile_time_s() -> float:
     return float(calculate_time_spent().get("total_wall_time", 0.0))
 
 
-def _reason(error: Exception) -> str:
-    """Return the type and first line of the compiler's innermost error."""
+def _summarize_compiler_error(error: Exception) -> str:
     inner: BaseException = getattr(error, "inner_exception", None) or error
     return error_summary(inner)

@@ -26,18 +26,18 @@ def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
     """
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return False
-    kind = _dtensor()
+    kind = _loaded_dtensor_class()
     return kind is not None and isinstance(tensor, kind)
 
 
 def has_spread(kinds: Iterable[type]) -> bool:
     """Return whether any of these types is DTensor."""
-    spread = _dtensor()
+    spread = _loaded_dtensor_class()
     return spread is not None and any(issubclass(kind, spread) for kind in kinds)
 
 
-def _dtensor() -> "type[DTensor] | None":
-    """Return the DTensor class if its module has been loaded, else None."""
+def _loaded_dtensor_class() -> "type[DTensor] | None":
+    # None if torch's module has not been loaded, so no tensor can be a DTensor.
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -107,13 +107,13 @@ def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     Each large, evenly sharded tensor has a separate collective, without copies; all others share
     one. Each result has its own memory. Collective.
     """
-    whole = [_gather_alone(tensor) for tensor in tensors]
+    whole = [_gather_large_tensor(tensor) for tensor in tensors]
     rest = [tensor for tensor, one in zip(tensors, whole, strict=True) if one is None]
-    others = iter(_gather_together(rest) if rest else ())
+    others = iter(_gather_in_one_message(rest) if rest else ())
     return [next(others) if one is None else one for one in whole]
 
 
-def _gather_alone(tensor: Tensor) -> Tensor | None:
+def _gather_large_tensor(tensor: Tensor) -> Tensor | None:
     """Gather a large, evenly sharded tensor; return None for any other. Collective."""
     rows, part = split_rows(tensor), local(tensor)
     assert rows is not None
@@ -125,7 +125,7 @@ def _gather_alone(tensor: Tensor) -> Tensor | None:
     return gathered
 
 
-def _gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _gather_in_one_message(tensors: Sequence[Tensor]) -> list[Tensor]:
     split = [rows for tensor in tensors if (rows := split_rows(tensor)) is not None]
     group, ranks = split[0].group, split[0].group.size()
     sizes = [one.rows * math.prod(t.shape[1:]) for one, t in zip(split, tensors, strict=True)]

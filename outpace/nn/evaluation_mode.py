@@ -19,15 +19,15 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     parent. Raises BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
-    _switch(module, training=False)
+    _set_mode(module, training=False)
     try:
         yield
     finally:
         if any(modes.values()):
-            _switch(module, training=True)
+            _set_mode(module, training=True)
         for part, mode in modes.items():  # parents first, since their methods change their children
             if part.training != mode:
-                _switch(part, mode)
+                _set_mode(part, mode)
 
 
 def explain_modes(module: nn.Module) -> str | None:
@@ -43,12 +43,12 @@ def explain_modes(module: nn.Module) -> str | None:
         )
     parts = list(module.modules())
     own = [part for part in parts if type(part).train is not nn.Module.train]
-    if not own or not all(map(_train_sets_mode, own)):
+    if not own or not all(map(_has_mode_argument, own)):
         return None
     modes = {part: part.training for part in parts}
     trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
     try:
-        _switch(module, training=True)
+        _set_mode(module, training=True)
         frozen = [n for n, p in module.named_modules() if modes.get(p, False) and not p.training]
     except BadInputError:
         return None
@@ -66,8 +66,7 @@ def explain_modes(module: nn.Module) -> str | None:
     )
 
 
-def _train_sets_mode(part: nn.Module) -> bool:
-    """Return whether a user's `train` sets a mode, like torch's, rather than running a training."""
+def _has_mode_argument(part: nn.Module) -> bool:
     try:
         first, *others = inspect.signature(part.train).parameters.values()
     except (TypeError, ValueError):  # without a signature, or without parameters
@@ -79,7 +78,7 @@ def _train_sets_mode(part: nn.Module) -> bool:
     )
 
 
-def _switch(module: nn.Module, training: bool) -> None:
+def _set_mode(module: nn.Module, training: bool) -> None:
     try:
         module.train() if training else module.eval()
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:

@@ -45,7 +45,7 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in state.items():
         if is_extra_state(name):
-            state[name] = _to_bytes(value, name)
+            state[name] = _serialize(value, name)
     return state
 
 
@@ -67,7 +67,7 @@ def require_plain(module: nn.Module) -> None:
     """
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__
-        from_bytes(_to_bytes(part.get_extra_state(), shown), shown)
+        from_bytes(_serialize(part.get_extra_state(), shown), shown)
     known = {saved_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {saved_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     saved = [name for name in module.state_dict() if not is_extra_state(name)]
@@ -83,14 +83,14 @@ def require_plain(module: nn.Module) -> None:
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
     """Load a value from the bytes of `pack`. Raises BadInputError if it is not plain."""
-    place = partial(_place, device=device or torch.device("cpu"))
+    place = partial(_load_storage_to, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)
     except pickle.UnpicklingError:
-        raise _refusal(name, "and loading such a file could run code") from None
+        raise _extra_state_error(name, "and loading such a file could run code") from None
 
 
-def _refusal(name: str, why: str) -> BadInputError:
+def _extra_state_error(name: str, why: str) -> BadInputError:
     of = name.removesuffix(f".{EXTRA_STATE}")
     return BadInputError(
         f"get_extra_state of {of} returns something other than plain values, {why}. Return "
@@ -98,15 +98,14 @@ def _refusal(name: str, why: str) -> BadInputError:
     )
 
 
-def _to_bytes(value: Any, name: str) -> bytes:
+def _serialize(value: Any, name: str) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(value, file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # a lambda, a lock
-        raise _refusal(name, f"and it cannot be pickled ({error})") from None
+        raise _extra_state_error(name, f"and it cannot be pickled ({error})") from None
     return file.getvalue()
 
 
-def _place(storage: Any, location: str, device: torch.device) -> Any:
-    """Load a CPU tensor to the CPU, and any other to `device`."""
+def _load_storage_to(storage: Any, location: str, device: torch.device) -> Any:
     return storage if location == "cpu" or device.type == "cpu" else storage.to(device=device)

@@ -27,14 +27,14 @@ def fingerprint(tensor: Tensor) -> int | None:
     if has_no_data or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     try:
-        return _hash(tensor)
+        return _hash_values(tensor)
     except (NotImplementedError, RuntimeError, TypeError):
         if type(tensor) is Tensor or type(tensor) is nn.Parameter:
             raise
         return None
 
 
-def _hash(tensor: Tensor) -> int:
+def _hash_values(tensor: Tensor) -> int:
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)

@@ -27,14 +27,14 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and runs_on != "cpu":
-            module.register_forward_hook(_raise_output)
+            module.register_forward_hook(_cast_output_hook)
         elif embeds or isinstance(module, _NORMS):
             kind: Any = type(module)
-            module.__class__ = _raised_type(kind)
+            module.__class__ = _fp32_subclass(kind)
 
 
 @cache
-def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
+def _fp32_subclass(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward casts the module's parameters to fp32.
 
     Patching `forward` on each instance would not do: torch.compile guards such a forward by
@@ -43,31 +43,30 @@ def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward_with_raised(self, kind.forward, *args, **kwargs)
+        return _forward_with_fp32_parameters(self, kind.forward, *args, **kwargs)
 
     return type(f"Raised{kind.__name__}", (kind,), {"forward": forward})
 
 
-def _autocasts(device: torch.device) -> bool:
+def _is_autocast_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def in_fp32(x: Tensor) -> Tensor:
     """Cast `x` to fp32 if it has 16 bits and autocast is on."""
-    return x.float() if x.dtype in _LOW and _autocasts(x.device) else x
+    return x.float() if x.dtype in _LOW and _is_autocast_on(x.device) else x
 
 
-def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _cast_output_hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return in_fp32(output)
 
 
-def _forward_with_raised(
+def _forward_with_fp32_parameters(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward with its own 16-bit parameters cast to fp32."""
     own = module._parameters
     low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
-    if not low or not _autocasts(next(iter(low.values())).device):
+    if not low or not _is_autocast_on(next(iter(low.values())).device):
         return forward(module, *args, **kwargs)
     try:
         for name, parameter in low.items():

@@ -45,7 +45,9 @@ def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     changed = 0
     for block in blocks:
-        float8.convert_to_float8_training(block, config=config, module_filter_fn=_fits)
+        float8.convert_to_float8_training(
+            block, config=config, module_filter_fn=_has_fp8_dimensions
+        )
         changed += sum(
             isinstance(part, float8.float8_linear.Float8Linear) for part in block.modules()
         )
@@ -56,6 +58,6 @@ def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
         )
 
 
-def _fits(layer: nn.Module, name: str) -> bool:
+def _has_fp8_dimensions(layer: nn.Module, name: str) -> bool:
     assert isinstance(layer, nn.Linear)
     return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0

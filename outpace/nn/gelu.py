@@ -44,19 +44,19 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     return value, slope
 
 
-def _fake_output(x: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
+def _differentiate_gelu(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
     slope: Tensor = ctx.saved_tensors[0]
     return None if grad is None else grad * slope
 
 
-gelu_tanh = operator(_gelu_tanh, _fake_output, _keep, _backward)
+gelu_tanh = operator(_gelu_tanh, _fake_gelu, _save_for_backward, _differentiate_gelu)

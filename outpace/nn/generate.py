@@ -33,16 +33,16 @@ def generate(
     models that are not causal, an empty prompt, tokens outside the vocabulary, and bad sampling
     values.
     """
-    _check(model, tokens, max_new_tokens, temperature, top_k)
+    _require_valid_request(model, tokens, max_new_tokens, temperature, top_k)
     generator = torch.Generator("cpu").manual_seed(seed)
     written = list(tokens)
-    context, cache = _start(model, written, max_new_tokens)
-    with _quiet(model):
+    context, cache = _start_context(model, written, max_new_tokens)
+    with _inference_mode(model):
         for left in range(max_new_tokens, 0, -1):
             if cache.length + len(context) > model.spec.max_positions:
-                context, cache = _start(model, written, left)
+                context, cache = _start_context(model, written, left)
             logits_V = _last_logits(model, context, cache)
-            token = _choose(logits_V, temperature, top_k, generator)
+            token = _sample_token(logits_V, temperature, top_k, generator)
             if token in stop_ids:
                 break
             written.append(token)
@@ -58,11 +58,13 @@ def read_length(tokens: int, positions: int) -> int:
     return tokens if tokens <= positions else max(1, positions // 2)
 
 
-def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
-    """Return the tokens to read, and an empty cache with room for them and `left` new ones."""
+def _start_context(
+    model: Transformer, written: list[int], new_tokens: int
+) -> tuple[list[int], KVCache]:
+    """Return the tokens to read, and an empty cache with room for them and `new_tokens`."""
     positions = model.spec.max_positions
     kept = written[-read_length(len(written), positions) :]
-    return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))
+    return kept, KVCache(model.spec.layers, min(positions, len(kept) + new_tokens))
 
 
 def _last_logits(model: Transformer, context: list[int], cache: KVCache) -> Tensor:
@@ -71,7 +73,7 @@ def _last_logits(model: Transformer, context: list[int], cache: KVCache) -> Tens
     return model.logits(hidden_BSD[0, -1]).float().cpu()
 
 
-def _choose(
+def _sample_token(
     logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
     if not bool(torch.isfinite(logits_V).all()):
@@ -87,13 +89,13 @@ def _choose(
 
 
 @contextmanager
-def _quiet(model: Transformer) -> Iterator[None]:
+def _inference_mode(model: Transformer) -> Iterator[None]:
     """Disable dropout, gradients, and compilation, since the length changes with each token."""
     with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 
 
-def _check(
+def _require_valid_request(
     model: Transformer, tokens: list[int], count: int, temperature: float, top_k: int | None
 ) -> None:
     if not model.spec.causal:

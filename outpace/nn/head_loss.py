@@ -90,7 +90,7 @@ def head_loss_sum(
     wanted = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in wanted)):
-            return _loss_alone(operands, rows if whole else size, dtype)
+            return _loss_without_gradient(operands, rows if whole else size, dtype)
         if whole:
             return whole_loss_sum(*operands, dtype, passes)
         loss: Tensor = _ChunkedLoss.apply(*operands, size, dtype, passes)  # type: ignore[no-untyped-call]
@@ -120,9 +120,10 @@ def whole_loss_sum(
 
 @dataclass
 class _KeptTensors:
-    """Tensors kept for the backward, each until its last use.
+    """Tensors that the forward keeps for the backward, each until its last use.
 
-    `due` has the numbers of the operands whose gradients have not yet been computed.
+    `due`: operands (0 hidden states, 1 head, 2 bias) whose gradients have not yet been computed.
+    `is_gradient`: the logits have been overwritten by their gradient.
     """
 
     logits: Tensor | None
@@ -155,7 +156,7 @@ class _WholeLoss(torch.autograd.Function):
         combine: Combine | None,
     ) -> Tensor:
         operand, head = hidden.detach().to(dtype), padded_head(weight, dtype)
-        logits = _matmul(operand, head, bias)
+        logits = _head_matmul(operand, head, bias)
         lse, own = passes.scores(logits, columns, len(weight))
         if combine is not None:
             lse, own = combine(lse, own)
@@ -179,16 +180,16 @@ class _WholeLoss(torch.autograd.Function):
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """Return the operands whose gradients the current backward computes.
+    """Return the operands (0 to 2) whose gradients the backward that is running computes.
 
-    `needs_input_grad` does not say so, since it keeps its value from the forward.
+    `ctx.needs_input_grad` does not tell, since it keeps its value from the forward.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)
-    return {number for number, (node, _) in nodes if node is not None and _is_run(node)}
+    return {number for number, (node, _) in nodes if node is not None and _will_execute(node)}
 
 
-def _is_run(node: Any) -> bool:
+def _will_execute(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # a leaf requested through `torch.autograd.grad`
@@ -196,9 +197,8 @@ def _is_run(node: Any) -> bool:
 
 
 def _whole_gradients(
-    ctx: Any, kept: _KeptTensors, loss_grad: Tensor, asked: set[int]
+    ctx: Any, kept: _KeptTensors, loss_grad: Tensor, requested: set[int]
 ) -> list[Tensor | None]:
-    """Return the gradients of hidden states, head and bias in their dtypes; None if not asked."""
     logits = kept.logits
     assert logits is not None
     if not kept.is_gradient:
@@ -206,15 +206,15 @@ def _whole_gradients(
         ctx.passes.gradient(logits, kept.lse, kept.columns, scales, ctx.vocab)
         kept.is_gradient = True
     of_hidden = of_weight = of_bias = None
-    if 0 in asked:
+    if 0 in requested:
         assert kept.head is not None
         of_hidden = torch.mm(logits, kept.head).to(ctx.dtypes[0])
         kept.head = None  # free it before the head's gradient is allocated
-    if 1 in asked:
+    if 1 in requested:
         of_weight = wide_matmul(logits.t(), kept.operand, ctx.dtypes[1])[: ctx.vocab]
-    if 2 in asked:
+    if 2 in requested:
         of_bias = logits.sum(0, dtype=kept.lse.dtype)[: ctx.vocab].to(ctx.dtypes[2])
-    kept.due -= asked
+    kept.due -= requested
     if not kept.due:
         kept.logits = None
     return [of_hidden, of_weight, of_bias]
@@ -235,7 +235,6 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         passes: LogitsFunctions,
     ) -> Tensor:
-        """Compute the loss, and the gradients of operands that require one."""
         head, vocab = padded_head(weight, dtype), len(weight)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
@@ -244,10 +243,10 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, max(len(hidden), 1), rows):
             part = slice(start, start + rows)
             operand = hidden[part].detach().to(dtype)
-            logits = _matmul(operand, head, bias)
+            logits = _head_matmul(operand, head, bias)
             losses.append(passes.loss_and_gradient(logits, columns[part], counts[part], vocab))
             if hidden_grad is not None:
-                _multiply_into(hidden_grad[part], logits, head)
+                _matmul_into(hidden_grad[part], logits, head)
             if of_weight:
                 weight_grad = _add_matmul(weight_grad, logits.t(), operand)
             if of_bias:
@@ -261,7 +260,6 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients of the forward, in place."""
         if ctx.grads is None:
             raise RuntimeError(
                 "the chunked loss supports one backward; use the plain loss for more"
@@ -274,16 +272,16 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden, weight, bias, *[None] * 5
 
 
-def _loss_alone(
+def _loss_without_gradient(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the loss without gradients, uncompiled, since evaluation has too many shapes."""
+    """Compute the loss in chunks of `rows`, uncompiled, since evaluation has too many shapes."""
     hidden, weight, bias, columns, counts = operands
     head = padded_head(weight, dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     for start in range(0, len(hidden), max(rows, 1)):
         part = slice(start, start + rows)
-        logits = _matmul(hidden[part].to(dtype), head, bias)
+        logits = _head_matmul(hidden[part].to(dtype), head, bias)
         lse, own = EAGER.scores(logits, columns[part], len(weight))
         del logits
         loss += ((lse - own) * counts[part]).sum()
@@ -302,8 +300,7 @@ def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return head_PD
 
 
-def _matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Compute logits (N, P)."""
+def _head_matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
     if bias_V is None:
         return torch.mm(operand_ND, head_PD.t())
     bias_P = bias_V.new_zeros(len(head_PD), dtype=head_PD.dtype)
@@ -312,12 +309,15 @@ def _matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tenso
 
 
 def wide_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `left` @ `right` in `dtype`; for fp32, cuBLAS returns its fp32 sums unrounded."""
+    """Return `left` @ `right` in `dtype`.
+
+    If the operands have 16 bits and `dtype` is fp32, the sums are not rounded to 16 bits.
+    """
     if dtype == left.dtype:
         return torch.mm(left, right)
     if dtype != torch.float32:
         return torch.mm(left, right).to(dtype)
-    if not _multiplies_wide(left):
+    if not _has_fp32_output_matmul(left):
         return torch.mm(left.float(), right.float())
     return torch.mm(left, right, out_dtype=torch.float32)
 
@@ -329,17 +329,17 @@ def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return wide_matmul(left, right, wide)
     if left.dtype == wide:
         return total.addmm_(left, right)
-    if not _multiplies_wide(left):
+    if not _has_fp32_output_matmul(left):
         return total.addmm_(left.float(), right.float())
     return add_wide_matmul(total, left, right)
 
 
-def _multiplies_wide(operand: Tensor) -> bool:
-    """Return whether the device has 16-bit matmuls with fp32 results; traced tensors always do."""
+def _has_fp32_output_matmul(operand: Tensor) -> bool:
+    """Return whether 16-bit matmuls can return fp32: on CUDA, and in traces anywhere."""
     return operand.device.type == "cuda" or type(operand) is not Tensor
 
 
-def _multiply_into(into: Tensor, left: Tensor, right: Tensor) -> None:
+def _matmul_into(into: Tensor, left: Tensor, right: Tensor) -> None:
     if into.dtype == left.dtype:
         torch.mm(left, right, out=into)
     else:

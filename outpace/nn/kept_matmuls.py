@@ -38,29 +38,31 @@ class Recipe:
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
-        self._left = 0
+        self._readers_left = 0
         self._value: Tensor | None = None
 
     def add_reader(self) -> Callable[[], Tensor]:
         """Register one more reader; return the function with which it gets the tensor."""
-        self._left += 1
+        self._readers_left += 1
         return self._read_once
 
     def _read_once(self) -> Tensor:
-        """Return the tensor, and free it after the last reader."""
         value = self._compute() if self._value is None else self._value
-        self._left -= 1
-        self._value = value if self._left > 0 else None
+        self._readers_left -= 1
+        self._value = value if self._readers_left > 0 else None  # free it after the last reader
         return value
 
 
-def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
-    """Apply linear layers to rows (N, in) by one matmul, with saved operands to be recomputed.
+def _apply_linear(
+    layers: Sequence[nn.Linear], rows: Tensor, recipe: Recipe | None = None
+) -> Tensor:
+    """Apply linear layers to `rows` (N, in) by one matmul; return the outputs joined.
 
-    `again` recomputes the rows. The weights are copied again if they were cast or joined.
+    Autograd keeps recipes instead of the matmul's operands: `recipe` recomputes `rows` (None: they
+    are kept), and the weights are cast and joined again.
     """
-    made = joined_matmul(rows, layers)
-    dtype = made.dtype
+    output = joined_matmul(rows, layers)
+    dtype = output.dtype
 
     def make_weight() -> Tensor:
         # The weights are read only in the backward, where a sharded weight is gathered.
@@ -69,31 +71,30 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = No
     copied = len(layers) > 1 or layers[0].weight.dtype != dtype
     trains = any(layer.weight.requires_grad for layer in layers)
     remake_operands(
-        made,
-        again.add_reader() if again is not None and trains else None,
+        output,
+        recipe.add_reader() if recipe is not None and trains else None,
         make_weight if copied and rows.requires_grad else None,
     )
-    return made
+    return output
 
 
 def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
     """Return the norm's output in autocast's dtype, and a recipe to recompute it from `x`."""
-    low, kept = to_autocast_dtype(norm(x)), x.detach()
+    low, saved = to_autocast_dtype(norm(x)), x.detach()
     kind, dtype = x.device.type, low.dtype
-    autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _is_fp32(norm, kept)
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _stays_fp32(norm, saved)
 
     def compute() -> Tensor:
         if not autocasts:
-            made: Tensor = norm(kept).to(dtype)
+            made: Tensor = norm(saved).to(dtype)
             return made
         with torch.autocast(kind, dtype=dtype, cache_enabled=False):
-            return to_autocast_dtype(norm(kept))
+            return to_autocast_dtype(norm(saved))
 
     return low, Recipe(compute)
 
 
-def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
-    """Return whether a norm computes in fp32 both with and without autocast."""
+def _stays_fp32(norm: nn.Module, x: Tensor) -> bool:
     return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 
@@ -132,20 +133,20 @@ def keep_matmuls(
     low, again = _apply_norm(block.attention_norm, x_ND)
     parts = [attention.q, attention.k, attention.v]
     if attention.can_join(low):
-        joined = _linear(parts, low, again)
+        joined = _apply_linear(parts, low, again)
         q, k, v = split_matmul(joined.view(*x_BSD.shape[:-1], -1), parts)
     else:
-        q, k, v = (_linear([part], low, again).view(*x_BSD.shape[:-1], -1) for part in parts)
+        q, k, v = (_apply_linear([part], low, again).view(*x_BSD.shape[:-1], -1) for part in parts)
     mixed_BSD = attention.mix_values(q, k, v, sees, rotary)
-    x_ND = x_ND + _linear([attention.out], mixed_BSD.flatten(0, -2))
+    x_ND = x_ND + _apply_linear([attention.out], mixed_BSD.flatten(0, -2))
     low, again = _apply_norm(block.mlp_norm, x_ND)
-    up = _linear([mlp.up], low, again)
+    up = _apply_linear([mlp.up], low, again)
     kept_up = up.detach()
     if not spec.gated:
         inner = activate(spec, up)
         its = Recipe(lambda: activate(spec, kept_up))
     else:
-        gate = _linear([mlp.gate], low, again)
+        gate = _apply_linear([mlp.gate], low, again)
         kept_gate = gate.detach()
         active = activate(spec, gate)
         inner = active * up
@@ -153,4 +154,4 @@ def keep_matmuls(
         if node is not None and up.requires_grad and not has_hooks():
             remake(node._raw_saved_self, lambda: activate(spec, kept_gate))
         its = Recipe(lambda: activate(spec, kept_gate) * kept_up)
-    return (x_ND + _linear([mlp.down], inner, its)).view(x_BSD.shape)
+    return (x_ND + _apply_linear([mlp.down], inner, its)).view(x_BSD.shape)

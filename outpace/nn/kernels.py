@@ -111,14 +111,14 @@ def attend_by_blocks(
 
 
 class _CompiledFlexAttention:
-    """FlexAttention, compiled for each kind of mask: first for one length, then for any length."""
+    """FlexAttention, compiled for each kind of mask, first for one length, then for any length."""
 
     def __init__(self, compiled: Callable[..., Tensor]) -> None:
         self._compiled = compiled
         self._fails = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Call FlexAttention; return None if the compiler has failed, which is reported once."""
+        """Return the output; None if the compiler has failed, which is reported once."""
         if self._fails:
             return None
         from torch._dynamo import config  # already loaded if anything is compiled

@@ -37,12 +37,12 @@ class LogitsFunctions:
 
 
 def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Compute the scores: compiled, by one kernel over the logits and one for the targets."""
+    # Compiled, this is one kernel over the logits and one for the targets.
     return _log_sum_exp(logits_NP, vocab), _targets_logits(logits_NP, columns_N)
 
 
 def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
-    wide_NP = _only(_wide(logits_NP), vocab, -torch.inf)
+    wide_NP = _fill_padding(_to_fp32_or_wider(logits_NP), vocab, -torch.inf)
     largest_N1 = wide_NP.amax(1, keepdim=True)
     sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern that Inductor fuses
     return (largest_N1 + sums_N1.log()).squeeze(1)
@@ -51,11 +51,8 @@ def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
 def _gradient(
     logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
 ) -> None:
-    """Overwrite logits with their gradient: compiled, by one kernel.
-
-    Padded columns are set to 0, because exp(0 − lse) may be infinite there.
-    """
-    p_NP = _only((_wide(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
+    # Padded columns are set to 0, because exp(0 − lse) may be infinite there.
+    p_NP = _fill_padding((_to_fp32_or_wider(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
     at_NP = torch.arange(logits_NP.shape[1], device=p_NP.device) == columns_N.unsqueeze(1)
     logits_NP.copy_((p_NP - at_NP.to(p_NP.dtype)) * scales_N.unsqueeze(1))
 
@@ -67,7 +64,6 @@ def _loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient, for the compiler. `targets_logits_N`: the targets' logits."""
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
@@ -75,19 +71,19 @@ def _loss_and_gradient(
     return loss
 
 
-def _only(values_NP: Tensor, vocab: int, other: float) -> Tensor:
+def _fill_padding(values_NP: Tensor, vocab: int, value: float) -> Tensor:
     if values_NP.shape[1] == vocab:
         return values_NP
     real_P = torch.arange(values_NP.shape[1], device=values_NP.device) < vocab
-    return torch.where(real_P, values_NP, other)
+    return torch.where(real_P, values_NP, value)
 
 
 def _targets_logits(logits_NP: Tensor, columns_N: Tensor) -> Tensor:
-    own_N = _wide(logits_NP.gather(1, columns_N.clamp(min=0).unsqueeze(1)).squeeze(1))
+    own_N = _to_fp32_or_wider(logits_NP.gather(1, columns_N.clamp(min=0).unsqueeze(1)).squeeze(1))
     return torch.where(columns_N >= 0, own_N, 0.0)
 
 
-def _wide(values: Tensor) -> Tensor:
+def _to_fp32_or_wider(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -95,7 +91,7 @@ def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Ten
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N)
     parts = []
-    for rows in _blocks(logits_NP):
+    for rows in _row_blocks(logits_NP):
         largest_R1 = logits_NP[rows].amax(1, keepdim=True)
         exps_RP = logits_NP[rows].to(own_N.dtype, copy=True).sub_(largest_R1).exp_()
         parts.append(exps_RP.sum(1).log_().add_(largest_R1.squeeze(1)))
@@ -106,9 +102,9 @@ def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Ten
 def _eager_gradient(
     logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
 ) -> None:
-    for rows in _blocks(logits_NP):
-        p_RP = _wide(logits_NP[rows]).sub_(lse_N[rows].unsqueeze(1)).exp_()
-        _subtract_ones(p_RP, columns_N[rows])
+    for rows in _row_blocks(logits_NP):
+        p_RP = _to_fp32_or_wider(logits_NP[rows]).sub_(lse_N[rows].unsqueeze(1)).exp_()
+        _subtract_one_hot(p_RP, columns_N[rows])
         torch.mul(p_RP, scales_N[rows].unsqueeze(1), out=logits_NP[rows])
         del p_RP  # before the next block is computed
 
@@ -120,28 +116,27 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient from one softmax: log Σ exp = max logit − its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
-    for rows in _blocks(logits_NP):
+    for rows in _row_blocks(logits_NP):
+        # log Σ exp is the largest logit minus its log softmax.
         largest_R, at_R = logits_NP[rows].max(1)
         p_RP = logits_NP[rows].softmax(1, dtype=own_N.dtype)
-        lse_R = _wide(largest_R) - p_RP.gather(1, at_R.unsqueeze(1)).squeeze(1).log()
+        lse_R = _to_fp32_or_wider(largest_R) - p_RP.gather(1, at_R.unsqueeze(1)).squeeze(1).log()
         loss += ((lse_R - own_N[rows]) * counts_N[rows]).sum()
-        _subtract_ones(p_RP, columns_N[rows])
+        _subtract_one_hot(p_RP, columns_N[rows])
         torch.mul(p_RP, counts_N[rows].unsqueeze(1), out=logits_NP[rows])
         del p_RP  # before the next block is computed
     return loss
 
 
-def _subtract_ones(p_RP: Tensor, columns_R: Tensor) -> None:
+def _subtract_one_hot(p_RP: Tensor, columns_R: Tensor) -> None:
     ones_R = (columns_R >= 0).to(p_RP.dtype)
     p_RP.scatter_add_(1, columns_R.clamp(min=0).unsqueeze(1), -ones_R.unsqueeze(1))
 
 
-def _blocks(logits_NP: Tensor) -> Iterator[slice]:
-    """Yield slices of rows whose logits take `BLOCK_BYTES` in fp32."""
+def _row_blocks(logits_NP: Tensor) -> Iterator[slice]:
     rows = max(1, BLOCK_BYTES // (4 * logits_NP.shape[1]))
     for start in range(0, len(logits_NP), rows):
         yield slice(start, start + rows)
@@ -169,7 +164,7 @@ class CompiledPass:
         try:
             return self._compiled(*args)
         except _compiler_errors() as error:  # before anything is computed
-            if _is_limit(error):
+            if _is_recompile_limit(error):
                 self._too_many.add(args[0].shape)
                 return self._eager(*args)
             self._failed = True
@@ -182,15 +177,14 @@ class CompiledPass:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the compiler's error types. Loads the compiler: call it only after an error."""
+    """Return the compiler's error types, which loads it: call this only after an error."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
-def _is_limit(error: Exception) -> bool:
-    """Return whether an error is that of too many compiled shapes (as of torch 2.13)."""
-    text = f"{type(error).__name__} {error}".lower()
+def _is_recompile_limit(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}".lower()  # as of torch 2.13
     return "recompilelimit" in text or "recompile limit" in text
 
 
@@ -205,7 +199,7 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Return a function that calls `compiled` after reading the targets' logits in a kernel."""
+    """Wrap `compiled` so that the targets' logits are read first, by a separate kernel."""
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int

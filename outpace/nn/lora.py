@@ -75,16 +75,16 @@ class NF4Linear(LoraLinear):
         for name, tensor in quantize(base.weight).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
-    def _parts(self) -> list[Tensor]:
+    def _quantized_tensors(self) -> list[Tensor]:
         return [self.get_parameter(name) for name in PARTS]
 
     def frozen_output(self, x: Tensor) -> Tensor:
-        output: Tensor = NF4Matmul.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
+        output: Tensor = NF4Matmul.apply(x, self.shape, *self._quantized_tensors())  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def base_weight(self) -> Tensor:
         """Return W, (out, in), dequantized in the dtype of computation."""
-        return dequantize(self._parts(), self.shape, self.dtype)
+        return dequantize(self._quantized_tensors(), self.shape, self.dtype)
 
 
 def add_adapters(
@@ -99,9 +99,9 @@ def add_adapters(
     if plan.lora_rank is None:
         return model
     model.requires_grad_(False)
-    targets = _targets(model, plan)
+    targets = _resolve_targets(model, plan)
     kind = NF4Linear if plan.base == "nf4" else LoraLinear
-    for name, target, linear in list(_matrices(model)):
+    for name, target, linear in list(_adaptable_matrices(model)):
         rank = plan.lora_rank if target in targets else 0
         if not rank and plan.base == "fp32":
             continue
@@ -110,28 +110,27 @@ def add_adapters(
         adapted = kind(placed, rank, plan.lora_scale, plan.lora_dropout)
         if adapted.lora_a is not None and not adapted.lora_a.is_meta:
             with torch.no_grad():
-                adapted.lora_a.copy_(_draw(tuple(adapted.lora_a.shape), seed, f"{name}.lora_a"))
+                adapted.lora_a.copy_(_draw_a(tuple(adapted.lora_a.shape), seed, f"{name}.lora_a"))
         setattr(model.get_submodule(parent), leaf, adapted)
     return model
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
-    """Yield the name, target and module of each matrix that can have an adapter."""
+def _adaptable_matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
     for name, module in model.named_modules():
         for target, place in PLACES.items():
             if isinstance(module, nn.Linear) and name.endswith(f".{place}"):
                 yield name, target, module
 
 
-def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
-    there = {target for _, target, _ in _matrices(model)}
+def _resolve_targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
+    available = {target for _, target, _ in _adaptable_matrices(model)}
     if "all" in plan.lora_targets:
-        return there
+        return available
     for target in plan.lora_targets:
-        if target not in there:
+        if target not in available:
             raise BadInputError(
                 f"--lora-targets {target}: the model's MLP has no gate. Use any of "
-                f"{', '.join(name for name in PLACES if name in there)}, or all."
+                f"{', '.join(name for name in PLACES if name in available)}, or all."
             )
     return set(plan.lora_targets)
 
@@ -147,11 +146,11 @@ def first_value(
     if rank is None or kind not in ("lora_a", "lora_b"):
         return None
     out, inner = shapes[f"{module}.weight"]
-    return _draw((rank, inner), seed, name) if kind == "lora_a" else torch.zeros(out, rank)
+    return _draw_a((rank, inner), seed, name) if kind == "lora_a" else torch.zeros(out, rank)
 
 
-def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Draw from U(−1/√in, 1/√in), as in the paper's code, with a random stream per name."""
+def _draw_a(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Draw A (r, in) from U(−1/√in, 1/√in), as in the paper's code, by a stream per name."""
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
     return drawn.uniform_(-bound, bound, generator=stream(seed, name))
@@ -170,7 +169,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Return the number of all weights, whatever their format, and of trained weights."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
-    parts = {id(part) for module in in_4_bits for part in module._parts()}
+    parts = {id(part) for module in in_4_bits for part in module._quantized_tensors()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return counted + sum(module.shape.numel() for module in in_4_bits), trained

@@ -134,14 +134,14 @@ def linear_loss_sum(
         return head_loss_sum(hidden_ND, weight_VD, bias_V, targets_N, kind, dtype, passes)
     rows, vocab = hidden_ND.shape[0], weight_VD.shape[0]
     low = None if dtype in (None, torch.float32) else dtype
-    if kind == "auto" and low == torch.bfloat16 and rows <= _whole_rows(vocab):
+    if kind == "auto" and low == torch.bfloat16 and rows <= _most_whole_rows(vocab):
         whole: Tensor = low_loss(hidden_ND, weight_VD, bias_V, targets_N)[0]
         return whole
     if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab)):
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
     if low != torch.bfloat16:
-        return _wide_sum(hidden_ND, weight_VD, bias_V, targets_N)
-    chunk_rows = CHUNK_ROWS if kind == "chunked" else _whole_rows(vocab)
+        return _fp32_chunked_sum(hidden_ND, weight_VD, bias_V, targets_N)
+    chunk_rows = CHUNK_ROWS if kind == "chunked" else _most_whole_rows(vocab)
     track = torch.is_grad_enabled()
     loss_sum: Tensor = ChunkedSum.apply(  # type: ignore[no-untyped-call]
         hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, track
@@ -149,7 +149,9 @@ def linear_loss_sum(
     return loss_sum
 
 
-def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def _fp32_chunked_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         operands = to_fp32(hidden), to_fp32(weight), None if bias is None else to_fp32(bias)
         loss_sum: Tensor = WideChunkedSum.apply(  # type: ignore[no-untyped-call]
@@ -158,8 +160,8 @@ def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     return loss_sum
 
 
-def _whole_rows(vocab: int) -> int:
-    """Return the number of tokens up to which "auto" holds all 16-bit logits on a CPU."""
+def _most_whole_rows(vocab: int) -> int:
+    """Return the number of tokens up to which "auto" holds all bf16 logits on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
@@ -171,7 +173,7 @@ def prefers_chunks(rows: int, vocab: int) -> bool:
 def _plain_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
 ) -> Tensor:
-    """Compute the loss from all logits: matmuls in `low`, softmax and sum in fp32 (by autocast)."""
+    """Compute the loss from all logits: matmuls in `low`, softmax and sum in fp32 (autocast)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = to_fp32(hidden)
@@ -179,8 +181,8 @@ def _plain_sum(
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
 
 
-def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
-    """Scale the gradients that a forward left in `ctx.grads`, in place. Raises if called twice."""
+def _scale_saved_gradients(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
+    """Multiply the gradients in `ctx.grads` by `loss_grad`, in place. Raises if called twice."""
     if ctx.grads is None:
         raise RuntimeError("the chunked loss supports one backward; use the plain loss for more")
     grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
@@ -226,7 +228,7 @@ class ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients of the forward."""
-        hidden, weight, *bias = _scale_once(ctx, loss_grad)
+        hidden, weight, *bias = _scale_saved_gradients(ctx, loss_grad)
         return hidden, weight, (*bias, None)[0], None, None, None
 
 
@@ -264,4 +266,4 @@ class WideChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients of the forward."""
-        return *_scale_once(ctx, loss_grad), None, None
+        return *_scale_saved_gradients(ctx, loss_grad), None, None

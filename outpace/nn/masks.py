@@ -34,7 +34,7 @@ class Visibility:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
         if self.blocks is not None:
-            return Visibility(_mask_of(self.blocks, read_B[:, None, None, None], keys))
+            return Visibility(_dense_mask(self.blocks, read_B[:, None, None, None], keys))
         if not self.is_causal:
             return self
         seen_BT = torch.arange(keys, device=read_B.device) <= read_B.unsqueeze(1)
@@ -46,10 +46,10 @@ class Visibility:
             return self
         queries, keys = self.blocks.seq_lengths
         rows = torch.arange(queries, device=self.blocks.kv_indices.device)
-        return Visibility(_mask_of(self.blocks, rows[None, None, :, None], keys))
+        return Visibility(_dense_mask(self.blocks, rows[None, None, :, None], keys))
 
 
-def _mask_of(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
+def _dense_mask(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
     """Return the mask (B, 1, S, T) of the queries at `rows`, (B or 1, 1, S, 1)."""
     samples = torch.arange(blocks.kv_indices.shape[0], device=rows.device)[:, None, None, None]
     columns = torch.arange(keys, device=rows.device)
@@ -128,14 +128,14 @@ def block_mask(
         any_seen = any_seen & (low_NN < window) & (high_NN > -window)
         all_seen = all_seen & (high_NN < window) & (low_NN > -window)
     if documents_BS is not None:
-        low_BN, high_BN = _blocks_of(documents_BS, count, documents_BS[:, -1:]).aminmax(dim=-1)
+        low_BN, high_BN = _split_blocks(documents_BS, count, documents_BS[:, -1:]).aminmax(dim=-1)
         rows_low, rows_high = low_BN.unsqueeze(2), high_BN.unsqueeze(2)
         columns_low, columns_high = low_BN.unsqueeze(1), high_BN.unsqueeze(1)
         any_seen = any_seen & (rows_low <= columns_high) & (columns_low <= rows_high)
         all_seen = all_seen & (rows_low == columns_high) & (rows_high == columns_low)
     if padding_mask_BS is not None:
         padding_B1 = torch.zeros_like(padding_mask_BS[:, :1], dtype=torch.bool)
-        real_BNX = _blocks_of(padding_mask_BS.bool(), count, padding_B1)
+        real_BNX = _split_blocks(padding_mask_BS.bool(), count, padding_B1)
         own_NN = torch.eye(count, dtype=torch.bool, device=device)
         any_seen = any_seen & (real_BNX.any(-1).unsqueeze(1) | own_NN)
         all_seen = all_seen & real_BNX.all(-1).unsqueeze(1)
@@ -149,7 +149,7 @@ def block_mask(
     )
 
 
-def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
+def _split_blocks(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
     """Split (B, S) into blocks (B, N, 128), the last one padded with `filler_B1`."""
     missing = count * BLOCK - x_BS.shape[1]
     filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
@@ -166,8 +166,6 @@ def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
 def _mask_function(
     causal: bool, window: int | None, documents_BS: Tensor | None, padding_mask_BS: Tensor | None
 ) -> MaskFunction:
-    """Return the pattern as a function of positions."""
-
     def sees(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         allowed = row >= column if causal else (row >= 0) & (column >= 0)
         if window is not None:

@@ -122,7 +122,7 @@ def casts_kept() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-def _no_cast(kept: bool = False) -> AbstractContextManager[None]:
+def _without_autocast(kept: bool = False) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -142,7 +142,7 @@ def make_mixed(
     """
     dtype = DTYPES[precision]
     if dtype is None:
-        return MixedPrecision(None, _no_cast, None)
+        return MixedPrecision(None, _without_autocast, None)
 
     def cast(kept: bool = False) -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=dtype, cache_enabled=cache or kept)
@@ -155,7 +155,7 @@ def make_mixed(
         weights, master = None, False
     return MixedPrecision(
         dtype,
-        _no_cast if alone else cast,
+        _without_autocast if alone else cast,
         scaler,
         weights,
         wide_gradients=master and scaler is not None,

@@ -48,10 +48,10 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     for container in module.modules():
-        if isinstance(container, nn.ModuleList) or _is_sequence(container):
+        if isinstance(container, nn.ModuleList) or _is_sequential_container(container):
             blocks = _most_common_members(container)
             least = 1 if isinstance(container, nn.ModuleList) else 2
-            if len(blocks) >= least and _size(blocks) > _size(found):
+            if len(blocks) >= least and _parameter_count(blocks) > _parameter_count(found):
                 found = blocks
     if not found:
         raise BadInputError(
@@ -59,35 +59,33 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             "on the members of an nn.ModuleList or nn.Sequential. Put the model's layers into "
             "one, or use neither option"
         )
-    return [block for member in found for block in _callable(member)]
+    return [block for member in found for block in _expand_lists(member)]
 
 
-def _is_sequence(container: nn.Module) -> bool:
-    """Return whether a module is a Sequential, or a ModuleDict with numbers as keys."""
+def _is_sequential_container(container: nn.Module) -> bool:
     if isinstance(container, nn.ModuleDict):
         return all(re.fullmatch(r"\D*\d+", name) for name in container)
     return isinstance(container, nn.Sequential)
 
 
 def _most_common_members(container: nn.Module) -> list[nn.Module]:
-    """Return the members of the most common class, counting only members with parameters."""
-    members = [child for child in container.children() if _callable(child)]
+    members = [child for child in container.children() if _expand_lists(child)]
     # Each module with a parametrization has its own class.
     kinds = [type_before_parametrizations(child) for child in members]
     commonest = Counter(kinds).most_common(1)
     return [c for c, kind in zip(members, kinds, strict=True) if kind is commonest[0][0]]
 
 
-def _callable(module: nn.Module) -> list[nn.Module]:
-    """Return a module with parameters; for one without a forward (lists), its children instead."""
-    if not _size([module]):
+def _expand_lists(module: nn.Module) -> list[nn.Module]:
+    """Return a module that has parameters, or the children of one without a forward (lists)."""
+    if not _parameter_count([module]):
         return []
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return [module]
-    return [part for child in module.children() for part in _callable(child)]
+    return [part for child in module.children() for part in _expand_lists(child)]
 
 
-def _size(modules: list[nn.Module]) -> int:
+def _parameter_count(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
@@ -124,20 +122,20 @@ def apply_checkpointing(
                 _run_checkpointed, block.forward, _checkpoint_arguments(own, block), kept
             )
             alone = own == "selective" and not by_policy
-            if alone and isinstance(block, Block) and not _draws(block):
-                checkpointed = partial(_kept_or_checkpointed, block, checkpointed)
+            if alone and isinstance(block, Block) and not _has_dropout(block):
+                checkpointed = partial(_keep_matmuls_or_checkpoint, block, checkpointed)
             block.forward = checkpointed
 
 
 def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
-    """Return the arguments of torch's checkpoint.
+    """Return the keyword arguments of torch's checkpoint for one block.
 
     outpace's blocks repeat exactly the same computation, and draw random numbers only for dropout,
     so shapes need not be compared, nor generator states kept without dropout.
     """
     options: dict[str, Any] = {}
     if isinstance(block, Block):
-        options = {"preserve_rng_state": _draws(block), "determinism_check": "none"}
+        options = {"preserve_rng_state": _has_dropout(block), "determinism_check": "none"}
     if mode == "full":
         return options
     kept = _ATTENTION if mode == "attention" else _SELECTED
@@ -145,26 +143,25 @@ def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, An
     return {**options, **contexts, **without_saved_tensor_hooks()}
 
 
-def _draws(block: Block) -> bool:
-    """Return whether a block, or an adapter in it, draws random numbers."""
+def _has_dropout(block: Block) -> bool:
     if block.attention.spec.dropout > 0:
         return True
-    kept = [getattr(part, "dropout", None) for part in block.modules()]
-    return any(isinstance(rate, float) and rate > 0 for rate in kept)
+    rates = [getattr(part, "dropout", None) for part in block.modules()]  # of adapters
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _run_checkpointed(
     forward: Callable[..., Any],
     options: dict[str, Any],
-    once: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    change_once: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if once is not None and not torch.compiler.is_compiling():
-        forward = once(forward)
+    if change_once is not None and not torch.compiler.is_compiling():
+        forward = change_once(forward)
     if not torch.compiler.is_compiling():
         args, kwargs = _without_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
@@ -175,23 +172,22 @@ def _without_caches(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Drop key/value caches, because recomputation would append to them a second time."""
     given = (*args, *kwargs.values())
-    if not any(_is_cache(value) for value in given):
+    if not any(_is_kv_cache(value) for value in given):
         return args, kwargs
-    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    kept = {name: None if _is_kv_cache(value) else value for name, value in kwargs.items()}
     if kept.get("use_cache"):
         kept["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kept
+    return tuple(None if _is_kv_cache(value) else value for value in args), kept
 
 
-def _is_cache(value: Any) -> bool:
-    """Return whether a value is transformers' key/value cache, which training fills, too."""
+def _is_kv_cache(value: Any) -> bool:
     if value is None or isinstance(value, torch.Tensor):
         return False
     kinds = type(value).__mro__
     return any(k.__name__ == "Cache" and k.__module__.startswith("transformers.") for k in kinds)
 
 
-def _kept_or_checkpointed(
+def _keep_matmuls_or_checkpoint(
     block: Block, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     if torch.is_grad_enabled() and not kwargs and can_keep_matmuls(block, *args):
@@ -200,8 +196,6 @@ def _kept_or_checkpointed(
 
 
 def _selective_contexts(kept: frozenset[Any]) -> Contexts:
-    """Return contexts of selective checkpointing that keep the outputs of the operators `kept`."""
-
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in kept:
             return CheckpointPolicy.MUST_SAVE

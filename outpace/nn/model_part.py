@@ -37,9 +37,9 @@ def take_part(model: Transformer, part: Part) -> Transformer:
     for number, block in enumerate(model.blocks):
         taken.blocks[number] = block if number in part.blocks else AbsentModule()
     modules = {
-        "embed": _embedding(model, part),
-        "final_norm": _last(model.final_norm, part),
-        "head_transform": _last(model.head_transform, part),
+        "embed": _embedding_of_part(model, part),
+        "final_norm": _module_of_last_part(model.final_norm, part),
+        "head_transform": _module_of_last_part(model.head_transform, part),
         "head": model.head if part.last else None,
         "head_bias": model.head_bias if part.last else None,
     }
@@ -49,11 +49,11 @@ def take_part(model: Transformer, part: Part) -> Transformer:
     return taken
 
 
-def _last(module: nn.Module | None, part: Part) -> nn.Module | None:
+def _module_of_last_part(module: nn.Module | None, part: Part) -> nn.Module | None:
     return module if module is None or part.last else AbsentModule()
 
 
-def _embedding(model: Transformer, part: Part) -> nn.Module:
+def _embedding_of_part(model: Transformer, part: Part) -> nn.Module:
     if part.first:
         return model.embed
     absent = AbsentModule()

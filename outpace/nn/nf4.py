@@ -36,7 +36,7 @@ def require_nf4() -> None:
 
 
 @cache
-def _library() -> Any:
+def _load_bitsandbytes() -> Any:
     """Return bitsandbytes.functional, without its advice about downloading kernels.
 
     The first call of bitsandbytes computes the levels of scales for all later calls in the process.
@@ -61,7 +61,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
     They are equal on every machine.
     """
-    codes, state = _library().quantize_4bit(
+    codes, state = _load_bitsandbytes().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     tensors = (codes, state.absmax, state.state2.absmax, state.offset, state.state2.code)

@@ -37,9 +37,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return made.to(x.dtype).view(x.shape), factor
 
 
-def _fake_output(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
-    return torch.empty_like(x), x.new_empty((rows, 1), dtype=_wide_dtype(x))
+    return torch.empty_like(x), x.new_empty((rows, 1), dtype=_fp32_or_wider(x))
 
 
 def _rms_norm_backward(
@@ -60,29 +60,28 @@ def _rms_norm_backward(
     return [*grads, weight_grad.to(weight.dtype)] if trains else grads
 
 
-def _made_backward(
+def _fake_rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
 ) -> list[Tensor]:
     return [torch.empty_like(one) for one in (x, weight)[: 1 + trains]]
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
+def _fp32_or_wider(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
-    """Flatten `x` from (…, D) to (N, D), in fp32 or wider."""
-    return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
+    return x.reshape(-1, x.shape[-1]).to(_fp32_or_wider(x))
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate_rms_norm(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return None, None, None
     trains = ctx.needs_input_grad[1]
@@ -90,8 +89,8 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return next(grads), next(grads, None), None
 
 
-rms_norm_backward = operator(_rms_norm_backward, _made_backward)
-rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
+rms_norm_backward = operator(_rms_norm_backward, _fake_rms_norm_backward)
+rms_norm = operator(_rms_norm, _fake_rms_norm, _save_for_backward, _differentiate_rms_norm)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -48,8 +48,6 @@ class Storage(Protocol):
 
 
 class _MappedTensor:
-    """A tensor in a memory-mapped file, which the backward reads in place."""
-
     def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
         self._tensor, self._region = scratch.copy_temporarily(tensor)
         self._region.release()
@@ -76,8 +74,6 @@ class DiskStore:
 
 
 class _PinnedTensor:
-    """A CUDA tensor in pinned host memory."""
-
     def __init__(self, tensor: Tensor, place: "HostStore") -> None:
         place.down.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(place.down):
@@ -128,22 +124,25 @@ class HostStore:
 
 
 class _SavedTensors:
-    """Tensors saved by one forward of a block, each stored once even if several operators save it.
+    """Handles of the tensors that one forward of a block saves for its backward.
 
-    Blocks do not share copies, because a pipeline receives into the same memory repeatedly without
-    changing the tensors' version counters.
+    A tensor that several operators save is stored once. Blocks do not share copies, because a
+    pipeline receives into the same memory repeatedly without changing the tensors' version
+    counters.
     """
 
-    def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
+    def __init__(
+        self, keeper: "Keeper", weights: set[int], previous: "_SavedTensors | None"
+    ) -> None:
         self._keeper, self._weights = keeper, weights
-        self._before = None if before is None else weakref.ref(before)
+        self._previous = None if previous is None else weakref.ref(previous)
         self._saved: dict[Any, weakref.ref[_SavedTensor]] = {}
         self._opened = False
 
     def pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
-        """Store a tensor and return its handle, or return the tensor itself if it stays."""
+        """Store a tensor and return its handle; return weights and small tensors unchanged."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
-        if not _moves(held) or held.untyped_storage()._cdata in self._weights:
+        if not _is_worth_offloading(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
         # The identity of a storage is not reused while a weak reference to it exists.
         key = (
@@ -159,17 +158,16 @@ class _SavedTensors:
         return found
 
     def open(self) -> None:
-        """Prefetch the tensors of the previous block, when the backward reaches this one."""
+        """Prefetch the previous block's tensors, once the backward has reached this block."""
         if self._opened:
             return
         self._opened = True
         self._keeper.place.pace()
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.prefetch()
+        previous = None if self._previous is None else self._previous()
+        if previous is not None:
+            previous.prefetch()
 
     def prefetch(self) -> None:
-        """Prefetch all tensors that are still needed."""
         for known in self._saved.values():
             saved = known()
             if saved is not None:
@@ -177,13 +175,13 @@ class _SavedTensors:
 
 
 class _SavedTensor:
-    """A saved tensor, plain or the local shard of a DTensor. Keeps its `_SavedTensors` alive."""
+    """A saved tensor, plain or the shard of a DTensor; it keeps its `_SavedTensors` alive."""
 
-    def __init__(self, parcel: Parcel, spec: Any, shelf: _SavedTensors) -> None:
-        self.parcel, self._spec, self._shelf = parcel, spec, shelf
+    def __init__(self, parcel: Parcel, spec: Any, block_tensors: _SavedTensors) -> None:
+        self.parcel, self._spec, self._block_tensors = parcel, spec, block_tensors
 
     def open(self) -> Tensor:
-        self._shelf.open()
+        self._block_tensors.open()
         tensor = self.parcel.open()
         if self._spec is None:
             return tensor
@@ -192,8 +190,7 @@ class _SavedTensor:
         return DTensor(tensor, self._spec, requires_grad=False)
 
 
-def _moves(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain, and large enough to be worth offloading."""
+def _is_worth_offloading(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
@@ -210,10 +207,10 @@ class Keeper:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         self.place.pace()
-        weights = {_memory(parameter) for parameter in block.parameters()}
-        shelf = _SavedTensors(self, weights, None if self._last is None else self._last())
-        self._last = weakref.ref(shelf)
-        with saved_tensors_hooks(shelf.pack, _open):
+        weights = {_storage_id(parameter) for parameter in block.parameters()}
+        block_tensors = _SavedTensors(self, weights, None if self._last is None else self._last())
+        self._last = weakref.ref(block_tensors)
+        with saved_tensors_hooks(block_tensors.pack, _open_saved_tensor):
             return run(*args, **kwargs)
 
 
@@ -227,11 +224,11 @@ class KeptForward:
         return self._keeper.forward(self.inner, self._block, *args, **kwargs)
 
 
-def _open(saved: "Tensor | _SavedTensor") -> Tensor:
+def _open_saved_tensor(saved: "Tensor | _SavedTensor") -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.open()
 
 
-def _memory(parameter: Tensor) -> int:
+def _storage_id(parameter: Tensor) -> int:
     held = parameter._local_tensor if is_spread(parameter) else parameter
     storage: int = held.untyped_storage()._cdata
     return storage

@@ -47,37 +47,37 @@ def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -
     if out.is_meta or isinstance(out, FakeTensor):
         return out
     key, flat = stream_key(seed, name), out.view(-1)
-    table = _quantiles(out.device) * std
+    table = _normal_quantiles(out.device) * std
     at_once = _AT_ONCE_CPU if out.device.type == "cpu" else _AT_ONCE
     for begin in range(0, flat.numel(), at_once):
         part = flat[begin : begin + at_once]
         first, before = divmod(start + begin, _VALUES)
-        words = _words(key, first, -(-(before + part.numel()) // _VALUES), out.device)
+        words = _splitmix64_words(key, first, -(-(before + part.numel()) // _VALUES), out.device)
         places = words.view(torch.int16)[before : before + part.numel()].int()
         part.copy_(table.index_select(0, places.add_(_QUANTILES // 2)))
     return out
 
 
-def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return words `first`, `first` + 1, … of SplitMix64 with this state, (count,) int64."""
+def _splitmix64_words(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return words `first`, `first` + 1, … of SplitMix64 seeded with `key`, (count,) int64."""
     return mix(torch.arange(first + 1, first + 1 + count, device=device).mul_(GAMMA).add_(key))
 
 
 def mix(state: Tensor) -> Tensor:
     """Apply SplitMix64's output function to states, int64, in place."""
-    state = _xor_shifted(state, 30).mul_(_FIRST)
-    state = _xor_shifted(state, 27).mul_(_SECOND)
-    return _xor_shifted(state, 31)
+    state = _xor_shift_right_(state, 30).mul_(_FIRST)
+    state = _xor_shift_right_(state, 27).mul_(_SECOND)
+    return _xor_shift_right_(state, 31)
 
 
-def _xor_shifted(state: Tensor, places: int) -> Tensor:
-    """Return `state` xor (`state` >> `places`), with an unsigned shift."""
-    return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
+def _xor_shift_right_(state: Tensor, bits: int) -> Tensor:
+    # The mask makes torch's arithmetic shift an unsigned one.
+    return state.bitwise_xor_((state >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 @cache
-def _quantiles(device: torch.device) -> Tensor:
-    """Return 65,536 quantiles of the normal distribution at equal spacing, fp32, ascending."""
+def _normal_quantiles(device: torch.device) -> Tensor:
+    """Return 65,536 equally probable quantiles of N(0, 1), fp32, ascending."""
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

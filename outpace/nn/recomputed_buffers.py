@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Tracks the buffers that a block's forward changes, to keep them when it is recomputed."""
+    """Keeps the recomputation of a block's forward from changing its buffers once more."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -26,7 +26,7 @@ class BufferKeeper:
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self._moving: set[_Place] | None = None  # None: no forward has been seen
+        self._changing: set[_Place] | None = None  # None: no forward has been seen
 
     @property
     def has_buffers(self) -> bool:
@@ -34,51 +34,53 @@ class BufferKeeper:
         return bool(self._places)
 
     def change_once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that changes buffers at its first call, but not when recomputed."""
+        """Wrap a forward so that only its first call changes buffers.
+
+        The second call, which recomputes it in the backward, sees the buffers as the first did.
+        """
         before: dict[_Place, Tensor] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal before
             if before is not None:
-                return self._recompute(before, forward, args, kwargs)
-            copies = {place: _buffer_at(place).clone() for place in self._to_copy()}
+                return self._run_with_old_buffers(before, forward, args, kwargs)
+            copies = {place: _buffer_at(place).clone() for place in self._buffers_to_copy()}
             versions = {
                 place: (_buffer_at(place), _buffer_at(place)._version) for place in self._places
             }
             output = forward(*args, **kwargs)
-            moved = {place for place, seen in versions.items() if _has_changed(place, *seen)}
-            if self._moving is None:  # compare values, not only versions
-                moved |= {place for place, old in copies.items() if _differs(place, old)}
-            before = {place: copies[place] for place in self._changed_buffers(moved)}
+            moved = {place for place, seen in versions.items() if _was_written(place, *seen)}
+            if self._changing is None:  # compare values, not only versions
+                moved |= {place for place, old in copies.items() if _values_differ(place, old)}
+            before = {place: copies[place] for place in self._note_changed_buffers(moved)}
             return output
 
         return run
 
-    def _to_copy(self) -> list[_Place]:
-        return self._places if self._moving is None else list(self._moving)
+    def _buffers_to_copy(self) -> list[_Place]:
+        return self._places if self._changing is None else list(self._changing)
 
-    def _changed_buffers(self, moved: set[_Place]) -> set[_Place]:
-        """Return the buffers that change, as seen in the block's first forward.
+    def _note_changed_buffers(self, changed: set[_Place]) -> set[_Place]:
+        """Return the buffers that the forward changes: those of the block's first call.
 
-        Raises BadInputError if others have changed since.
+        The first call records them. Raises BadInputError if a later call changes others, too.
         """
-        late = set() if self._moving is None else moved - self._moving
+        late = set() if self._changing is None else changed - self._changing
         if late:
             _, name = next(iter(late))
             raise BadInputError(
                 f"the forward of {self._kind} now changes its buffer {name!r}, but did not in its "
                 "first call, so checkpointing would change it twice. Use checkpointing none."
             )
-        if self._moving is None:
-            self._moving = moved
-        return self._moving
+        if self._changing is None:
+            self._changing = changed
+        return self._changing
 
-    def _recompute(
-        self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
+    def _run_with_old_buffers(
+        self, old_buffers: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Recompute with copies of the buffers as they were before the first call."""
-        now = {place: _buffer_at(place) for place in before}
-        for (part, name), buffer in before.items():
+        now = {place: _buffer_at(place) for place in old_buffers}
+        for (part, name), buffer in old_buffers.items():
             part._buffers[name] = buffer.clone()
         try:
             return forward(*args, **kwargs)
@@ -94,9 +96,9 @@ def _buffer_at(place: _Place) -> Tensor:
     return buffer
 
 
-def _has_changed(place: _Place, seen: Tensor, version: int) -> bool:
+def _was_written(place: _Place, seen: Tensor, version: int) -> bool:
     return _buffer_at(place) is not seen or seen._version != version
 
 
-def _differs(place: _Place, old: Tensor) -> bool:
+def _values_differ(place: _Place, old: Tensor) -> bool:
     return fingerprint(_buffer_at(place)) != fingerprint(old)

@@ -43,10 +43,10 @@ def has_hooks() -> bool:
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
     """Replace a saved tensor, given as a node's `_raw_saved_` attribute, by a function."""
-    saved.register_hooks(lambda _: make, _make_again)
+    saved.register_hooks(lambda _: make, _make_without_grad)
 
 
-def _make_again(make: Callable[[], Tensor]) -> Tensor:
+def _make_without_grad(make: Callable[[], Tensor]) -> Tensor:
     if not torch.is_grad_enabled():
         return make()
     with torch.no_grad():

@@ -26,9 +26,9 @@ def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between them.
+    """Scale frequencies by Llama 3's rule (arXiv 2407.21783, §3.4.2, and Llama 3.1's code).
 
-    This is Llama 3's rule (arXiv 2407.21783, §3.4.2, and the reference code of Llama 3.1).
+    Low frequencies are divided by `factor`, high ones kept, and those between them interpolated.
     """
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

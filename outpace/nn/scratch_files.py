@@ -66,7 +66,7 @@ class Scratch:
         self._directory = Path(directory or tempfile.gettempdir())
         self._end: tuple[mmap.mmap, int, int] | None = None  # file, its descriptor, bytes used
         self._idle: defaultdict[int, list[Region]] = defaultdict(list)
-        self._placed: dict[int, Region] = {}
+        self._regions_by_address: dict[int, Region] = {}
 
     def allocate(self, nbytes: int) -> Region:
         """Return a region of at least `nbytes`. Raises BadInputError if the disk is too full."""
@@ -74,13 +74,13 @@ class Scratch:
         if self._idle[pages]:
             return self._idle[pages].pop()
         if self._end is None or self._end[2] + pages > len(self._end[0]):
-            self._end = self._open(max(_FILE_BYTES, pages))
+            self._end = self._open_file(max(_FILE_BYTES, pages))
         mapping, descriptor, used = self._end
         try:
             # On a full disk, writing to a mapped sparse file would kill the process.
-            _allocate(descriptor, used, pages)
+            _reserve_disk_space(descriptor, used, pages)
         except OSError as error:
-            raise self._refusal(error, pages) from None
+            raise self._no_room_error(error, pages) from None
         self._end = (mapping, descriptor, used + pages)
         self.taken_bytes += pages
         return Region(mapping, used, pages)
@@ -90,7 +90,7 @@ class Scratch:
         region.release()
         self._idle[region.nbytes].append(region)
 
-    def _open(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
+    def _open_file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
         if not sys.platform.startswith("linux"):
             raise BadInputError("offload to disk needs Linux. Use none or cpu.")
         try:
@@ -102,12 +102,11 @@ class Scratch:
                 descriptor = os.dup(file.fileno())
                 mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         except OSError as error:
-            raise self._refusal(error, nbytes) from None
+            raise self._no_room_error(error, nbytes) from None
         weakref.finalize(mapping, os.close, descriptor)
         return mapping, descriptor, 0
 
     def _require_disk(self) -> None:
-        """Raise BadInputError if the user's directory is on a file system in memory."""
         whole = self._directory.absolute()
         device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
         for mount in psutil.disk_partitions(all=True) if self._named else ():
@@ -118,7 +117,7 @@ class Scratch:
                     f"in memory ({mount.fstype}). Name a directory on a disk with --offload-dir."
                 )
 
-    def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
+    def _no_room_error(self, error: OSError, nbytes: int) -> BadInputError:
         return BadInputError(
             f"offload to disk: {self._directory} has no room for {show_bytes(nbytes)} in addition "
             f"to the {show_bytes(self.taken_bytes)} that this process has there "
@@ -133,26 +132,26 @@ class Scratch:
             total += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         region = self.allocate(max(total, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
-        placed = [_copy(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
-        self._placed |= {tensor.data_ptr(): region for tensor in placed}
+        placed = [_copy_into(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
+        self._regions_by_address |= {tensor.data_ptr(): region for tensor in placed}
         return placed, region
 
     def region_of(self, tensor: Tensor) -> Region | None:
         """Return the region of a tensor from `copy_permanently`; None for any other."""
-        return self._placed.get(tensor.data_ptr())
+        return self._regions_by_address.get(tensor.data_ptr())
 
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
         """Copy a plain tensor into a region that is freed together with the copy."""
         region = self.allocate(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False
-        return _copy(tensor, memory, 0), region
+        return _copy_into(tensor, memory, 0), region
 
 
-def _allocate(descriptor: int, start: int, nbytes: int) -> None:
+def _reserve_disk_space(descriptor: int, start: int, nbytes: int) -> None:
     """Allocate disk space for a range of a file, completely or not at all. Raises OSError.
 
-    Checks first whether it fits: some file systems fill up before they refuse, so that other
+    The free space is compared first: some file systems fill up before they refuse, so that other
     writes fail in the meantime.
     """
     disk = os.fstatvfs(descriptor)
@@ -168,11 +167,11 @@ def _allocate(descriptor: int, start: int, nbytes: int) -> None:
 
 
 @torch.no_grad()
-def _copy(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
-    """Copy a tensor into memory at an offset, densely, in the order of its strides."""
+def _copy_into(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", offset: int) -> Tensor:
+    """Copy a tensor into memory at `offset` bytes, densely, in the order of its strides."""
     if tensor.numel() == 0:
         return tensor.detach().clone()
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
     strides = torch.empty_like(tensor, device="meta").stride()
     return flat.as_strided(tensor.shape, strides).copy_(tensor)
 

@@ -182,8 +182,8 @@ class Transformer(nn.Module):
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
         lengths = (length, past + length)
         # Not in generation, where nothing is compiled because the length changes with each token.
-        by_blocks = cache is None and self._takes_blocks(tokens_BS.device)
-        seen = self._visibilities(
+        by_blocks = cache is None and self._uses_block_masks(tokens_BS.device)
+        seen = self._visibility_by_window(
             lengths, documents_BS, padding_mask_BS, tokens_BS.device, by_blocks
         )
         for index, block in enumerate(self.blocks):
@@ -201,7 +201,7 @@ class Transformer(nn.Module):
         """Return logits of the next (or masked) token, (…, V), from hidden states (…, D)."""
         return F.linear(hidden, self.head_weight, self.head_bias)
 
-    def _visibilities(
+    def _visibility_by_window(
         self,
         lengths: tuple[int, int],
         documents_BS: Tensor | None,
@@ -209,7 +209,6 @@ class Transformer(nn.Module):
         device: torch.device,
         by_blocks: bool,
     ) -> dict[int | None, Visibility]:
-        """Return the visibility in a layer, by its window."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
         given = documents_BS, padding_mask_BS
@@ -218,7 +217,7 @@ class Transformer(nn.Module):
             for window in windows
         }
 
-    def _takes_blocks(self, device: torch.device) -> bool:
+    def _uses_block_masks(self, device: torch.device) -> bool:
         dropout = self.spec.dropout if self.training else 0.0
         kind = self.runs_on or device.type
         return self.blocks_of_masks and takes_blocks(kind, self.spec.head_dim, dropout)

@@ -42,7 +42,9 @@ def test_metrics_are_those_of_precision_and_recall(classes, data):
     scores = torch.nn.functional.one_hot(torch.tensor([*said, 0]), classes).float()
     # The sums of two ranks, the second with a sample that does not count.
     targets, half = torch.tensor([*true, IGNORED]), len(pairs) // 2
-    parts = [objective._sums(scores[a:b], targets[a:b]) for a, b in ((0, half), (half, None))]
+    parts = [
+        objective._sum_matches(scores[a:b], targets[a:b]) for a, b in ((0, half), (half, None))
+    ]
     sums = dict(zip(objective.sums, sum(parts).tolist(), strict=True))
     found = objective.metrics(sums, len(pairs))
     counted = range(classes) if classes > 2 else (1,)

@@ -23,7 +23,7 @@ SPLITMIX64 = (
 
 
 def test_the_bits_are_splitmix64s():
-    words = random_values._words(1234567, 0, 5, CPU)
+    words = random_values._splitmix64_words(1234567, 0, 5, CPU)
     assert tuple(int(word) % 2**64 for word in words) == SPLITMIX64
 
 
