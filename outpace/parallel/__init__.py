@@ -35,7 +35,7 @@ def apply(request: LayoutRequest) -> Layout:
             "trainer with outpace plan --emit, or use the next plan that outpace plan proposes."
         )
     require(plan, request.device)
-    lacking = _split_backward_refusal(strategy, request.device)
+    lacking = _explain_no_split_backward(strategy, request.device)
     if lacking is not None:
         raise BadInputError(f"{lacking}.")
     is_custom = not isinstance(request.objective, LanguageModelObjective)
@@ -59,7 +59,6 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def _apply_default_timeout(groups: set[dist.ProcessGroup], device: torch.device) -> None:
-    """Apply the default group's timeout to new groups, including those of a mesh."""
     if not groups:
         return
     assert dist.group.WORLD is not None
@@ -72,13 +71,12 @@ def _apply_default_timeout(groups: set[dist.ProcessGroup], device: torch.device)
 def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | None:
     """Explain why a strategy cannot run on this machine; return None if it can."""
     if strategy != "horovod":
-        return _split_backward_refusal(strategy, device)
+        return _explain_no_split_backward(strategy, device)
     reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)
     return reason
 
 
-def _split_backward_refusal(strategy: Strategy, device: torch.device) -> str | None:
-    """Explain why this torch cannot run a zero-bubble schedule on CPUs; return None if it can."""
+def _explain_no_split_backward(strategy: Strategy, device: torch.device) -> str | None:
     schedule = SCHEDULES.get(strategy)
     if schedule is None or not schedule.splits_backward or device.type != "cpu":
         return None

@@ -13,10 +13,10 @@ def keep_argument_lists(unit: nn.Module) -> None:
     """Make a `fully_shard` module receive the caller's lists and dicts, not rebuilt copies."""
     given: list[tuple[Any, Any]] = []
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def remember_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(args, kwargs)]
 
-    def put_back(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def restore_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not given:
             return None
         first, named = given.pop()
@@ -25,25 +25,25 @@ def keep_argument_lists(unit: nn.Module) -> None:
         if len(first) != len(args) or set(named) != set(kwargs):  # changed by a user's hook
             return None
         return (
-            tuple(_refill(old, new) for old, new in zip(first, args, strict=True)),
-            {name: _refill(named[name], new) for name, new in kwargs.items()},
+            tuple(_refill_containers(old, new) for old, new in zip(first, args, strict=True)),
+            {name: _refill_containers(named[name], new) for name, new in kwargs.items()},
         )
 
-    unit.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    unit.register_forward_pre_hook(put_back, with_kwargs=True)
+    unit.register_forward_pre_hook(remember_arguments, prepend=True, with_kwargs=True)
+    unit.register_forward_pre_hook(restore_arguments, with_kwargs=True)
 
 
-def _refill(old: Any, new: Any) -> Any:
-    """Return `new` with its lists and dicts replaced by those of `old`, refilled in place."""
+def _refill_containers(old: Any, new: Any) -> Any:
+    """Return `new` with the lists and dicts of `old`, filled in place, instead of its own."""
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):
-        old[:] = [_refill(a, b) for a, b in zip(old, new, strict=True)]
+        old[:] = [_refill_containers(a, b) for a, b in zip(old, new, strict=True)]
         return old
     if isinstance(old, dict) and old.keys() == new.keys():
         for key, value in new.items():
-            old[key] = _refill(old[key], value)
+            old[key] = _refill_containers(old[key], value)
         return old
     if type(old) is tuple and len(old) == len(new):
-        return tuple(_refill(a, b) for a, b in zip(old, new, strict=True))
+        return tuple(_refill_containers(a, b) for a, b in zip(old, new, strict=True))
     return new

@@ -55,7 +55,7 @@ def samples_in(batch: Batch) -> int:
 
     Raises BadInputError if the batch has no such tensor or cannot be split by samples.
     """
-    return length_of(_first_tensor(batch, _plain(batch)))
+    return length_of(_require_first_tensor(batch, _register_structure(batch)))
 
 
 def length_of(value: Tensor | np.ndarray) -> int:
@@ -63,11 +63,8 @@ def length_of(value: Tensor | np.ndarray) -> int:
     return value.size(0) if isinstance(value, Tensor) else len(value)
 
 
-def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
-    """Return the batch's first tensor, whose length is the number of samples.
-
-    Raises BadInputError in the same cases as `samples_in`.
-    """
+def _require_first_tensor(batch: Batch, plain: Batch) -> Tensor:
+    """Return the first tensor, whose length is the number of samples (see `samples_in`)."""
     leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise BadInputError(
@@ -83,7 +80,7 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
             "the first dimension."
         )
     _refuse_list_of_samples(plain)
-    _refuse_ragged(plain, first)
+    _refuse_ragged_list(plain, first)
     return first
 
 
@@ -97,7 +94,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
         return
     if not all(isinstance(one, tuple | list | dict) for one in plain):
         return
-    if all(map(_is_one_sample, plain)):
+    if all(map(_looks_like_sample, plain)):
         raise BadInputError(
             f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, each of which seems to "
             "be a sample, but batches are split along the first dimension of tensors. Collate the "
@@ -105,8 +102,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
         )
 
 
-def _is_one_sample(entry: Any) -> bool:
-    """Return whether the tensors of an entry seem to belong to a single sample."""
+def _looks_like_sample(entry: Any) -> bool:
     tensors = tensors_in(entry)
     dimensions = {one.ndim for one in tensors}
     lengths = {length_of(one) for one in tensors if one.ndim}
@@ -114,7 +110,7 @@ def _is_one_sample(entry: Any) -> bool:
     return len(lengths) > 1 or 0 in dimensions or flat
 
 
-def _refuse_ragged(plain: Any, first: Tensor) -> None:
+def _refuse_ragged_list(plain: Any, first: Tensor) -> None:
     """Raise BadInputError for a list with one tensor per sample if their lengths differ.
 
     Only the list that contains the batch's `first` tensor is refused. Any other list is split if it
@@ -140,7 +136,7 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
                 )
             for one in part:
                 if isinstance(one, list | dict | tuple):
-                    _refuse_ragged(one, first)
+                    _refuse_ragged_list(one, first)
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
@@ -151,22 +147,22 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     numbers. Each part gets all other values whole. Raises BadInputError for an object that contains
     samples but cannot be split.
     """
-    flat = _flatten(batch)
+    flat = _flatten_batch(batch)
     size = flat.samples // parts
     if parts > 1:
-        _refuse_objects(flat)
-    return [_slice(flat, number * size, size) for number in range(parts)]
+        _refuse_objects_with_samples(flat)
+    return [_slice_samples(flat, number * size, size) for number in range(parts)]
 
 
 def take_first(batch: Batch, count: int) -> Batch:
     """Return a batch of the first `count` samples, split by the rules of `cut`."""
-    return _slice(_flatten(batch), 0, count)
+    return _slice_samples(_flatten_batch(batch), 0, count)
 
 
 def leave_out_first(batch: Batch, count: int) -> Batch:
     """Return a batch without the first `count` samples, split by the rules of `cut`."""
-    flat = _flatten(batch)
-    return _slice(flat, count, flat.samples - count)
+    flat = _flatten_batch(batch)
+    return _slice_samples(flat, count, flat.samples - count)
 
 
 def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
@@ -182,7 +178,7 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    return tree_map(copy_leaf, _plain(batch))
+    return tree_map(copy_leaf, _register_structure(batch))
 
 
 def pack(batch: Batch) -> bytes | None:
@@ -191,7 +187,7 @@ def pack(batch: Batch) -> bytes | None:
     Tensors are copied first, because pickling a view would include its whole storage.
     """
     with suppress(Exception):
-        return pickle.dumps(tree_map(_copy_to_cpu, _plain(batch)))
+        return pickle.dumps(tree_map(_copy_to_cpu, _register_structure(batch)))
     return None
 
 
@@ -240,16 +236,16 @@ def has_changed(batch: Batch, before: Batch) -> bool:
 
 
 class _FlatBatch(NamedTuple):
-    """A flattened batch, in which a list or tuple of samples is a single leaf."""
+    """Leaves and structure of a batch, in which a list or tuple of samples is a single leaf."""
 
     leaves: list[Any]
     structure: TreeSpec
     samples: int
 
 
-def _flatten(batch: Batch) -> _FlatBatch:
-    plain = _plain(batch)
-    first = _first_tensor(batch, plain)
+def _flatten_batch(batch: Batch) -> _FlatBatch:
+    plain = _register_structure(batch)
+    first = _require_first_tensor(batch, plain)
     # tree_flatten leaves a reference cycle around `is_leaf`, which therefore must not hold tensors.
     samples = length_of(first)
     flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
@@ -262,11 +258,11 @@ def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
     Values are tensors, arrays, lists and tuples. Batches of the same structure have the same
     places. Nested tensors, which are always split, and tensors with one row are left out.
     """
-    plain = _plain(batch)
-    first = _first_tensor(batch, plain)
+    plain = _register_structure(batch)
+    first = _require_first_tensor(batch, plain)
     samples = length_of(first)
     found: dict[Any, tuple[Any, bool]] = {}
-    leaves, structure = tree_flatten(plain, partial(_is_list_without, id(first)))
+    leaves, structure = tree_flatten(plain, partial(_is_list_without_first_tensor, id(first)))
     _record_splits(leaves, str(structure), samples, id(first), found)
     return samples, found
 
@@ -278,16 +274,17 @@ def _record_splits(
     first_id: int,
     found: dict[Any, tuple[Any, bool]],
 ) -> None:
-    """Record in `found` whether `cut` splits each leaf; recurse into lists that it keeps whole.
+    """Record in `found` whether `cut` splits each leaf, by place (`form`, number of the leaf).
 
-    A recursive closure would be a reference cycle, which keeps the batch until garbage collection.
+    Lists that stay whole are searched, too. This is no closure, because a recursive one would be a
+    reference cycle, which keeps the batch until garbage collection.
     """
     is_split = partial(_is_list_of_samples, samples, first_id)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor | np.ndarray):
             if leaf.ndim and not _is_nested(leaf) and length_of(leaf) != 1:
-                found[form, number] = leaf, _has_rows(leaf, samples)
-        elif _holds_samples(leaf) and any(one is not None for one in leaf):
+                found[form, number] = leaf, _has_row_per_sample(leaf, samples)
+        elif _is_list_or_tuple(leaf) and any(one is not None for one in leaf):
             found[form, number] = leaf, is_split(leaf)
             if not is_split(leaf):
                 inner, structure = tree_flatten(leaf, is_split)
@@ -298,31 +295,28 @@ def _is_nested(value: Tensor | np.ndarray) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
-def _is_list_without(tensor_id: int, value: Any) -> bool:
-    """Return whether a value is a list or tuple without the tensor whose id is `tensor_id`."""
-    return _holds_samples(value) and all(id(one) != tensor_id for one in tree_leaves(value))
+def _is_list_without_first_tensor(first_id: int, value: Any) -> bool:
+    return _is_list_or_tuple(value) and all(id(one) != first_id for one in tree_leaves(value))
 
 
-def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
-    def part_of(leaf: Any) -> Any:
+def _slice_samples(flat: _FlatBatch, begin: int, size: int) -> Batch:
+    def slice_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = leaf.unbind()[begin : begin + size]
             return torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        if _holds_samples(leaf):
+        if _is_list_or_tuple(leaf):
             kind = SampleTuple if isinstance(leaf, tuple) else SampleList
             return kind(leaf[begin : begin + size])
-        return leaf[begin : begin + size] if _has_rows(leaf, flat.samples) else leaf
+        return leaf[begin : begin + size] if _has_row_per_sample(leaf, flat.samples) else leaf
 
-    return tree_unflatten(map(part_of, flat.leaves), flat.structure)
+    return tree_unflatten(map(slice_leaf, flat.leaves), flat.structure)
 
 
-def _holds_samples(leaf: Any) -> bool:
-    """Return whether a value is a list or tuple; the leaves of this type are lists of samples."""
+def _is_list_or_tuple(leaf: Any) -> bool:
     return type(leaf) in (list, tuple, SampleList, SampleTuple)
 
 
-def _has_rows(value: Any, samples: int) -> bool:
-    """Return whether a value is a tensor or array with one row per sample."""
+def _has_row_per_sample(value: Any, samples: int) -> bool:
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and length_of(value) == samples
 
 
@@ -350,7 +344,7 @@ def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Se
         kinds = {(one.shape[1:], one.dtype) for one in tensors}
         if len(kinds) > 1 or (samples == 2 and isinstance(value, tuple)):
             return False  # such as the hidden and cell state of an LSTM
-    return not tensors or not all(_has_rows(one, samples) for one in tensors)
+    return not tensors or not all(_has_row_per_sample(one, samples) for one in tensors)
 
 
 def tensors_in(value: Any) -> list[Any]:
@@ -358,12 +352,13 @@ def tensors_in(value: Any) -> list[Any]:
     return [one for one in tree_leaves(value) if isinstance(one, Tensor | np.ndarray)]
 
 
-def _refuse_objects(flat: _FlatBatch) -> None:
-    """Raise BadInputError for an object with an attribute that has one row per sample."""
+def _refuse_objects_with_samples(flat: _FlatBatch) -> None:
     for leaf in flat.leaves:
         if isinstance(leaf, Tensor | np.ndarray | Sequence) or not hasattr(leaf, "__dict__"):
             continue
-        rows = [name for name, value in vars(leaf).items() if _has_rows(value, flat.samples)]
+        rows = [
+            name for name, value in vars(leaf).items() if _has_row_per_sample(value, flat.samples)
+        ]
         if rows:
             raise BadInputError(
                 f"a batch has a {type(leaf).__name__} with a row for each of {flat.samples} "
@@ -374,10 +369,10 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Return share `place` of `places` of each batch, joined in pairs into two or more batches.
+    """Take share `place` of `places` of each batch, and join the shares in pairs.
 
-    If there is only one pair, its shares are halved first. Returns None if the samples do not
-    divide evenly, or if shares cannot be joined.
+    Returns at least two batches; if there is only one pair, its shares are halved first. Returns
+    None if the samples do not divide evenly, or if shares cannot be joined.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -400,7 +395,7 @@ def explain_lengths(batch: Batch) -> str:
 
     Returns an empty string if there are no such tensors.
     """
-    leaves, _, samples = _flatten(batch)
+    leaves, _, samples = _flatten_batch(batch)
     leaves = [one for one in leaves if isinstance(one, Tensor) and one.dim()]
     others = sorted({leaf.size(0) for leaf in leaves} - {samples})
     if not others:
@@ -418,8 +413,8 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
     Returns None if the structures, shapes or dtypes do not match.
     """
-    leaves, structure, samples = _flatten(one)
-    others, structure_too, more = _flatten(other)
+    leaves, structure, samples = _flatten_batch(one)
+    others, structure_too, more = _flatten_batch(other)
     if structure != structure_too:
         return None
     joined = []
@@ -427,16 +422,16 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = (*leaf.unbind(), *leaf_too.unbind())
             leaf = torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        elif _holds_samples(leaf) or _holds_samples(leaf_too):
+        elif _is_list_or_tuple(leaf) or _is_list_or_tuple(leaf_too):
             kind = list if isinstance(leaf, list) else tuple
             if not (isinstance(leaf, kind) and isinstance(leaf_too, kind)):
                 return None
             leaf = (SampleList if kind is list else SampleTuple)([*leaf, *leaf_too])
-        elif isinstance(leaf, np.ndarray) and _has_rows(leaf, samples):
+        elif isinstance(leaf, np.ndarray) and _has_row_per_sample(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None
             leaf = np.concatenate((leaf, leaf_too))
-        elif isinstance(leaf, Tensor) and _has_rows(leaf, samples):
+        elif isinstance(leaf, Tensor) and _has_row_per_sample(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None
             leaf = torch.cat((leaf, leaf_too))
@@ -444,28 +439,30 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
     return tree_unflatten(joined, structure)
 
 
-def _plain(batch: Batch) -> Batch:
-    """Register the batch's classes as pytree nodes, and return the batch.
+def _register_structure(batch: Batch) -> Batch:
+    """Register the classes in a batch as pytree nodes, and return the batch.
 
-    This registers dataclasses and subclasses of dict and UserDict, such as transformers'
-    BatchEncoding. Other mappings are converted to dicts.
+    Dataclasses and subclasses of dict and UserDict (transformers' BatchEncoding) are registered,
+    for the whole process. Other mappings are replaced by dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
     # Copies of other mappings may share entries.
     if any(not isinstance(one, dict | UserDict) for one in mappings):
-        return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
+        return _register_structure(
+            tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch)
+        )
     for one in mappings:
         _register_mapping(type(one))
     for leaf in found:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             _register_dataclass(type(leaf))
-            return _plain(batch)
-    return _plain(batch) if mappings else batch
+            return _register_structure(batch)
+    return _register_structure(batch) if mappings else batch
 
 
 class _EmptyMapping:
-    """An emptied copy of a user's mapping, with its keys, from which the mapping is rebuilt."""
+    """An emptied copy of a user's mapping, and its keys, from which the mapping is rebuilt."""
 
     def __init__(self, one: Any) -> None:
         self.empty, self.keys = copy.copy(one), tuple(one)
@@ -487,7 +484,6 @@ class _EmptyMapping:
 
 
 def _register_mapping(kind: type) -> None:
-    """Register a mapping class as a pytree node of its values, for the whole process."""
     if kind not in SUPPORTED_NODES:
         register_pytree_node(
             kind,
@@ -497,7 +493,6 @@ def _register_mapping(kind: type) -> None:
 
 
 def _register_dataclass(kind: type) -> None:
-    """Register a dataclass as a pytree node of its fields, for the whole process."""
     names = [one.name for one in fields(kind)]
 
     def rebuild(values: Iterable[Any], _: Any) -> Any:

@@ -41,14 +41,14 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
     Unlike nn.SyncBatchNorm, this works on any device.
     """
     members = Members(group)
-    for part in _changeable(module):
+    for part in _convertible_norms(module):
         part.__class__ = SynchronisedBatchNorm
         part.members = members
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Convert all batch normalisation layers to update running averages only in `commit`."""
-    for part in _changeable(module):
+    """Convert all batch normalisation layers to `MicroBatchNorm`, in place."""
+    for part in _convertible_norms(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
 
@@ -60,7 +60,7 @@ def commit(module: nn.Module) -> None:
             part.commit()
 
 
-def _changeable(module: nn.Module) -> list[Any]:
+def _convertible_norms(module: nn.Module) -> list[Any]:
     found: list[Any] = []
     for name, part in batch_norms(module).items():
         if type(part) not in _KNOWN:
@@ -87,14 +87,14 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """Base of the classes to assign to a layer's `__class__`, which leaves its tensors in place."""
+    """Base of classes to assign to a layer's `__class__`, which leaves its tensors in place."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
 
-    def _move_on(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
-        """Update the running averages. `variance_C` is biased; `count` serves to correct it."""
+    def _update_running_averages(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
+        """Update the running averages; `variance_C` is biased, and corrected by `count`."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -116,11 +116,11 @@ class MicroBatchNorm(_ConvertedNorm):
         if not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
-        self._accumulate(input.detach())
+        self._add_statistics(input.detach())
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _accumulate(self, input: Tensor) -> None:
-        part = _statistics(to_fp32(input))
+    def _add_statistics(self, input: Tensor) -> None:
+        part = _channel_statistics(to_fp32(input))
         self.seen = part if self.seen is None else _merge_statistics(self.seen, part)
 
     @torch.no_grad()
@@ -129,26 +129,26 @@ class MicroBatchNorm(_ConvertedNorm):
         if self.seen is not None:
             count, mean_C, squares_C = self.seen
             self.seen = None
-            self._move_on(mean_C, squares_C / count, count)
+            self._update_running_averages(mean_C, squares_C / count, count)
 
 
-def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
+def _channel_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
     """Return the number of values per channel, their mean, and the sum of squared deviations."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     mean_C = x.mean(dims)
-    return x.numel() // x.shape[1], mean_C, (x - _widen(mean_C, x)).square().sum(dims)
+    return x.numel() // x.shape[1], mean_C, (x - _broadcast(mean_C, x)).square().sum(dims)
 
 
 def _merge_statistics(
     one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """Merge two sets' statistics without cancellation (Chan, Golub and LeVeque, 1979)."""
+    """Merge the statistics of two sets without cancellation (Chan, Golub and LeVeque, 1979)."""
     count, apart_C = one[0] + other[0], other[1] - one[1]
     mean_C = one[1] + apart_C * (other[0] / count)
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
 
 
-def _widen(values_C: Tensor, like: Tensor) -> Tensor:
+def _broadcast(values_C: Tensor, like: Tensor) -> Tensor:
     return values_C.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -167,7 +167,7 @@ class SynchronisedBatchNorm(_ConvertedNorm):
         )
         if self.training and self.running_mean is not None:
             with torch.no_grad():
-                self._move_on(mean_C, variance_C, int(count))
+                self._update_running_averages(mean_C, variance_C, int(count))
         normalised: Tensor = y
         return normalised
 
@@ -193,11 +193,11 @@ class NormaliseAcrossRanks(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the normalised input, and the mean, biased variance and count over all ranks."""
         x = to_fp32(input)
-        count, mean_C, variance_C = _statistics_of_all(x, group)
+        count, mean_C, variance_C = _gather_statistics(x, group)
         scale_C = (variance_C + eps).rsqrt()
-        unit = (x - _widen(mean_C, x)) * _widen(scale_C, x)
-        y = unit if weight is None else unit * _widen(to_fp32(weight), x)
-        y = y if bias is None else y + _widen(to_fp32(bias), x)
+        unit = (x - _broadcast(mean_C, x)) * _broadcast(scale_C, x)
+        y = unit if weight is None else unit * _broadcast(to_fp32(weight), x)
+        y = y if bias is None else y + _broadcast(to_fp32(bias), x)
         ctx.save_for_backward(unit, scale_C, weight, count)
         ctx.group, ctx.dtype = group, input.dtype
         ctx.mark_non_differentiable(mean_C, variance_C, count)
@@ -213,21 +213,21 @@ class NormaliseAcrossRanks(torch.autograd.Function):
         of_all = own.clone()
         dist.all_reduce(of_all, group=ctx.group)
         means = of_all / count
-        dx = dy - _widen(means[0], dy) - unit * _widen(means[1], dy)
+        dx = dy - _broadcast(means[0], dy) - unit * _broadcast(means[1], dy)
         scale_C = scale_C if weight is None else scale_C * to_fp32(weight)
         weight_grad = own[1].to(weight.dtype) if weight is not None else None
         bias_grad = own[0].to(weight.dtype) if weight is not None else None
-        return (dx * _widen(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None
+        return ((dx * _broadcast(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None)
 
 
-def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the count, mean and biased variance of each channel of `x` over all ranks.
+def _gather_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return count, mean and biased variance of each channel over all ranks. Collective.
 
     Squared deviations are combined around the common mean, because subtracting the squared mean
     from the mean of squares would lose precision. Each rank fills its row of a matrix of zeros, so
     an all-reduce gathers all rows.
     """
-    count, mean_C, squares_C = _statistics(x)
+    count, mean_C, squares_C = _channel_statistics(x)
     rows = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])
     rows[dist.get_rank(group)] = torch.cat((x.new_tensor([count]), mean_C, squares_C))
     dist.all_reduce(rows, group=group)

@@ -133,8 +133,8 @@ class RingAttention(torch.autograd.Function):
             keys, values = held[..., turn.keys, :]
             rows = turn.queries
             part, part_lse = kernel.forward(number, q[..., rows, :], keys, values, turn.causal)
-            _merge(out[..., rows, :], lse[..., rows], part, part_lse)
-            _wait(works)
+            _merge_attention(out[..., rows, :], lse[..., rows], part, part_lse)
+            _wait_for_all(works)
             held = coming
         mixed = out.to(q.dtype)
         ctx.save_for_backward(q, own, mixed, lse)
@@ -161,27 +161,27 @@ class RingAttention(torch.autograd.Function):
             known = (grad[..., rows, :], mixed[..., rows, :], lse[..., rows])
             parts = kernel.backward(number, q[..., rows, :], keys, values, turn.causal, *known)
             q_grad[..., rows, :] += parts[0]
-            _wait(sums_works)
+            _wait_for_all(sums_works)
             for whole, part in zip(sums, parts[1:], strict=True):
                 whole[..., turn.keys, :] += part
-            _wait(works)
+            _wait_for_all(works)
             held = coming
             # After the last turn, gradients are back on the rank of their keys and values.
             sums, sums_works = ring.pass_on(sums, _THEIR_GRADIENTS)
-        _wait(sums_works)
+        _wait_for_all(sums_works)
         k_grad, v_grad = sums.to(held.dtype)
         return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the attention to other keys into `out` and `lse`, in place."""
+def _merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the attention to further keys into `out` and its log-sum-exp `lse`, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
-def _wait(works: list[dist.Work]) -> None:
+def _wait_for_all(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
 
@@ -206,14 +206,14 @@ class PartOfSequence(nn.Module):
 
     def part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's chunks of each sequence, with their positions (S,)."""
-        self._check(batch)
+        self._require_supported(batch)
         length, ranks = batch["tokens"].shape[1], self._ring.size
         at = torch.arange(length, device=batch["tokens"].device).chunk(2 * ranks)
         positions = torch.cat((at[self._ring.rank], at[2 * ranks - 1 - self._ring.rank]))
         part = {name: tensor[:, positions] for name, tensor in batch.items()}
         return {**part, "positions": positions}
 
-    def _check(self, batch: dict[str, Tensor]) -> None:
+    def _require_supported(self, batch: dict[str, Tensor]) -> None:
         length, spec, ranks = batch["tokens"].shape[1], self.model.spec, self._ring.size
         self.model.check_length(length)
         if length % (2 * ranks):

@@ -128,7 +128,6 @@ class CudaRecorder:
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
-    """Set torch's sync debug mode without the warning that it is a prototype."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode(mode)
@@ -161,14 +160,14 @@ class CapturedPass:
 
 @dataclass
 class _Shape:
-    """The number of passes of one shape that were not replayed, and its captured pass, if any."""
+    """State of one input shape: passes that were not replayed, and its captured pass, if any."""
 
     passes: int = 0
     captured: CapturedPass | None = None
 
 
 @dataclass
-class _Work:
+class _PassInCapture:
     """A pass that is being captured: its loss, which the backward needs, and its outputs."""
 
     loss: Tensor | None = None
@@ -194,7 +193,7 @@ class GraphedLayout(Layout):
         self._recorder = recorder
         self._on_failure = on_failure or warnings.warn
         self._shapes: dict[Hashable, _Shape] = {}
-        self._works = True
+        self._uses_graphs = True
 
     @property
     def replays(self) -> bool:
@@ -202,16 +201,16 @@ class GraphedLayout(Layout):
         return any(shape.captured is not None for shape in self._shapes.values())
 
     def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        held = self._held_gradient()
+        held = self._first_gradient()
         if held is not None or not self.replays:
-            return self._pass(batch, hooks, held)
+            return self._run_or_replay(batch, hooks, held)
         try:
-            return self._pass(batch, hooks, held)
+            return self._run_or_replay(batch, hooks, held)
         except torch.OutOfMemoryError as error:
-            self._give_up(error)
+            self._disable_graphs(error)
         for parameter in self._parameters():
             parameter.grad = None
-        return self._pass(batch, hooks, None)
+        return self._run_or_replay(batch, hooks, None)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Evaluate a micro-batch; if memory runs out, free the graphs and retry."""
@@ -220,24 +219,24 @@ class GraphedLayout(Layout):
         try:
             return super().evaluate(batch, hooks)
         except torch.OutOfMemoryError as error:
-            self._give_up(error)
+            self._disable_graphs(error)
         return super().evaluate(batch, hooks)
 
-    def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
-        """Run a forward and backward, if possible from a graph, which this may capture first.
+    def _run_or_replay(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
+        """Run a forward and backward, from a graph if possible; capture it if it is due.
 
         `held` is the first gradient that the pass adds to; None if the pass creates the gradients.
         """
-        key = self._key(batch, held) if self._works else None
+        key = self._graph_key(batch, held) if self._uses_graphs else None
         if key is None:
             return super()._forward_backward(batch, hooks)
         shape = self._shapes.setdefault(key, _Shape())
         if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
             shape.captured = self._capture(batch, hooks, held)
         if shape.captured is not None and shape.captured.adds_to is held:
-            if shape.captured.addresses == self._addresses():
+            if shape.captured.addresses == self._parameter_addresses():
                 return shape.captured.run(batch, hooks)
-            self._give_up("a parameter's memory was replaced (p.data = …)")
+            self._disable_graphs("a parameter's memory was replaced (p.data = …)")
             return super()._forward_backward(batch, hooks)
         shape.passes += 1
         with self._recorder.warm_up():
@@ -245,7 +244,7 @@ class GraphedLayout(Layout):
                 return self._run_refusing_waits(batch, hooks)
             return super()._forward_backward(batch, hooks)
 
-    def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
+    def _graph_key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
         """Return the key of the graph for a batch; None if its pass must not be captured.
 
         For example, a dispatch mode would not see the operators that a graph replays.
@@ -261,28 +260,29 @@ class GraphedLayout(Layout):
         key = (shapes, held is None, trained.grad_dtype)
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
-    def _addresses(self) -> list[int]:
-        """Return the parameters' addresses, which a capture fixes in its graph."""
+    def _parameter_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters()]
 
-    def _held_gradient(self) -> Tensor | None:
-        """Return the first gradient that exists; None if there is none."""
+    def _first_gradient(self) -> Tensor | None:
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Return whether the pass creates gradients or adds to those that a graph wrote."""
+        """Return whether the pass creates gradients, or adds to gradients that a graph wrote."""
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 
     def _run_refusing_waits(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run a step's first pass; if it waits for the device, disable graphs and run it again."""
+        """Run a pass that creates gradients, with waits for the device refused.
+
+        If the pass waits, give up graphs, drop its gradients and run it again.
+        """
         try:
             with self._recorder.refuse_waits():
                 return super()._forward_backward(batch, hooks)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._give_up(error)
+            self._disable_graphs(error)
         for parameter in self._parameters():
             parameter.grad = None
         return super()._forward_backward(batch, hooks)
@@ -291,12 +291,12 @@ class GraphedLayout(Layout):
         self, batch: Mapping[str, Tensor], hooks: StepHooks, adds_to: Tensor | None
     ) -> CapturedPass | None:
         if not self._recorder.has_room():
-            self._give_up("they need more memory than is free")
+            self._disable_graphs("they need more memory than is free")
             return None
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
-        addresses = self._addresses()
+        addresses = self._parameter_addresses()
         before = [parameter.grad for parameter in self._parameters()]
-        work = _Work()
+        work = _PassInCapture()
 
         def forward() -> list[Tensor]:
             with hooks.cast():
@@ -319,16 +319,15 @@ class GraphedLayout(Layout):
             work.loss = None
             for parameter, gradient in zip(self._parameters(), before, strict=True):
                 parameter.grad = gradient
-            self._give_up(error)
+            self._disable_graphs(error)
             return None
         gradients = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         return CapturedPass(
             inputs, replay_forward, replay_backward, totals, gradients, adds_to, addresses
         )
 
-    def _give_up(self, why: Exception | str) -> None:
-        """Stop using graphs, free their memory and report why."""
-        self._works = False
+    def _disable_graphs(self, why: Exception | str) -> None:
+        self._uses_graphs = False
         self._shapes.clear()
         self._recorder.release()
         self._on_failure(

@@ -66,8 +66,8 @@ class Replicas(Layout):
 
     def __init__(self, request: LayoutRequest) -> None:
         device, plan = request.device, request.plan
-        wrapped = _wrap(request)
-        _free_before_group(wrapped)
+        wrapped = _wrap_in_ddp(request)
+        _release_reducer_before_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
         self.use: GradientUse | None = None
@@ -108,12 +108,12 @@ class Replicas(Layout):
         Also record these gradients' versions, for `_has_new_gradient` to compare.
         """
         if self._adds_in_fp32:
-            self._round_sums()
+            self._round_accumulated_gradients()
         if self.use is not None:
             sums = [(p, p.grad) for p in self._trained if p.grad is not None]
             self._before = {parameter: (sum_, sum_._version) for parameter, sum_ in sums}
 
-    def _round_sums(self) -> None:
+    def _round_accumulated_gradients(self) -> None:
         sums = [(p, p.grad) for p in self._accumulated_parameters() if p.grad is not None]
         narrow = [torch.empty_like(sum_, dtype=p.dtype) for p, sum_ in sums]
         if sums:
@@ -167,10 +167,10 @@ class Replicas(Layout):
         loss.register_hook(lambda gradient: after(lambda: hooks.mark("backward")))
         loss.backward()
         if self.use is not None:
-            self._finish_buckets()
+            self._complete_buckets()
         hooks.mark("communication")
 
-    def _finish_buckets(self) -> None:
+    def _complete_buckets(self) -> None:
         """Give DDP zero gradients for parameters that this backward did not reach.
 
         DDP's buckets wait for all parameters, including those that the user's forward has frozen.
@@ -192,14 +192,13 @@ class Replicas(Layout):
             parameter.requires_grad_(False)
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the last backward created this parameter's gradient or added to it."""
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None
         return parameter.grad is not before[0] or before[0]._version != before[1]
 
 
-def _wrap(request: LayoutRequest) -> DistributedDataParallel:
+def _wrap_in_ddp(request: LayoutRequest) -> DistributedDataParallel:
     device, plan = request.device, request.plan
     wrap = partial(
         DistributedDataParallel,
@@ -216,7 +215,7 @@ def _wrap(request: LayoutRequest) -> DistributedDataParallel:
         return wrap()
 
 
-def _free_before_group(wrapped: DistributedDataParallel) -> None:
+def _release_reducer_before_group(wrapped: DistributedDataParallel) -> None:
     """Make the module release its reducer before its process group.
 
     If the reducer is the group's last owner, as after `destroy_process_group`, it ends gloo's

@@ -39,7 +39,7 @@ def fill(
     single-process name. With `keeps_wide`, the result maps the names of trained 16-bit parameters
     to this rank's parts in fp32; otherwise it is empty.
     """
-    _take_memory(layout.objective, device)
+    _allocate_parameters(layout.objective, device)
     wide: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
         part = part_of(value_of(name), parameter)
@@ -75,7 +75,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
-def _take_memory(objective: nn.Module, device: torch.device) -> None:
+def _allocate_parameters(objective: nn.Module, device: torch.device) -> None:
     """Allocate uninitialised memory for all parameters.
 
     `to_empty` allocates DTensors. Plain parameters are replaced first, which also works for fake

@@ -66,7 +66,7 @@ class DataParallel(Layout):
         return super().gradients(batches, hooks)
 
     def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        output, totals, gradient = self._forward(batch, hooks)
+        output, totals, gradient = self._compute_outputs_and_loss(batch, hooks)
         mine = self._scatter_gradient(gradient, output)
         hooks.mark("communication")
         output.backward(mine)
@@ -80,31 +80,33 @@ class DataParallel(Layout):
         hooks.mark("communication")
         return totals
 
-    def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output, the loss sum and count, and a gradient.
+    def _compute_outputs_and_loss(
+        self, batch: Batch, hooks: StepHooks
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return this rank's output, the totals, and the gradient of all ranks' outputs.
 
-        The gradient is with respect to all ranks' outputs. On ranks other than 0, sum and count are
-        zeros and the gradient is None.
+        On ranks other than 0, the totals (sum of losses and number of targets) are zeros and the
+        gradient is None. Collective.
         """
-        self._replicate()
-        part = self._scatter(batch)
+        self._broadcast_weights()
+        part = self._scatter_batch(batch)
         hooks.mark("communication")
         with hooks.cast():
             output = self.objective.hidden_states(part)
         hooks.mark("forward")
-        gathered = self._gather(output.detach())
+        gathered = self._gather_outputs(output.detach())
         hooks.mark("communication")
         if gathered is None:
             # A loss scaler sets its scale in the first call, and this rank has no loss.
             hooks.scale(torch.zeros((), device=self._on))
             return output, torch.zeros(2, dtype=torch.float64, device=self._on), None
-        totals, gradient = self._loss(gathered, batch["targets"], hooks)
+        totals, gradient = self._compute_loss(gathered, batch["targets"], hooks)
         return output, totals, gradient
 
-    def _loss(
+    def _compute_loss(
         self, outputs: Tensor, targets: Tensor, hooks: StepHooks
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the totals and, in training, the gradient of the outputs. Called on rank 0."""
+        """Return the totals and, in training, the gradient of `outputs`. Only for rank 0."""
         outputs.requires_grad_(torch.is_grad_enabled())
         with hooks.cast():
             loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
@@ -115,16 +117,14 @@ class DataParallel(Layout):
         return torch.stack((loss_sum.detach().double(), count.double())), outputs.grad
 
     @torch.no_grad()
-    def _replicate(self) -> None:
-        """Send rank 0's weights to all ranks, in one message per dtype."""
+    def _broadcast_weights(self) -> None:
         for alike in by_dtype([*self.objective.parameters(), *self.objective.buffers()]):
             message = concatenate(alike)
             dist.broadcast(message, 0)
             if not self._first:
                 spread(message, alike)
 
-    def _scatter(self, batch: Batch) -> dict[str, Tensor]:
-        """Scatter the batch without targets, in one message of bytes; return this rank's part."""
+    def _scatter_batch(self, batch: Batch) -> dict[str, Tensor]:
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
@@ -139,7 +139,7 @@ class DataParallel(Layout):
 
         Raises BadInputError on rank 0 if a later form differs.
         """
-        form = self._form_of(batch) if self._first else None
+        form = self._share_form(batch) if self._first else None
         if self._form is None:
             forms = [form]
             dist.broadcast_object_list(forms, 0)
@@ -147,16 +147,16 @@ class DataParallel(Layout):
             self._form = forms[0]
         if form is not None and form != self._form:
             raise BadInputError(
-                f"dp expected micro-batches of {_show(self._form)}, but got one of "
-                f"{_show(form)}. Use batches of one shape, or --strategy ddp."
+                f"dp expected micro-batches of {_show_form(self._form)}, but got one of "
+                f"{_show_form(form)}. Use batches of one shape, or --strategy ddp."
             )
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
         """Set the form of micro-batches from a global batch, so that rank 0 need not send it."""
-        self._form = self._form_of(batch)
+        self._form = self._share_form(batch)
 
-    def _form_of(self, batch: dict[str, Tensor]) -> Form:
+    def _share_form(self, batch: dict[str, Tensor]) -> Form:
         return [
             (name, torch.Size((len(whole) // self._ranks, *whole.shape[1:])), whole.dtype)
             for name, whole in batch.items()
@@ -164,15 +164,13 @@ class DataParallel(Layout):
         ]
 
     def _pack_shares(self, batch: dict[str, Tensor], form: Form) -> list[Tensor]:
-        """Pack each rank's share into bytes."""
         parts = [batch[name].chunk(self._ranks) for name, _, _ in form]
         return [
             torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in of_rank])
             for of_rank in zip(*parts, strict=True)
         ]
 
-    def _gather(self, output: Tensor) -> Tensor | None:
-        """Gather all ranks' outputs on rank 0; return None on other ranks."""
+    def _gather_outputs(self, output: Tensor) -> Tensor | None:
         output = output.contiguous()
         if not self._first:
             dist.gather(output, None, 0)
@@ -182,7 +180,6 @@ class DataParallel(Layout):
         return whole
 
     def _scatter_gradient(self, gradient: Tensor | None, output: Tensor) -> Tensor:
-        """Return the part of rank 0's `gradient` that belongs to this rank's output."""
         mine = torch.empty_like(output, memory_format=torch.contiguous_format)
         parts = None if gradient is None else list(gradient.contiguous().chunk(self._ranks))
         dist.scatter(mine, parts, 0)
@@ -190,7 +187,7 @@ class DataParallel(Layout):
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Evaluate a batch, with the first three of the five collectives."""
-        return self._forward(batch, hooks)[1]
+        return self._compute_outputs_and_loss(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
         """Return the gradient norm, which rank 0 computes and broadcasts."""
@@ -235,7 +232,7 @@ class Threads(nn.Module):
         return objective.loss_from_hidden(self.parallel(shared), batch["targets"])
 
 
-def _show(form: Form) -> str:
+def _show_form(form: Form) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in form)
 
 

@@ -75,8 +75,8 @@ def shard(
         )
         done.update(part.parameters())
         if near is not None:
-            sharded.set_custom_all_gather(_Gather(near, number))
-            sharded.set_custom_reduce_scatter(_Scatter(near, number))
+            sharded.set_custom_all_gather(_PeerAllGather(near, number))
+            sharded.set_custom_reduce_scatter(_PeerReduceScatter(near, number))
 
 
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -86,10 +86,10 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
     that several units share. A unit also reduces all gradients in one dtype, here that of most of
     its values, so it cannot shard trained parameters of other dtypes.
     """
-    units = _parts_of_units(module, blocks)
-    owners = Counter(p for parts in units for p in _parameters_of(parts))
+    units = _modules_by_unit(module, blocks)
+    owners = Counter(p for parts in units for p in _direct_parameters(parts))
     found: dict[nn.Parameter, None] = {}
-    for unit in map(_parameters_of, units):
+    for unit in map(_direct_parameters, units):
         sizes: Counter[torch.dtype] = Counter()
         for parameter in unit:
             if parameter.requires_grad and parameter.is_floating_point():
@@ -125,8 +125,8 @@ def keep_class_names(blocks: Mapping[nn.Module, type]) -> None:
         type(block).__name__, type(block).__qualname__ = kind.__name__, kind.__qualname__
 
 
-def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules of each unit: of each block without its nested blocks, and of the rest.
+def _modules_by_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules of each unit: each block without its nested blocks, then the rest.
 
     Each list is in the order of `module.modules()`, which is the same on all ranks.
     """
@@ -140,7 +140,7 @@ def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list
     return [sorted(parts, key=place.__getitem__) for parts in units]
 
 
-def _parameters_of(parts: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
+def _direct_parameters(parts: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
     return {p: None for part in parts for p in part.parameters(recurse=False)}
 
 
@@ -161,7 +161,7 @@ class _PeerCollective:
         self._near, self._unit = near, unit
 
 
-class _Gather(_PeerCollective, DefaultAllGather):
+class _PeerAllGather(_PeerCollective, DefaultAllGather):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -173,7 +173,7 @@ class _Gather(_PeerCollective, DefaultAllGather):
         self._near.all_gather(output_tensor, input_tensor, self._unit)
 
 
-class _Scatter(_PeerCollective, DefaultReduceScatter):
+class _PeerReduceScatter(_PeerCollective, DefaultReduceScatter):
     def __call__(
         self,
         output_tensor: Tensor,

@@ -16,20 +16,20 @@ def register_gloo_shutdown() -> None:
     cores delay these threads: of 200 runs of examples/parallel.py, four at a time on two cores, 8
     aborted.
     """
-    atexit.unregister(_rest)
-    atexit.register(_rest)
+    atexit.unregister(_wait_for_gloo_threads)
+    atexit.register(_wait_for_gloo_threads)
 
 
-def _rest() -> None:
+def _wait_for_gloo_threads() -> None:
     """Sleep until several consecutive checks find gloo's threads idle, for at most `_LIMIT_S`."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # releases the GIL to a thread that waits for it
-        quiet = 0 if _busy() else quiet + 1
+        quiet = 0 if _is_gloo_thread_running() else quiet + 1
 
 
-def _busy() -> bool:
-    """Return whether a gloo thread is running or ready to run. Detected only on Linux."""
+def _is_gloo_thread_running() -> bool:
+    """Return whether a gloo thread is running or ready to run; always False except on Linux."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")

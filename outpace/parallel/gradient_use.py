@@ -78,7 +78,6 @@ class GradientUse:
         self._warn_of_unused([name for name, on_any, mine in pairs if on_any and not mine])
 
     def _warn_of_unused(self, lacking: Sequence[str]) -> None:
-        """Warn once about parameters that this rank has not used but other ranks have."""
         if not lacking or self._has_warned:
             return
         self._has_warned = True

@@ -76,14 +76,13 @@ class LayoutRequest:
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
-def _total_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of totals: float64, or float32 on Metal, which lacks float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def _totals_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Metal lacks float64
 
 
 def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
     """Return the totals of a pass as one tensor, which can be summed over passes and ranks."""
-    dtype = _total_dtype(loss_sum.device)
+    dtype = _totals_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
 
@@ -125,9 +124,9 @@ class Layout:
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, as a cached list.
+        """Return this rank's parameters as a list, made once.
 
-        Without the cache, walking over all modules would take longer than clipping.
+        Walking over all modules in each step would take longer than clipping.
         """
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
@@ -152,7 +151,7 @@ class Layout:
         norms: list[Tensor] = []
         self._stepped = norms
 
-        def on_gradient(parameter: nn.Parameter) -> None:
+        def update_parameter(parameter: nn.Parameter) -> None:
             assert parameter.grad is not None
             look(parameter)
             norms.append(total_norm([local(parameter.grad)]))
@@ -161,10 +160,9 @@ class Layout:
 
         for _, parameter in self.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(on_gradient)
+                parameter.register_post_accumulate_grad_hook(update_parameter)
 
-    def _norms_of_stepped(self) -> list[Tensor]:
-        """Return and clear the norms of the gradients that this step's backward has freed."""
+    def _take_freed_norms(self) -> list[Tensor]:
         norms = list(self._stepped or ())
         if self._stepped:
             self._stepped.clear()
@@ -203,23 +201,23 @@ class Layout:
         return None
 
     def guard(self) -> None:
-        """Start to refuse uses of parameters outside `in_call` that would give wrong values."""
+        """Start to refuse uses of parameters between calls that would give wrong values."""
 
     def in_call(self) -> AbstractContextManager[None]:
         """Return the context for a step or an evaluation, in which `guard` allows all uses."""
         return nullcontext()
 
     def watch_communication(self, watches: bool) -> None:
-        """Choose whether operations that communicate between calls first wait for all ranks."""
+        """Choose whether operations between calls wait for all ranks before they communicate."""
 
     def begin_optimizer_step(self) -> None:
-        """Make only the first operation of the step that communicates wait for all ranks."""
+        """Begin an optimizer's step, in which only the first communication waits for all ranks."""
 
     def end_optimizer_step(self) -> None:
-        """Make operations that communicate wait again, as `watch_communication` has chosen."""
+        """End an optimizer's step: each communication waits again if `watch_communication`."""
 
     def discard_comparison(self) -> None:
-        """Subtract the last call of `gradients`, a mere comparison, from the counts of steps."""
+        """Do not count the last call of `gradients`, of the first batch's check, as a step."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run the forward and backward of this rank's micro-batches, and reduce the gradients.
@@ -229,7 +227,7 @@ class Layout:
         """
         if self.buffers is not None:
             self.buffers.begin_step()
-        totals = torch.zeros(2, dtype=_total_dtype(self._device()), device=self._device())
+        totals = torch.zeros(2, dtype=_totals_dtype(self._device()), device=self._device())
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             if last and number > 1:
@@ -252,7 +250,7 @@ class Layout:
                 parameter.grad_dtype = torch.float32
 
     def _accumulated_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the trainable 16-bit parameters that are not sharded by `fully_shard`."""
+        """Yield the trained 16-bit parameters that `fully_shard` does not shard."""
         gathered = {p for part in _fsdp_modules(self.objective) for p in part.parameters()}
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
@@ -303,7 +301,7 @@ class Layout:
 
         Collective.
         """
-        return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
+        return total_norm([*self._take_freed_norms(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """Clip the gradients to a norm of `limit`; 0 disables clipping.
@@ -344,7 +342,7 @@ class Layout:
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the model with all weights where it is `wanted`, else None. Collective."""
+        """Return the whole model on ranks where it is `wanted`, None on others. Collective."""
         return self.model if wanted else None
 
 
@@ -373,7 +371,7 @@ class SpreadLayout(Layout):
 
     def guard(self) -> None:
         """Refuse forwards that the user's loop runs outside a step or an evaluation."""
-        self._enter = leave_to_python(lambda *_: self._enter_forward())
+        self._enter = leave_to_python(lambda *_: self._handle_forward_between_steps())
         self._watched = self._list_watched()
         self._watch_forwards()
 
@@ -388,7 +386,7 @@ class SpreadLayout(Layout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Allow forwards in the body by removing the hooks that refuse them and cost time."""
+        """Allow forwards in the body, without the hooks that refuse them, which take time."""
         for watch in self._watches:
             watch.remove()
         try:
@@ -396,7 +394,7 @@ class SpreadLayout(Layout):
         finally:
             self._watch_forwards()
 
-    def _enter_forward(self) -> None:
+    def _handle_forward_between_steps(self) -> None:
         raise refuse_between_steps(
             "the module's forward is called between steps, but this rank holds only a part of its "
             "parameters. Call evaluate(batch) of what parallelize returned, on all ranks. Or copy "
@@ -407,7 +405,7 @@ class SpreadLayout(Layout):
     def total_norm(self) -> Tensor:
         """Return the norm from the sum of squares, to which each rank of the group contributes."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
-        for norm in self._norms_of_stepped():  # parts that only this rank has
+        for norm in self._take_freed_norms():  # parts that only this rank has
             square += norm.double().square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
@@ -473,9 +471,9 @@ class ShardedLayout(SpreadLayout):
     def end_optimizer_step(self) -> None:
         wait_before_communication(self._place if self._watches_communication else None)
 
-    def _enter_forward(self) -> None:
+    def _handle_forward_between_steps(self) -> None:
         if _fsdp_modules(self.objective):
-            super()._enter_forward()
+            super()._handle_forward_between_steps()
         assert self._place is not None  # tensor parallelism, whose ranks compute the same
         self._place.wait_for_all("calls the module's forward")
 

@@ -15,7 +15,7 @@ _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"}) - {"training"
 
 
 class LoopSettings:
-    """Record of a user's `module`, whose changes of settings are applied to its `copies`."""
+    """Copies settings that a user's loop changes on its `module` to the module's `copies`."""
 
     def __init__(self, module: nn.Module, copies: Iterable[nn.Module]) -> None:
         self._parts = list(module.modules())  # the copies have them too, in the same order
@@ -31,13 +31,12 @@ class LoopSettings:
         for number, known in enumerate(self._known):
             part = self._parts[number]
             for name, value in _list_settings(part):
-                if known[name] != value if name in known else _is_of_user(part, name):
+                if known[name] != value if name in known else _is_set_by_user(part, name):
                     for copied in self._copies:
                         setattr(copied[number], name, value)
 
 
-def _is_of_user(part: nn.Module, name: str) -> bool:
-    """Return whether a new attribute of a module was set by the user, and not by torch."""
+def _is_set_by_user(part: nn.Module, name: str) -> bool:
     return not name.startswith("_") or hasattr(type(part), name)
 
 

@@ -87,37 +87,34 @@ def apply(request: LayoutRequest) -> Layout:
     copied: Transformer = meta_copy(objective.model)  # type: ignore[assignment]
     if plan.tp > 1:
         objective = split(objective, plan, mesh["tp"])
-    part = share_sequences(objective, _ring(mesh)) if plan.cp > 1 else None
+    part = share_sequences(objective, _make_ring(mesh)) if plan.cp > 1 else None
     if plan.pp == 1:
-        inner: Layout = _whole_depth(request, part or objective, copied, mesh)
+        inner: Layout = _lay_out_without_pipeline(request, part or objective, copied, mesh)
     else:
-        inner = _pipeline(request, objective, part, copied, mesh)
+        inner = _lay_out_pipeline(request, objective, part, copied, mesh)
     layout = Product(inner, mesh)
     layout.computes_on = inner.computes_on = request.device
     return layout
 
 
-def _ring(mesh: DeviceMesh) -> SequenceRing:
+def _make_ring(mesh: DeviceMesh) -> SequenceRing:
     return SequenceRing(mesh["cp"].get_group(), mesh["cp"].get_local_rank(), mesh["cp"].size())
 
 
-def _replicas(plan: Plan) -> int:
-    """Return the number of ranks over which a parameter's gradient is averaged."""
+def _gradient_replicas(plan: Plan) -> int:
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 
 def _gathers_parameters(request: LayoutRequest) -> bool:
-    """Return whether parameters are gathered, from other ranks or from host memory."""
-    return _replicas(request.plan) > 1 or gathers(request.plan, request.device)
+    return _gradient_replicas(request.plan) > 1 or gathers(request.plan, request.device)
 
 
-def _whole_depth(
+def _lay_out_without_pipeline(
     request: LayoutRequest,
     objective: PartOfSequence | LanguageModelObjective,
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Lay out the model without a pipeline, with all layers on this rank."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     if _gathers_parameters(request):
         shard(
@@ -130,18 +127,17 @@ def _whole_depth(
         )
     assert dist.group.WORLD is not None
     layout = ShardedLayout(objective, copied, dist.group.WORLD)
-    layout.averages = _replicas(plan)
+    layout.averages = _gradient_replicas(plan)
     return layout
 
 
-def _pipeline(
+def _lay_out_pipeline(
     request: LayoutRequest,
     objective: LanguageModelObjective,
     part: PartOfSequence | None,
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Lay out the model as a pipeline, in which each stage is sharded separately."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     stages = cut(plan, objective.model)
     inner = PipelineLayout(
@@ -149,7 +145,9 @@ def _pipeline(
         stages,
         mesh["pp"].get_group(),
         copied,
-        partial(_share, part, objective if isinstance(objective, SplitObjective) else None),
+        partial(
+            _take_sequence_part, part, objective if isinstance(objective, SplitObjective) else None
+        ),
     )
     if _gathers_parameters(request):
         for stage, module in inner.modules.items():
@@ -166,7 +164,7 @@ def _pipeline(
                 "replicas neither stage would hold the bias of an encoder's head. Use 1f1b or "
                 "gpipe."
             )
-    inner.averages = _replicas(plan)
+    inner.averages = _gradient_replicas(plan)
     return inner
 
 
@@ -175,7 +173,7 @@ def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _share(
+def _take_sequence_part(
     part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return this rank's part of a batch, with the positions of its tokens under cp and tp."""

@@ -88,7 +88,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
     Call this before the first forward, and before creating the optimizer, which checks where
     parameters are stored.
     """
-    held = _fsdp_params(layout)
+    held = _fsdp_state_by_parameter(layout)
     for _, parameter in layout.named_parameters():
         sharded = held.get(parameter)
         old = local(parameter) if sharded is None else sharded._sharded_param_data
@@ -101,11 +101,10 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
         else:
             parameter.data = memory
         region.release()
-    _read_ahead(layout, scratch)
+    _prefetch_blocks(layout, scratch)
 
 
-def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
-    """Map each parameter to the state that `fully_shard` keeps for it."""
+def _fsdp_state_by_parameter(layout: Layout) -> dict[Tensor, Any]:
     from torch.distributed.fsdp import FSDPModule
 
     states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
@@ -113,9 +112,9 @@ def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
     return {held.sharded_param: held for group in groups for held in group.fsdp_params}
 
 
-def _read_ahead(layout: Layout, scratch: Scratch) -> None:
+def _prefetch_blocks(layout: Layout, scratch: Scratch) -> None:
     """Register hooks that prefetch the next block in each pass and release used blocks."""
-    blocks = _blocks(layout.model)
+    blocks = _blocks_or_empty(layout.model)
     lies = {name: scratch.region_of(local(p)) for name, p in layout.named_parameters()}
     names = {id(module): name for name, module in layout.model.named_modules()}
     of_block = [
@@ -127,10 +126,10 @@ def _read_ahead(layout: Layout, scratch: Scratch) -> None:
     for number, block in enumerate(blocks):
         before = of_block[number - 1] if number else nothing
         after = of_block[number + 1] if number + 1 < len(blocks) else nothing
-        _watch(block, before, of_block[number], after)
+        _add_prefetch_hooks(block, before, of_block[number], after)
 
 
-def _watch(
+def _add_prefetch_hooks(
     block: nn.Module, before: Sequence[Region], current: Sequence[Region], after: Sequence[Region]
 ) -> None:
     def prefetch_next(module: nn.Module, inputs: Any) -> None:
@@ -139,9 +138,9 @@ def _watch(
     def release_current(module: nn.Module, inputs: Any, output: Any) -> None:
         release(current)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(in_backward)
+            output.register_hook(prefetch_previous)
 
-    def in_backward(gradient: Tensor) -> None:
+    def prefetch_previous(gradient: Tensor) -> None:
         release(after)
         prefetch(before)
 
@@ -149,7 +148,7 @@ def _watch(
     block.register_forward_hook(release_current)
 
 
-def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+def _blocks_or_empty(model: nn.Module) -> Sequence[nn.Module]:
     try:
         return find_blocks(model)
     except BadInputError:  # no blocks: an empty stage, or a custom model

@@ -43,7 +43,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class _Probe(NamedTuple):
-    """A small parameter, and its quadratic loss in each step.
+    """A small parameter of the trial, with a quadratic loss for each step.
 
     The loss is curvature * (values - target)² / 2 + push * values, with one push per step.
     """
@@ -60,9 +60,11 @@ class OptimizerTrial:
 
     def __init__(self, build: Build, groups: Groups, device: torch.device) -> None:
         self._build, self._device = build, device
-        alike = _merge_alike(groups)
+        alike = _merge_similar_groups(groups)
         self._options = [_options_of(some[0]) for some in alike]
-        self._kinds = [_kinds_in(p for one in some for p in parameters_in(one)) for some in alike]
+        self._kinds = [
+            _parameters_by_kind(p for one in some for p in parameters_in(one)) for some in alike
+        ]
         self.name = getattr(build, "__name__", "the optimizer")
 
     def explain_subset(self) -> str | None:
@@ -70,9 +72,9 @@ class OptimizerTrial:
 
         Returns None if they do not differ, or if the trial is impossible.
         """
-        with self._trial():
-            together = self._run(copies=2)
-            alone = self._run(copies=1)
+        with self._quiet_trial():
+            together = self._run_probes(copies=2)
+            alone = self._run_probes(copies=1)
         if together is None or alone is None or isinstance(alone, Exception):
             return None
         if isinstance(together, Exception):
@@ -85,12 +87,12 @@ class OptimizerTrial:
 
         Returns None if they do not differ, or if the trial is impossible.
         """
-        with self._trial():
-            plain = self._run(copies=2)
+        with self._quiet_trial():
+            plain = self._run_probes(copies=2)
             usable = gather_objects(isinstance(plain, dict))  # else other ranks would wait
             if not all(usable) or not isinstance(plain, dict):
                 return None
-            split = self._run(copies=2, split=True)
+            split = self._run_probes(copies=2, split=True)
         if split is None:
             return None
         if isinstance(split, Exception):
@@ -100,8 +102,7 @@ class OptimizerTrial:
         return f"updates change by {100 * apart:.2g} %" if apart > _SHARD_TOLERANCE else None
 
     @contextmanager
-    def _trial(self) -> Iterator[None]:
-        """Run the body without torch.compile, warnings and prints; restore random generators."""
+    def _quiet_trial(self) -> Iterator[None]:
         drawn, eager = random_state(self._device), run_eagerly("torch._dynamo" in sys.modules)
         try:
             with eager, redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
@@ -109,8 +110,8 @@ class OptimizerTrial:
         finally:
             set_random_state(drawn, self._device)
 
-    def _run(self, copies: int, split: bool = False) -> dict[Any, Tensor] | Exception | None:
-        """Return each probe's change over a few steps, or the exception that the optimizer raised.
+    def _run_probes(self, copies: int, split: bool = False) -> dict[Any, Tensor] | Exception | None:
+        """Return each probe's change over the steps of a trial, or the optimizer's exception.
 
         Returns None if there are no probes, or if the optimizer does not hold all of them, draws
         random numbers or computes values that are not finite.
@@ -126,7 +127,7 @@ class OptimizerTrial:
             if any(id(one.parameter) not in held for one in probes.values()):
                 return None
             for step in range(len(_SCALES)):
-                _step(optimizer, list(probes.values()), step)
+                _step_with_gradients(optimizer, list(probes.values()), step)
         except Exception as error:
             return error
         if not same_random_state(drawn, random_state(self._device)):
@@ -151,9 +152,8 @@ class OptimizerTrial:
         return probes, groups
 
     def _make_probe(self, like: nn.Parameter, number: int, split: bool) -> _Probe:
-        """Return a probe with as many dimensions as `like`; if `split`, shard it like `like`."""
         shape = [_SIZE] * like.dim()
-        for size, placement in _splits_of(like):
+        for size, placement in _split_dimensions(like):
             shape[placement] *= size
         drawn = torch.Generator().manual_seed(_SEED + number)
         dtype = torch.complex128 if like.is_complex() else torch.float64
@@ -186,27 +186,26 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in group.items() if key not in ("params", "param_names")}
 
 
-def _merge_alike(groups: Groups) -> list[list[Mapping[str, Any]]]:
-    """Return at most 8 lists of groups that differ at most in numbers other than 0.
+def _merge_similar_groups(groups: Groups) -> list[list[Mapping[str, Any]]]:
+    """Return at most 8 lists of groups with equal settings, except for numbers that are not 0.
 
     A trial takes one group for each list, because a loop may have a group for each parameter.
     """
     alike: dict[Any, list[Mapping[str, Any]]] = {}
     for group in groups:
-        kind = frozenset((key, _kind_of(value)) for key, value in _options_of(group).items())
+        kind = frozenset((key, _setting_kind(value)) for key, value in _options_of(group).items())
         alike.setdefault(kind, []).append(group)
     return list(alike.values())[:_MOST_GROUPS]
 
 
-def _kind_of(value: Any) -> Any:
-    """Return a setting's type and its flag or name; for a number, whether it is not 0."""
+def _setting_kind(value: Any) -> Any:
+    """Return the type of a setting, and its flag or name; for a number, whether it is 0."""
     if isinstance(value, bool | str):
         return type(value), value
     return type(value), bool(value) if isinstance(value, int | float) else None
 
 
-def _kinds_in(parameters: Iterable[nn.Parameter]) -> dict[Any, nn.Parameter]:
-    """Return one parameter of each kind: number of dimensions, placements, real or complex."""
+def _parameters_by_kind(parameters: Iterable[nn.Parameter]) -> dict[Any, nn.Parameter]:
     kinds: dict[Any, nn.Parameter] = {}
     for parameter in parameters:
         places = str(parameter.placements) if is_spread(parameter) else ""
@@ -214,7 +213,7 @@ def _kinds_in(parameters: Iterable[nn.Parameter]) -> dict[Any, nn.Parameter]:
     return kinds
 
 
-def _splits_of(like: nn.Parameter) -> list[tuple[int, int]]:
+def _split_dimensions(like: nn.Parameter) -> list[tuple[int, int]]:
     """Return (number of parts, dimension) for each mesh axis that splits a parameter."""
     if not is_spread(like):
         return []
@@ -222,8 +221,10 @@ def _splits_of(like: nn.Parameter) -> list[tuple[int, int]]:
     return [(size, one.dim) for size, one in pairs if hasattr(one, "dim")]
 
 
-def _step(optimizer: torch.optim.Optimizer, probes: Sequence[_Probe], step: int) -> None:
-    """Set the probes' gradients and step the optimizer, with a closure if it fails without one."""
+def _step_with_gradients(
+    optimizer: torch.optim.Optimizer, probes: Sequence[_Probe], step: int
+) -> None:
+    """Set the probes' gradients and step the optimizer; pass a closure if it needs one."""
     _set_gradients(probes, step)
     before = [one.parameter._version for one in probes]
     try:
@@ -245,7 +246,7 @@ def _set_gradients(probes: Sequence[_Probe], step: int) -> None:
 
 @torch.no_grad()
 def _compute_loss(probes: Sequence[_Probe], step: int) -> Tensor:
-    """Set the probes' gradients, and return the sum of their losses."""
+    """Return the sum of the probes' losses and set their gradients, as an optimizer's closure."""
     _set_gradients(probes, step)
     loss = torch.zeros((), dtype=torch.float64)
     for parameter, _, target, curvature, pushes in probes:
@@ -257,7 +258,6 @@ def _compute_loss(probes: Sequence[_Probe], step: int) -> Tensor:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the relative difference of two updates; 0 if nothing was updated."""
     largest = max(float(one.abs().max()), float(other.abs().max()))
     return float((one - other).abs().max()) / largest if largest else 0.0
 

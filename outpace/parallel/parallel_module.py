@@ -96,12 +96,12 @@ class ParallelModule:
             given = tensors_in(copy_batch(batch, tensors=False))
             part = next((one for one in given if self._is_shared(one)), None)
             if part is not None:
-                self._require_parts(part, given)
+                self._refuse_mixed_batch(part, given)
                 return batch
             if self._agreement is not None:
                 self._agreement.note_given(batch)
             among = f"{shares} data-parallel ranks"
-            mine = self._cut(batch, shares, "a global batch", among)[number]
+            mine = self._split_evenly(batch, shares, "a global batch", among)[number]
             for one in tensors_in(copy_batch(mine, tensors=False)) if shares > 1 else ():
                 if all(one is not other for other in given):  # a table goes to all ranks
                     key = id(one)
@@ -109,12 +109,10 @@ class ParallelModule:
             return mine
 
     def _is_shared(self, value: Any) -> bool:
-        """Return whether `share` has returned this tensor or array as part of a batch."""
         known = self._shared.get(id(value))
         return known is not None and known() is value
 
-    def _require_parts(self, part: Any, given: Sequence[Any]) -> None:
-        """Refuse a batch with a part that `share` has returned and a tensor of all samples."""
+    def _refuse_mixed_batch(self, part: Any, given: Sequence[Any]) -> None:
         samples = length_of(part) if part.ndim else 0
         whole = samples * self.plan.data_parallel
         if samples and any(
@@ -134,18 +132,18 @@ class ParallelModule:
         the plan's micro-batches. The loss is summed over samples and ranks in float64 (fp32 on
         Metal), whatever the module's dtype.
         """
-        with self._call(in_step=True):
+        with self._in_call(in_step=True):
             if self._agreement is not None:  # first, so that ranks count alike if one refuses
                 self._agreement.begin_call(batch)
-            self._require_frozen()
-            self._warn_of_dropped()
+            self._refuse_unfrozen()
+            self._warn_of_dropped_gradients()
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             if self._scaling is not None:
                 self._scaling.drop_gradients()
             averages = self.layout.averages
             given = StepHooks(self._cast, scale=lambda loss_sum: loss_sum * averages)
-            passes = self._passes(batch)
+            passes = self._split_into_passes(batch)
             first, self._first_batch = self._first_batch, None
             totals = None if first is None else first.check(self.layout, passes, given)
             if totals is None:
@@ -193,19 +191,19 @@ class ParallelModule:
         if wrong is not None:  # in a pipeline, perhaps on this rank alone
             raise refuse_between_steps(wrong) if self.plan.pp > 1 else BadInputError(wrong)
         optimizer = place_optimizer(self.layout, self.plan, self._scratch, listed, build)
-        optimizer.register_step_pre_hook(self._measure_scaling)
+        optimizer.register_step_pre_hook(self._measure_stage_scaling)
         if self._agreement is not None:
             optimizer.register_step_pre_hook(leave_to_python(self._agreement.before_step))
             optimizer.register_step_post_hook(leave_to_python(self._agreement.after_step))
-        optimizer.register_step_post_hook(self._note_use)
+        optimizer.register_step_post_hook(self._note_gradients_used)
         self._optimizers += 1
         return optimizer
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
-        with self._call(in_step=True):
+        with self._in_call(in_step=True):
             with evaluation_mode(self.layout.objective), torch.no_grad():
-                parts = self._passes(batch)
+                parts = self._split_into_passes(batch)
                 sums = [self.layout.evaluate(part, StepHooks(self._cast)) for part in parts]
                 totals = self._all_reduce(torch.stack(sums).sum(0))
             self.layout.free_gathered()
@@ -213,7 +211,7 @@ class ParallelModule:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's state dict, with the module's names, on rank 0, else None."""
-        with self._call():
+        with self._in_call():
             whole = self.layout.whole_model(self._ranks.rank == 0)
         return None if whole is None else dict(whole.state_dict())
 
@@ -221,8 +219,8 @@ class ParallelModule:
         """Return this rank's parameters or shards, with the module's names."""
         return self.layout.named_parameters()
 
-    def _require_frozen(self) -> None:
-        """Refuse parameters that require gradients but were frozen when they were laid out.
+    def _refuse_unfrozen(self) -> None:
+        """Refuse parameters that require gradients but were frozen at the layout.
 
         Ranks would not reduce their gradients, and `make_optimizer` leaves them out by default.
         """
@@ -254,15 +252,14 @@ class ParallelModule:
             self._scaling = None
         return totals
 
-    def _measure_scaling(self, *_: Any) -> None:
+    def _measure_stage_scaling(self, *_: Any) -> None:
         if self._scaling is not None:
             self._scaling.measure(self.layout.local_gradients())
 
-    def _note_use(self, *_: Any) -> None:
+    def _note_gradients_used(self, *_: Any) -> None:
         self._pending = None
 
-    def _warn_of_dropped(self) -> None:
-        """Warn once if a loop seems to accumulate gradients over calls."""
+    def _warn_of_dropped_gradients(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None or not self._optimizers or not bool(pending.isfinite()):
             return
@@ -276,12 +273,11 @@ class ParallelModule:
             )
 
     @contextmanager
-    def _call(self, in_step: bool = False) -> Iterator[None]:
+    def _in_call(self, in_step: bool = False) -> Iterator[None]:
         with refuse_together(self._ranks.world_size, in_step), self.layout.in_call():
             yield
 
-    def _passes(self, batch: Batch) -> list[Batch]:
-        """Split a batch into parts, each for one pass through the model or the pipeline."""
+    def _split_into_passes(self, batch: Batch) -> list[Batch]:
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
@@ -292,7 +288,7 @@ class ParallelModule:
             )
         return self._rows.cut(batch, held // size)
 
-    def _cut(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
+    def _split_evenly(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
         held = samples_in(batch)
         if held % parts:
             raise BadInputError(
@@ -354,7 +350,7 @@ def parallelize(
 
     Raises BadInputError for unsupported requests, on all ranks if any rank refuses.
     """
-    _check(module, plan, loss)
+    _refuse_unsupported(module, plan, loss)
     if check not in ("on", "off"):
         raise BadInputError(f"check is {check!r}; use on or off")
     device = next(module.parameters()).device
@@ -419,8 +415,7 @@ def refused_strategy(strategy: str) -> str | None:
     return _REFUSED.get(strategy)
 
 
-def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
-    """Raise BadInputError for requests that would fail later or be silently ignored."""
+def _refuse_unsupported(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not support strategy {plan.strategy}: {why_not}.")
@@ -489,7 +484,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
         if not dist.is_initialized():
             dist.init_process_group()
     else:
-        _check_mesh(plan, mesh)
+        _require_plan_mesh(plan, mesh)
     register_gloo_shutdown()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != plan.world_size:
@@ -500,8 +495,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     return Ranks(rank=rank, world_size=world_size)
 
 
-def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
-    """Raise BadInputError unless a mesh has the plan's axes and sizes, over all ranks in order."""
+def _require_plan_mesh(plan: Plan, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=False))
     wanted = {axis: getattr(plan, axis) for axis in AXES}

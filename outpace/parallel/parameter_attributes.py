@@ -34,10 +34,12 @@ class ParameterAttributes:
                 if attributes
             ]
             if held:
-                _set(held)
-                unit.register_forward_pre_hook(leave_to_python(lambda *_, held=held: _set(held)))
+                _set_attributes(held)
+                unit.register_forward_pre_hook(
+                    leave_to_python(lambda *_, held=held: _set_attributes(held))
+                )
 
 
-def _set(held: Iterable[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:
+def _set_attributes(held: Iterable[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:
     for register, name, attributes in held:
         vars(register[name]).update(attributes)

@@ -40,7 +40,7 @@ _GAVE_UP = -1  # the step count of a rank that has given up
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
 # Arguments: process, address there, address here, number of bytes.
-_Copy = Callable[[int, int, int, int], None]
+_CopyFunction = Callable[[int, int, int, int], None]
 
 
 # These operators do nothing. They exist for modes that count collectives.
@@ -63,18 +63,18 @@ all_gather_directly = operator(_all_gather_directly, _all_gather_directly)
 reduce_scatter_directly = operator(_reduce_scatter_directly, _reduce_scatter_directly)
 
 
-class _Span(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     """The struct iovec of <sys/uio.h>."""
 
     _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class _Notice(ctypes.Structure):
-    """A notice for other ranks to read: this rank's step count (`moves`) and buffer address.
+    """A notice in a rank's memory, which other ranks read.
 
     `token` identifies the notice, because the same process ID may refer to a different process on
-    another host or in another container. `kind` encodes the collective that uses the buffer, and
-    the buffer's size.
+    another host or in another container. `moves` is the rank's step count, and `buffer` the address
+    of its buffer. `kind` encodes the collective that uses the buffer, and the buffer's size.
     """
 
     _fields_ = (
@@ -83,8 +83,8 @@ class _Notice(ctypes.Structure):
     )  # fmt: skip
 
 
-def _lasting_notice() -> _Notice:
-    """Create a notice with a new token. It is never freed: others may read it until they exit."""
+def _create_permanent_notice() -> _Notice:
+    """Create a notice that is never freed: other ranks may read it until they exit."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -100,8 +100,8 @@ class _Peer:
     token: int
 
 
-def _reader() -> _Copy | None:
-    """Return a function that copies from another process's memory; None if the system has none."""
+def _find_copy_function() -> _CopyFunction | None:
+    """Return a function that copies from another process's memory; None if there is none."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -114,7 +114,7 @@ def _reader() -> _Copy | None:
     def copy(pid: int, source: int, target: int, length: int) -> None:
         done = 0
         while done < length:  # Linux reads at most 2 GiB at a time
-            into, of = _Span(target + done, length - done), _Span(source + done, length - done)
+            into, of = _IoVec(target + done, length - done), _IoVec(source + done, length - done)
             more = read(pid, ctypes.byref(into), one, ctypes.byref(of), one, ctypes.c_ulong(0))
             if more <= 0:
                 code = ctypes.get_errno() if more < 0 else errno.EFAULT
@@ -124,7 +124,7 @@ def _reader() -> _Copy | None:
     return copy
 
 
-def _let_family_read() -> None:
+def _allow_memory_reads() -> None:
     """Let the launcher and its descendants read this process's memory, which Yama may forbid."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
@@ -139,10 +139,10 @@ class PeerMemoryGroup:
     sum, in the order of ranks, and the others copy it, so results are bitwise equal.
     """
 
-    def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, read: _CopyFunction, limit_s: float) -> None:
         self._read, self._limit_s = read, limit_s
         self._size, self._rank = group.size(), group.rank()
-        self._notice, self._seen = _lasting_notice(), _Notice()
+        self._notice, self._seen = _create_permanent_notice(), _Notice()
         own = _Peer(
             self._rank, os.getpid(), ctypes.addressof(self._notice), int(self._notice.token)
         )
@@ -154,7 +154,7 @@ class PeerMemoryGroup:
         """Return whether this rank can read the memory of all others."""
         try:
             for other in self._others:
-                self._read_steps(other)
+                self._read_notice(other)
                 if self._seen.token != other.token:
                     return False
         except OSError:
@@ -163,43 +163,43 @@ class PeerMemoryGroup:
 
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
         """Sum `buffer` (of any length) over the ranks and multiply it by `factor`, in place."""
-        with self._or_give_up():
-            self._share_buffer(buffer)
-            shards = self._shards(buffer)
+        with self._abandon_on_error():
+            self._publish_buffer(buffer)
+            shards = self._split_shards(buffer)
             start, own = shards[self._rank]
-            self._sum(start, own, own, factor)
-            self._move()
+            self._sum_shards(start, own, own, factor)
+            self._synchronize_step()
             for other in self._others:
                 start, shard = shards[other.rank]
-                self._copy(other, start, shard)
-            self._move()  # until then, no rank may change what others read
+                self._copy_from(other, start, shard)
+            self._synchronize_step()  # until then, no rank may change what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the equally long `part`s of all ranks.
 
         `part` may be a view of this rank's shard of `buffer`.
         """
-        with self._or_give_up():
-            self._share_buffer(part, 2 * unit)
-            for (_, shard), one in zip(self._shards(buffer), self._everyone, strict=True):
+        with self._abandon_on_error():
+            self._publish_buffer(part, 2 * unit)
+            for (_, shard), one in zip(self._split_shards(buffer), self._everyone, strict=True):
                 if one.rank != self._rank:
-                    self._copy(one, 0, shard)
+                    self._copy_from(one, 0, shard)
                 elif shard.data_ptr() != part.data_ptr():
                     shard.copy_(part)
-            self._move()
+            self._synchronize_step()
 
     def reduce_scatter(
         self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
     ) -> None:
         """Write this rank's shard of the sum of all buffers, times `factor`, to `part`."""
-        with self._or_give_up():
-            self._share_buffer(buffer, 2 * unit + 1)
-            start, own = self._shards(buffer)[self._rank]
-            self._sum(start, own, part, factor)
-            self._move()
+        with self._abandon_on_error():
+            self._publish_buffer(buffer, 2 * unit + 1)
+            start, own = self._split_shards(buffer)[self._rank]
+            self._sum_shards(start, own, part, factor)
+            self._synchronize_step()
 
     @contextmanager
-    def _or_give_up(self) -> Iterator[None]:
+    def _abandon_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -210,11 +210,11 @@ class PeerMemoryGroup:
                 ) from None
             raise
 
-    def _share_buffer(self, buffer: Tensor, kind: int = 0) -> None:
-        """Publish the buffer's address and the collective's kind, and read those of other ranks."""
+    def _publish_buffer(self, buffer: Tensor, kind: int = 0) -> None:
+        """Publish the buffer's address and the collective's kind, and read those of others."""
         self._notice.buffer = buffer.data_ptr()
         self._notice.kind = (kind << _LENGTH_BITS) + buffer.nbytes
-        others = self._move()
+        others = self._synchronize_step()
         apart = next((rank for rank, kind in others.items() if kind != self._notice.kind), None)
         if apart is not None:
             one, other = sorted((apart, self._rank))
@@ -225,31 +225,29 @@ class PeerMemoryGroup:
                 "blocks=[]."
             )
 
-    def _copy(self, other: _Peer, start: int, into: Tensor) -> None:
-        """Fill `into` from byte `start` of another rank's buffer."""
-        self._read(other.pid, self._buffers[other.rank] + start, into.data_ptr(), into.nbytes)
+    def _copy_from(self, other: _Peer, start: int, target: Tensor) -> None:
+        self._read(other.pid, self._buffers[other.rank] + start, target.data_ptr(), target.nbytes)
 
-    def _shards(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """Return each rank's shard of a buffer, with the byte at which it begins."""
+    def _split_shards(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        """Return each rank's shard of a buffer, with the byte at which the shard begins."""
         parts = buffer.tensor_split(self._size)
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
-    def _sum(self, start: int, shard: Tensor, into: Tensor, factor: float) -> None:
-        """Write the sum of all ranks' shards from byte `start` on, times `factor`, to `into`."""
+    def _sum_shards(self, start: int, shard: Tensor, target: Tensor, factor: float) -> None:
         chunk = max(1, _CHUNK_BYTES // shard.element_size())
         found = torch.empty(min(chunk, shard.numel()), dtype=shard.dtype)
         total = torch.empty_like(found)
-        for part, result in zip(shard.split(chunk), into.split(chunk), strict=True):
+        for part, result in zip(shard.split(chunk), target.split(chunk), strict=True):
             other, sum_ = found[: len(part)], total[: len(part)]
             for one in self._everyone:
                 mine = one.rank == self._rank
                 if not mine:
-                    self._copy(one, start, other)
+                    self._copy_from(one, start, other)
                 (sum_.add_ if one.rank else sum_.copy_)(part if mine else other)
             torch.mul(sum_, factor, out=result)
             start += part.nbytes
 
-    def _move(self) -> dict[int, int]:
+    def _synchronize_step(self) -> dict[int, int]:
         """Announce this rank's next step, and wait until all ranks have reached that step.
 
         Returns the kind of each other rank's collective. After the last step of a collective, a
@@ -259,7 +257,7 @@ class PeerMemoryGroup:
         self._notice.moves += 1
         end_s = time.monotonic() + self._limit_s
         for other in self._others:
-            while (moves := self._read_steps(other)) < self._notice.moves:
+            while (moves := self._read_notice(other)) < self._notice.moves:
                 if moves == _GAVE_UP:
                     raise dist.DistNetworkError(f"rank {other.rank} abandoned a collective")
                 if time.monotonic() > end_s:
@@ -269,13 +267,13 @@ class PeerMemoryGroup:
                     )
                 time.sleep(_NAP_S)
             # Read the notice again: the kernel may have copied the address before the count.
-            self._read_steps(other)
+            self._read_notice(other)
             self._buffers[other.rank] = self._seen.buffer
             kinds[other.rank] = int(self._seen.kind)
         return kinds
 
-    def _read_steps(self, other: _Peer) -> int:
-        """Read another rank's notice, and return the number of steps that it has announced."""
+    def _read_notice(self, other: _Peer) -> int:
+        """Copy another rank's notice to `_seen`; return its number of announced steps."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves
@@ -291,12 +289,12 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return None
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    read = _reader()
+    read = _find_copy_function()
     able = torch.tensor([read is not None], dtype=torch.int32)
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     if read is None or not able.item():
         return None
-    _let_family_read()
+    _allow_memory_reads()
     # Gathers all ranks' addresses, so that it returns after all ranks have allowed reads.
     found = PeerMemoryGroup(group, read, limit.total_seconds())
     able.fill_(found.can_read())
@@ -321,7 +319,7 @@ class GradientAveraging:
         buffer = bucket.buffer()
         all_reduce_directly(buffer, self._group)
         done: torch.futures.Future[Exception | None] = torch.futures.Future()
-        self._thread.submit(self._reduce, buffer, done)
+        self._thread.submit(self._reduce_bucket, buffer, done)
 
         def finish(done: torch.futures.Future[Exception | None]) -> Tensor:
             error = done.value()
@@ -331,7 +329,7 @@ class GradientAveraging:
 
         return done.then(finish)
 
-    def _reduce(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
+    def _reduce_bucket(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
         try:
             if self._failed is None:  # otherwise each bucket would wait for the failed rank
                 self._peers.all_reduce(buffer, self._factor)

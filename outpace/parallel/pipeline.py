@@ -116,7 +116,7 @@ class PipelineLayout(SpreadLayout):
         self._meta_model = whole
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         self.modules = {stage: take_part(model, parts[stage]) for stage in mine}
-        self._twin = self._other_end(tied=model.head is None)
+        self._tied_rank = self._find_tied_rank(tied=model.head is None)
         own = [parts[stage] for stage in mine]
         blocks = [block for part in own for block in part.blocks]
         merged = Part(blocks, any(part.first for part in own), any(part.last for part in own))
@@ -124,8 +124,8 @@ class PipelineLayout(SpreadLayout):
         self.averages = plan.data_parallel
         self._shape: torch.Size | None = None
 
-    def _other_end(self, tied: bool) -> int | None:
-        """Return the other rank with the tied embedding; None if this is not one of two ranks."""
+    def _find_tied_rank(self, tied: bool) -> int | None:
+        """Return the other rank that has the tied embedding; None if no two ranks have it."""
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -142,31 +142,34 @@ class PipelineLayout(SpreadLayout):
                 stage.given = hooks
             self._pass, self._totals = hooks, totals
             schedule.step(
-                batch["tokens"], target=batch["targets"], return_outputs=False, **_context(batch)
+                batch["tokens"],
+                target=batch["targets"],
+                return_outputs=False,
+                **_block_context(batch),
             )
         self._sum_tied_gradients()
         return totals
 
     def _schedule_for(self, tokens: Tensor) -> Any:
-        """Return the schedule for tokens of this shape; rebuild it if the shape has changed."""
         if self._shape != tokens.shape:
             self._shape = tokens.shape
-            self._stages = [self._stage(number, tokens) for number in self.modules]
+            self._stages = [self._build_stage(number, tokens) for number in self.modules]
             kind, count = CLASSES[self._plan.schedule], self._plan.pp_microbatches
             single = issubclass(kind, PipelineScheduleSingle)
             held = self._stages[0] if single else self._stages
-            self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
+            self._schedule: Any = kind(
+                held, count, loss_fn=self._add_and_scale_loss, scale_grads=False
+            )
         return self._schedule
 
     def _hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Return the shape of the tensors sent between stages for `tokens` (B, S)."""
         split = self._plan.tp if self._plan.sequence_parallel else 1
         return len(tokens), tokens.shape[1] // split, self._meta_model.spec.hidden
 
-    def _stage(self, number: int, tokens: Tensor) -> Stage:
-        """Build a stage, given the shapes of its input and output, so torch need not infer them."""
+    def _build_stage(self, number: int, tokens: Tensor) -> Stage:
+        # With the shapes of input and output given, torch need not infer them.
         shape = self._hidden_shape(tokens[: self._plan.micro_batch])
-        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(shape, dtype=self._hidden_dtype, device="meta", requires_grad=True)
         first = tokens[: self._plan.micro_batch].to("meta")
         return Stage(
             self.modules[number],
@@ -179,12 +182,10 @@ class PipelineLayout(SpreadLayout):
         )
 
     @property
-    def _dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states between blocks, which may differ from the matmuls'."""
+    def _hidden_dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the value that the last stage's backward starts from, and add to the totals."""
+    def _add_and_scale_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
@@ -194,8 +195,7 @@ class PipelineLayout(SpreadLayout):
         return scaled
 
     def _sum_tied_gradients(self) -> None:
-        """Sum the embedding's gradient on the first stage and the head's on the last one."""
-        if self._twin is None:
+        if self._tied_rank is None:
             return
         gradient = self.model.get_parameter("embed.tokens.weight").grad
         if gradient is None:
@@ -204,8 +204,8 @@ class PipelineLayout(SpreadLayout):
         theirs = torch.empty_like(mine)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, mine, group=self._group, group_peer=self._twin),
-                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self._twin),
+                dist.P2POp(dist.isend, mine, group=self._group, group_peer=self._tied_rank),
+                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self._tied_rank),
             ]
         )
         for work in works:
@@ -222,27 +222,28 @@ class PipelineLayout(SpreadLayout):
         size = self._plan.micro_batch
         for begin in range(0, len(batch["tokens"]), size):
             micro_batch = {name: part[begin : begin + size] for name, part in batch.items()}
-            totals += self._pass_on(self._share(micro_batch), hooks, sent)
+            totals += self._evaluate_micro_batch(self._share(micro_batch), hooks, sent)
         for work, _ in sent:
             work.wait()
         return totals
 
-    def _pass_on(
+    def _evaluate_micro_batch(
         self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
     ) -> Tensor:
-        """Run a micro-batch through this rank's stages, and append pending sends to `sent`.
+        """Run a micro-batch's forward through this rank's stages.
 
-        Returns the totals, which are zeros unless this rank has the last stage.
+        Appends pending sends to `sent`. Returns the totals, which are zeros unless this rank has
+        the last stage.
         """
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
         for stage, module in self.modules.items():
             if stage and ranks[stage - 1] != self._rank:
                 shape = self._hidden_shape(batch["tokens"])
-                hidden = torch.empty(shape, dtype=self._dtype, device=self._device())
+                hidden = torch.empty(shape, dtype=self._hidden_dtype, device=self._device())
                 dist.recv(hidden, group=self._group, group_src=ranks[stage - 1])
             with hooks.cast():
-                hidden = module(hidden, **_context(batch))
+                hidden = module(hidden, **_block_context(batch))
                 if stage == last:
                     loss_sum, count = self.objective.loss_from_hidden(hidden, batch["targets"])
                     return torch.stack((loss_sum.double(), count.double()))
@@ -262,17 +263,17 @@ class PipelineLayout(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights; prepare `whole_model` to receive those of others."""
+        """Replace weights with master weights, and make `whole_model` expect fp32 from others."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Send the weights to the first rank one by one; only there may the model be `wanted`."""
+        """Send all weights to the first rank, the only one where the model may be `wanted`."""
         held = self.model.state_dict()
         weights: dict[str, Tensor] = {}
-        for name, owner in self._owners().items():
+        for name, owner in self._sending_ranks().items():
             mine = whole(held[name]) if self._rank == owner else None
-            tensor = self._at_first(mine, self._meta_model.get_parameter(name), owner)
+            tensor = self._send_to_first_rank(mine, self._meta_model.get_parameter(name), owner)
             if wanted and tensor is not None:
                 weights[name] = tensor.cpu()
         if not wanted:
@@ -280,16 +281,14 @@ class PipelineLayout(SpreadLayout):
         self._meta_model.load_state_dict(weights, assign=True)
         return self._meta_model
 
-    def _owners(self) -> dict[str, int]:
-        """Map each parameter's name to the rank that has it, or to the first of two such ranks."""
+    def _sending_ranks(self) -> dict[str, int]:
         owners: dict[str, int] = {}
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             for name in take_part(self._meta_model, part).state_dict():
                 owners.setdefault(name, rank)
         return owners
 
-    def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """Send the owner's tensor to the first rank; return it there, and None on other ranks."""
+    def _send_to_first_rank(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
         if self._rank == 0 == owner:
             return held
         if self._rank == owner:
@@ -302,8 +301,7 @@ class PipelineLayout(SpreadLayout):
         return None
 
 
-def _context(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that blocks need, by the transformer's argument names."""
+def _block_context(batch: Batch) -> dict[str, Tensor]:
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # split like tokens

@@ -45,7 +45,7 @@ class NoDropout(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DROPS:
-            self.would_drop |= _drops(args, kwargs)
+            self.would_drop |= _drops_values(args, kwargs)
             given = args[0] if args else kwargs["input"]
             return (given, torch.ones_like(given)) if func is torch.native_dropout else given
         if func in _RATES:
@@ -62,14 +62,13 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a dropout call with arguments (input, p, training) drops values."""
+def _drops_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
     return bool(rate) and bool(training)
 
 
-def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
     """Yield (submodule, attribute name, rate) for each of torch's modules with a dropout rate."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
@@ -80,7 +79,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 def has_dropout(module: nn.Module) -> bool:
     """Return whether any of torch's dropout modules in `module` has a rate above 0."""
-    return any(rate > 0 for _, _, rate in _rates(module))
+    return any(rate > 0 for _, _, rate in _dropout_rates(module))
 
 
 @contextmanager
@@ -91,7 +90,7 @@ def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
     rates of dropout modules are also set to 0, because the mode acts only in this thread, and a
     backward may recompute activations in another thread.
     """
-    rates = list(_rates(module))
+    rates = list(_dropout_rates(module))
     for part, name, _ in rates:
         setattr(part, name, 0.0)
     try:
@@ -151,16 +150,16 @@ def to_float64(module: nn.Module) -> nn.Module:
     """
     found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if has_memory(tensor) and _wide_dtype(tensor) != tensor.dtype:
+        if has_memory(tensor) and _double_dtype(tensor) != tensor.dtype:
             key = storage_id(tensor), tensor.dtype
             found.setdefault(key, []).append(tensor)
-    wide_storages = {key: _widen_storage(some[0]) for key, some in found.items() if len(some) > 1}
+    wide_storages = {key: _convert_storage(some[0]) for key, some in found.items() if len(some) > 1}
     done: dict[Tensor, Tensor] = {}  # a buffer may have several names
 
     def wide(tensor: Tensor) -> Tensor:
         flat = wide_storages.get((storage_id(tensor), tensor.dtype)) if has_memory(tensor) else None
         if tensor not in done:
-            made = tensor.to(_wide_dtype(tensor))
+            made = tensor.to(_double_dtype(tensor))
             if flat is not None:
                 made = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
             if isinstance(tensor, nn.Parameter):
@@ -172,16 +171,16 @@ def to_float64(module: nn.Module) -> nn.Module:
     return changed
 
 
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
+def _double_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.is_complex():
         return torch.complex128
     return torch.float64 if tensor.is_floating_point() else tensor.dtype
 
 
-def _widen_storage(tensor: Tensor) -> Tensor:
-    """Return a copy of all elements of a tensor's storage, in the wide dtype."""
+def _convert_storage(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor's storage as a flat copy in the wide dtype."""
     numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((numbers,), (1,), 0).to(_wide_dtype(tensor))
+    return tensor.detach().as_strided((numbers,), (1,), 0).to(_double_dtype(tensor))
 
 
 def floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:

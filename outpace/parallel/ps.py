@@ -129,26 +129,24 @@ class Worker(Role):
                 if self._group is not None:
                     dist.reduce(fused.buffer, group=self._group, group_dst=0)
         if self._speaks:
-            _wait(dist.isend(buffer, server) for server, buffer in self._buffers())
+            _wait_all(dist.isend(buffer, server) for server, buffer in self._buffers_by_server())
         if not self._plan.server_updates:
             self._pull_sums()
         return totals
 
-    def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Return (server, buffer) for each buffer that a server sums."""
+    def _buffers_by_server(self) -> list[tuple[int, Tensor]]:
         pairs = zip(self._servers, self._fused, strict=True)
         return [(server, fused.buffer) for server, share in pairs for fused in share]
 
     def _pull_sums(self) -> None:
         if self._speaks:
-            _wait(dist.irecv(buffer, server) for server, buffer in self._buffers())
+            _wait_all(dist.irecv(buffer, server) for server, buffer in self._buffers_by_server())
         for share in self._fused:
             for fused in share:
-                self._broadcast(fused.buffer)
+                self._broadcast_to_devices(fused.buffer)
                 fused.assign_gradients()
 
-    def _broadcast(self, message: Tensor) -> None:
-        """Send a message from the worker's first device to its other devices."""
+    def _broadcast_to_devices(self, message: Tensor) -> None:
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
 
@@ -169,7 +167,7 @@ class Worker(Role):
                 message = torch.empty_like(concatenate(alike))
                 if self._speaks:
                     dist.recv(message, server)
-                self._broadcast(message)
+                self._broadcast_to_devices(message)
                 spread(message, alike)
 
 
@@ -205,7 +203,7 @@ class Server(Role):
         for fused in self._fused:
             fused.assign_gradients()
         if not self.steps:
-            self._send_all(self._sums)
+            self._send_to_workers(self._sums)
         return self._zero_totals()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,11 +212,11 @@ class Server(Role):
         if self.steps:
             self._sync_parameters()
 
-    def _send_all(self, messages: Sequence[Tensor]) -> None:
-        _wait([dist.isend(message, worker) for worker in self._workers for message in messages])
+    def _send_to_workers(self, messages: Sequence[Tensor]) -> None:
+        _wait_all([dist.isend(message, worker) for worker in self._workers for message in messages])
 
     def _sync_parameters(self) -> None:
-        self._send_all([concatenate(alike) for alike in by_dtype(self._share)])
+        self._send_to_workers([concatenate(alike) for alike in by_dtype(self._share)])
 
     def _zero_totals(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._on)
@@ -228,13 +226,13 @@ class Server(Role):
         return self._zero_totals()
 
 
-def _wait(works: Iterable[Any]) -> None:
+def _wait_all(works: Iterable[Any]) -> None:
     for work in list(works):  # all are started before the first wait
         work.wait()
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """Return the process group of each worker's devices, if workers have several. Collective."""
+    """Create the process group of each worker's devices; none if workers have one. Collective."""
     each = plan.worker_devices
     if each == 1:
         return {}

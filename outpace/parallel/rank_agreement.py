@@ -86,9 +86,9 @@ class RankAgreement:
         self._tp_rank = ranks.rank % plan.tp
         # fingerprints of frozen weights, and the version of each weight that has been read
         self._frozen: dict[str, tuple[TensorWeakRef, int, int | None]] = {}
-        self._reset()
+        self._start_record()
 
-    def _reset(self) -> None:
+    def _start_record(self) -> None:
         self._given: list[Sequence[int | None]] = []
         self._steps = 0
         self._settings: dict[tuple[Any, ...], float | None] = {}
@@ -102,14 +102,13 @@ class RankAgreement:
 
     @property
     def _is_due(self) -> bool:
-        """Return whether the next call compares ranks."""
         done = self._calls
         return done & (done - 1) == 0 or done % _AT_LEAST_EVERY == 0
 
     def note_given(self, batch: Batch) -> None:
         """Record a global batch that was given to `share`."""
         if self._is_due and len(self._given) < _MOST_GIVEN and self._plan.data_parallel > 1:
-            self._given.append(_prints_of_batch(batch))
+            self._given.append(_fingerprint_batch(batch))
 
     def begin_call(self, batch: Batch) -> None:
         """Compare with other ranks if a comparison is due. Collective.
@@ -117,9 +116,9 @@ class RankAgreement:
         `batch` is this rank's share. Raises BadInputError on all ranks if they differ.
         """
         if self._is_due:
-            self._compare(batch)
+            self._compare_ranks(batch)
         self._calls += 1
-        self._reset()
+        self._start_record()
 
     def end_call(self) -> None:
         """Prepare for the next call: if it compares, record fingerprints and versions of shards.
@@ -128,11 +127,11 @@ class RankAgreement:
         """
         self._layout.watch_communication(self._is_due)
         if self._is_due:
-            self._shards = self._prints_of_shards(True), self._prints_of_shards(False)
+            self._shards = self._fingerprint_shards(True), self._fingerprint_shards(False)
             for name, parameter in self._layout.named_parameters():
                 if is_spread(parameter):
                     gradient = parameter.grad
-                    versions = _version(gradient), _version(parameter)
+                    versions = _write_count(gradient), _write_count(parameter)
                     held = None if gradient is None else TensorWeakRef(gradient)
                     self._versions[name] = (held, *versions)
 
@@ -148,45 +147,47 @@ class RankAgreement:
                     self._settings[name, self._stage, self._steps, number] = value
         if self._steps > 1:
             return
-        self._gradients = self._prints_of_gradients()
+        self._gradients = self._fingerprint_gradients()
         for name, parameter in self._layout.named_parameters():
             if name in self._versions:
                 held, version, _weights = self._versions[name]
                 is_same = parameter.grad is (None if held is None else held())
-                written = _version(parameter.grad) - version if is_same else _REPLACED
+                written = _write_count(parameter.grad) - version if is_same else _REPLACED
                 self._gradient_writes[name, self._stage] = written
-        self._changed_gradients = _count_changes(self._shards[0], self._prints_of_shards(True))
+        self._changed_gradients = _count_changed_prints(
+            self._shards[0], self._fingerprint_shards(True)
+        )
         if self._plan.strategy == "zero1":  # its step replaces other ranks' weights
-            self._early_weights = self._prints_of_weights()
+            self._early_weights = self._fingerprint_weights()
 
     def after_step(self, *_: Any) -> None:
         """Record fingerprints of weight shards after an optimizer's step."""
         if self._is_due and self._calls:
             self._layout.end_optimizer_step()
-            self._shards = self._shards[0], self._prints_of_shards(False)
+            self._shards = self._shards[0], self._fingerprint_shards(False)
 
-    def _compare(self, batch: Batch) -> None:
+    def _compare_ranks(self, batch: Batch) -> None:
         same = self._plan.world_size > self._plan.data_parallel
         record = RankRecord(
             self._share,
             self._given,
-            _prints_of_batch(batch) if same else (),
+            _fingerprint_batch(batch) if same else (),
             self._steps,
             self._gradients,
             self._early_weights,
-            self._prints_of_weights() if self._calls else {},
+            self._fingerprint_weights() if self._calls else {},
             self._gradient_writes,
             self._count_weight_writes(),
             (
                 self._changed_gradients,
-                _count_changes(self._shards[1], self._prints_of_shards(False)),
+                _count_changed_prints(self._shards[1], self._fingerprint_shards(False)),
             ),
             len(self._shards[1]),
             self._settings,
         )
         told = gather_objects(record)
-        apart = _names_apart([one.weights for one in told])
-        if apart and self._differ_by_rounding(apart):
+        apart = _names_that_differ([one.weights for one in told])
+        if apart and self._differ_only_by_rounding(apart):
             told = [replace(one, weights={}) for one in told]
             if not self._warned_of_rounding and torch.distributed.get_rank() == 0:
                 warn_user(f"the value of {first_names(apart)} {_ROUNDED}")
@@ -197,7 +198,7 @@ class RankAgreement:
             error.on_all_ranks = True
             raise error
         each_batch = zip(*(one.given for one in told), strict=False)
-        if not self._warned and any(map(_all_differ, each_batch)):
+        if not self._warned and any(map(_all_values_differ, each_batch)):
             self._warned = True
             if torch.distributed.get_rank() == 0:
                 warn_user(_GIVEN)
@@ -205,21 +206,20 @@ class RankAgreement:
     def _count_weight_writes(self) -> Prints:
         named = dict(self._layout.named_parameters())
         return {
-            (name, self._stage): _version(named[name]) - version
+            (name, self._stage): _write_count(named[name]) - version
             for name, (*_, version) in self._versions.items()
             if name in named
         }
 
-    def _prints_of_shards(self, gradients: bool) -> dict[str, int | None]:
-        """Return fingerprints of this rank's shards of trained weights, or of their gradients."""
+    def _fingerprint_shards(self, of_gradients: bool) -> dict[str, int | None]:
         prints: dict[str, int | None] = {}
         for name, parameter in self._layout.named_parameters():
             if is_spread(parameter) and parameter.requires_grad and local(parameter).numel():
-                held = parameter.grad if gradients else parameter
+                held = parameter.grad if of_gradients else parameter
                 prints[name] = None if held is None else fingerprint(local(held))
         return prints
 
-    def _prints_of_gradients(self) -> Prints:
+    def _fingerprint_gradients(self) -> Prints:
         """Return fingerprints of the gradients that other ranks have too.
 
         Tensor-parallel ranks compute gradients of whole parameters themselves, and atomic additions
@@ -228,19 +228,18 @@ class RankAgreement:
         return {
             (name, self._stage, self._tp_rank, *place): fingerprint(local(parameter.grad))
             for name, parameter in self._layout.named_parameters()
-            if parameter.grad is not None and (place := _place_of_copy(parameter.grad)) is not None
+            if parameter.grad is not None and (place := _shard_position(parameter.grad)) is not None
         }
 
-    def _prints_of_weights(self) -> Prints:
-        """Return fingerprints of the weights that other ranks have too."""
+    def _fingerprint_weights(self) -> Prints:
         return {
-            (name, self._stage, *place): self._print_of_weight(name, parameter)
+            (name, self._stage, *place): self._fingerprint_weight(name, parameter)
             for name, parameter in self._layout.named_parameters()
-            if (place := _place_of_copy(parameter)) is not None
+            if (place := _shard_position(parameter)) is not None
         }
 
-    def _print_of_weight(self, name: str, weight: nn.Parameter) -> int | None:
-        """Return a weight's fingerprint; a frozen weight is read again only after a write."""
+    def _fingerprint_weight(self, name: str, weight: nn.Parameter) -> int | None:
+        """Return a weight's fingerprint; if it is frozen, compute it again only after a write."""
         if weight.requires_grad:
             self._frozen.pop(name, None)
             return fingerprint(local(weight))
@@ -250,23 +249,23 @@ class RankAgreement:
             self._frozen[name] = TensorWeakRef(weight), weight._version, found
         return found
 
-    def _differ_by_rounding(self, names: Sequence[str]) -> bool:
+    def _differ_only_by_rounding(self, names: Sequence[str]) -> bool:
         """Return whether ranks' copies of these weights are equal up to rounding. Collective."""
         samples = {
-            (name, self._stage, *place): _sample_of(local(parameter))
+            (name, self._stage, *place): _sample_values(local(parameter))
             for name, parameter in self._layout.named_parameters()
-            if name in names and (place := _place_of_copy(parameter)) is not None
+            if name in names and (place := _shard_position(parameter)) is not None
         }
         known: dict[tuple[Any, ...], Sample] = {}
         return all(
-            _are_close(known.setdefault(place, one), one)
+            _are_equal_up_to_rounding(known.setdefault(place, one), one)
             for held in gather_objects(samples)
             for place, one in held.items()
         )
 
 
-def _place_of_copy(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the position of this rank's part in a tensor; None if no other rank has that part."""
+def _shard_position(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the position of this rank's shard in a tensor; None if no other rank has it."""
     if not is_spread(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -279,12 +278,11 @@ def _place_of_copy(tensor: Tensor) -> tuple[int, ...] | None:
     )
 
 
-def _version(tensor: Tensor | None) -> int:
+def _write_count(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor._version
 
 
-def _count_changes(before: Mapping[str, int | None], now: Mapping[str, int | None]) -> int:
-    """Return how many fingerprints differ; 0 if there are none from before."""
+def _count_changed_prints(before: Mapping[str, int | None], now: Mapping[str, int | None]) -> int:
     return sum(before[name] != now[name] for name in before.keys() & now.keys())
 
 
@@ -292,7 +290,7 @@ Sample = tuple[Tensor, float, float]  # some values, and the sum and the absolut
 
 
 @torch.no_grad()
-def _sample_of(tensor: Tensor) -> Sample:
+def _sample_values(tensor: Tensor) -> Sample:
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
     if not values.is_floating_point() or values.itemsize == 1:
         values = values.float()
@@ -301,8 +299,7 @@ def _sample_of(tensor: Tensor) -> Sample:
     return some, float(values.sum(dtype=torch.float64)), float(size)
 
 
-def _are_close(left: Sample, right: Sample) -> bool:
-    """Return whether samples of two tensors are equal up to rounding; not if there are NaNs."""
+def _are_equal_up_to_rounding(left: Sample, right: Sample) -> bool:
     (some, total, size), (other, other_total, _) = left, right
     return (
         some.shape == other.shape
@@ -311,8 +308,7 @@ def _are_close(left: Sample, right: Sample) -> bool:
     )
 
 
-def _prints_of_batch(batch: Batch) -> list[int | None]:
-    """Return fingerprints of a batch's tensors, arrays and texts."""
+def _fingerprint_batch(batch: Batch) -> list[int | None]:
     prints: list[int | None] = []
     for leaf in tree_leaves(copy_batch(batch, tensors=False)):
         if isinstance(leaf, Tensor):
@@ -324,37 +320,38 @@ def _prints_of_batch(batch: Batch) -> list[int | None]:
     return prints
 
 
-def _all_differ(given: Sequence[Sequence[int | None]]) -> bool:
-    """Return whether every value of a batch given to `share` differs between ranks."""
-    lengths = {len(one) for one in given}
+def _all_values_differ(batches: Sequence[Sequence[int | None]]) -> bool:
+    lengths = {len(one) for one in batches}
     if len(lengths) != 1 or 0 in lengths:
         return False
-    each = zip(*given, strict=True)
+    each = zip(*batches, strict=True)
     return all(None not in values and len(set(values)) > 1 for values in each)
 
 
-def _find_difference(told: Sequence[RankRecord], plan: Plan) -> str | None:
+def _find_difference(records: Sequence[RankRecord], plan: Plan) -> str | None:
     """Return a message about the first difference between ranks; None if there is none.
 
-    `told` has one record per rank, in the order of ranks.
+    `records` are in the order of ranks.
     """
     return (
-        _find_other_samples(told, plan)
-        or _find_other_steps(told, plan)
-        or _find_other_values(told, plan)
+        _find_different_samples(records, plan)
+        or _find_different_steps(records, plan)
+        or _find_different_values(records, plan)
     )
 
 
-def _by_stage(told: Sequence[RankRecord], plan: Plan) -> list[dict[int, RankRecord]]:
-    """Return the records of each pipeline stage's ranks, by rank."""
-    size = len(told) // plan.pp
-    return [dict(enumerate(told[n : n + size], n)) for n in range(0, len(told), size)]
+def _group_by_stage(records: Sequence[RankRecord], plan: Plan) -> list[dict[int, RankRecord]]:
+    size = len(records) // plan.pp
+    return [dict(enumerate(records[n : n + size], n)) for n in range(0, len(records), size)]
 
 
-def _find_other_samples(told: Sequence[RankRecord], plan: Plan) -> str | None:
-    for rank, one in enumerate(told):
-        first = next(number for number, other in enumerate(told) if other.share == one.share)
-        if len(told[first].samples) == len(one.samples) and told[first].samples != one.samples:
+def _find_different_samples(records: Sequence[RankRecord], plan: Plan) -> str | None:
+    for rank, one in enumerate(records):
+        first = next(number for number, other in enumerate(records) if other.share == one.share)
+        if (
+            len(records[first].samples) == len(one.samples)
+            and records[first].samples != one.samples
+        ):
             return (
                 f"ranks {first} and {rank} have been given different samples, but under strategy "
                 f"{plan.strategy} they compute the same ones. Give forward_backward the same batch "
@@ -364,17 +361,19 @@ def _find_other_samples(told: Sequence[RankRecord], plan: Plan) -> str | None:
     return None
 
 
-def _find_other_steps(told: Sequence[RankRecord], plan: Plan) -> str | None:
-    for ranks in _by_stage(told, plan):  # a stage without matrices has no optimizer for them
+def _find_different_steps(records: Sequence[RankRecord], plan: Plan) -> str | None:
+    for ranks in _group_by_stage(
+        records, plan
+    ):  # a stage without matrices has no optimizer for them
         first = min(ranks)
         for rank, one in ranks.items():
             if one.steps != ranks[first].steps:
                 return (
                     f"since the last forward_backward, rank {first} has called an optimizer's step "
-                    f"{_times(ranks[first].steps)}, but rank {rank} {_times(one.steps)}. Call it "
-                    "on all ranks, or on none."
+                    f"{_format_times(ranks[first].steps)}, but rank {rank} "
+                    f"{_format_times(one.steps)}. Call it on all ranks, or on none."
                 )
-    apart = _names_apart([one.settings for one in told])
+    apart = _names_that_differ([one.settings for one in records])
     if not apart:
         return None
     return (
@@ -384,33 +383,33 @@ def _find_other_steps(told: Sequence[RankRecord], plan: Plan) -> str | None:
     )
 
 
-def _times(count: int) -> str:
+def _format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _find_other_values(told: Sequence[RankRecord], plan: Plan) -> str | None:
+def _find_different_values(records: Sequence[RankRecord], plan: Plan) -> str | None:
     looks: tuple[tuple[str, str, list[Prints]], ...] = (
-        ("gradient", "when the optimizer steps", [one.gradients for one in told]),
-        ("value", "between steps", [one.early_weights for one in told]),
-        ("value", "between steps", [one.weights for one in told]),
+        ("gradient", "when the optimizer steps", [one.gradients for one in records]),
+        ("value", "between steps", [one.early_weights for one in records]),
+        ("value", "between steps", [one.weights for one in records]),
     )
     for what, when, prints in looks:
-        found = _names_apart(prints)
+        found = _names_that_differ(prints)
         if found:
             return (
                 f"the {what} of {first_names(found)} differs between ranks that should have the "
                 f"same one {when}. {_CAUSE} {_OFF}"
             )
     for number, what in enumerate(("gradient", "value")):
-        found = _names_apart(
-            [(one.weight_writes if number else one.gradient_writes) for one in told]
+        found = _names_that_differ(
+            [(one.weight_writes if number else one.gradient_writes) for one in records]
         )
         if found:
             return (
                 f"the {what} of {first_names(found)} changed more often on some ranks than on "
                 f"others between steps. {_CAUSE} {_OFF}"
             )
-        for ranks in _by_stage(told, plan):
+        for ranks in _group_by_stage(records, plan):
             counts = {
                 rank: (one.changes[number], one.shards)
                 for rank, one in ranks.items()
@@ -426,19 +425,18 @@ def _find_other_values(told: Sequence[RankRecord], plan: Plan) -> str | None:
     return None
 
 
-def _names_apart(prints: Iterable[Prints]) -> list[str]:
-    """Return the names whose fingerprints differ between the ranks that have them."""
+def _names_that_differ(prints: Iterable[Prints]) -> list[str]:
     known: dict[tuple[Any, ...], float | None] = {}
     apart = {
         key[0]
         for some in prints
         for key, value in some.items()
-        if _are_apart(known.setdefault(key, value), value)
+        if _values_differ(known.setdefault(key, value), value)
     }
     return sorted(apart)
 
 
-def _are_apart(one: float | None, other: float | None) -> bool:
+def _values_differ(one: float | None, other: float | None) -> bool:
     """Return whether two values differ; NaNs are equal, and None equals every value."""
     if one is None or other is None or (one != one and other != other):
         return False

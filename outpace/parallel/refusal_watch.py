@@ -31,7 +31,9 @@ class RefusalWatch:
         self._find = find
         self._call = 0
         self._since_s: float | None = None  # start of the call in progress
-        self._thread = threading.Thread(target=self._poll, name="outpace-refusals", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch_calls, name="outpace-refusals", daemon=True
+        )
         self._thread.start()
 
     def enter(self) -> None:
@@ -43,7 +45,7 @@ class RefusalWatch:
         """End the call; this rank no longer waits for others."""
         self._since_s = None
 
-    def _poll(self) -> None:
+    def _watch_calls(self) -> None:
         seen: tuple[int, str, float] | None = None  # call number, refusal, and time
         while True:
             time.sleep(_LOOK_EVERY_S)

@@ -41,8 +41,8 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    _withdraw()
-    watch = _watch()
+    _begin_call()
+    watch = _start_watch()
     if watch is not None:
         watch.enter()
     try:
@@ -54,7 +54,7 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
     except torch.OutOfMemoryError:  # raised as this rank's own error
         raise
     except RuntimeError as error:  # raised by gloo or by `peer_memory`
-        sentence = _hear_refusal()
+        sentence = _await_refusal()
         if sentence is None:
             raise
         refusal = BadInputError(sentence)
@@ -84,14 +84,14 @@ class CommonPlace:
 
     def __init__(self) -> None:
         self._call, self._reads = -1, 0
-        store = _store()
+        store = _default_store()
         if store is not None:
-            _announce_process(store)
+            _publish_process(store)
         self.announce()
 
     def announce(self) -> None:
         """Publish that a call has begun, without waiting for other ranks."""
-        self._set(0)
+        self._publish_place(0)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks have arrived at the same read.
@@ -99,10 +99,10 @@ class CommonPlace:
         Raises BadInputError if another rank has begun its next call, has exited or does not arrive
         in time. `what` completes the message: "rank 0 alone …".
         """
-        store = _store()
+        store = _default_store()
         if store is None:
             return
-        self._set(self._reads + 1)
+        self._publish_place(self._reads + 1)
         until_s = time.monotonic() + _READ_LIMIT_S
         look_s = time.monotonic() + _LOOK_FOR_ENDS_S
         mine = self._call, self._reads
@@ -129,10 +129,10 @@ class CommonPlace:
                 return
             time.sleep(_READ_AGAIN_S)
 
-    def _set(self, reads: int) -> None:
-        store = _store()
+    def _publish_place(self, reads: int) -> None:
+        store = _default_store()
         if store is not None:
-            call = _refusal_in(store).call
+            call = _refusal_of_rank(store).call
             self._reads = reads if call == self._call else min(reads, 1)
             self._call = call
             store.set(_place_key(dist.get_rank()), f"{self._call} {self._reads}")
@@ -147,21 +147,20 @@ def _process_key(rank: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _announce_process(store: Store) -> None:
+def _publish_process(store: Store) -> None:
     """Publish this rank's host and process ID, and at exit that the process has ended."""
     key = _process_key(dist.get_rank())
-    store.set(key, f"{_host()} {os.getpid()}")
-    atexit.register(_announce_end, store, key)
+    store.set(key, f"{_host_id()} {os.getpid()}")
+    atexit.register(_publish_end, store, key)
 
 
-def _announce_end(store: Store, key: str) -> None:
+def _publish_end(store: Store, key: str) -> None:
     with suppress(RuntimeError):  # the store's rank may have ended
         store.set(key, "ended")
 
 
 def _require_running(store: Store, ranks: Sequence[int], what: str) -> None:
-    """Raise BadInputError if the process of one of these ranks is known to have ended."""
-    host = _host()
+    host = _host_id()
     for rank in ranks:
         key = _process_key(rank)
         where, _, process = (store.get(key).decode() if store.check([key]) else "").partition(" ")
@@ -180,8 +179,8 @@ def _explain_end(rank: int, what: str, error: RuntimeError | None = None) -> Bad
 
 
 @lru_cache(maxsize=1)
-def _host() -> str:
-    """Return an identifier of this system's boot and PID namespace; empty if there is none."""
+def _host_id() -> str:
+    """Return an identifier of this system's boot and PID namespace; empty if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -189,20 +188,19 @@ def _host() -> str:
 
 
 def _is_running(process: str) -> bool:
-    """Return whether a process on this host is running, and is not a zombie."""
     try:
         stat = Path("/proc", process, "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")  # a zombie, dead
 
 
-class _Refusal:
-    """This rank's refusal, which stays in the store until the rank's next call."""
+class _RankRefusal:
+    """This rank's calls, and its refusal of one, which stays in the store until its next call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.call, self._dealt_with = 0, 0  # numbers of calls; all ranks make the same calls
+        self.call, self._handled_call = 0, 0  # numbers of calls; all ranks make the same calls
         self._registered = False
         self._world_size = 0
         self._entry = ""  # the store's entry: rank, a newline, and the sentence
@@ -217,9 +215,9 @@ class _Refusal:
         self._world_size, self._in_step = world_size, in_step
         self._mine = f"{dist.get_rank()}-{self.call + ahead}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
-        self._store.add(_heard_key(self._entry), 1)
+        self._store.add(_receipts_key(self._entry), 1)
         if not self._registered:
-            atexit.register(self._leave)
+            atexit.register(self._end_collectives)
         self._registered = True
 
     def withdraw(self) -> None:
@@ -227,7 +225,7 @@ class _Refusal:
 
         Raises BadInputError if other ranks are still in a step that this rank has refused.
         """
-        if self._mine and self._in_step and not self._is_heard():
+        if self._mine and self._in_step and not self._wait_until_heard():
             error = BadInputError(
                 "this rank refused a step and began the next one while other ranks are still in "
                 "the refused step. Let the error end the loop. It was: "
@@ -238,17 +236,17 @@ class _Refusal:
         self.call += 1
         if not self._mine:
             return
-        self._dealt_with = self.call - 1
+        self._handled_call = self.call - 1
         with suppress(RuntimeError):
             self._store.compare_set(_REFUSAL, self._mine, "")
         self._mine = ""
 
-    def _is_heard(self) -> bool:
-        """Return whether all ranks have received the refusal or refused.
+    def _wait_until_heard(self) -> bool:
+        """Wait until all ranks have received the refusal or refused; return whether they have.
 
-        This waits for them, but after a first timeout, later calls do not wait.
+        After a first timeout, later calls do not wait.
         """
-        until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
+        until_s, key = time.monotonic() + self._wait_s, _receipts_key(self._entry)
         self._wait_s = 0.0
         with suppress(RuntimeError):  # the store's rank may have ended
             while self._store.add(key, 0) < self._world_size:
@@ -261,7 +259,7 @@ class _Refusal:
     def is_new(self, entry: str) -> bool:
         """Return whether an entry concerns a later call than this rank's last handled refusal."""
         call = entry.partition("\n")[0].rpartition("-")[2]
-        return call.isdigit() and int(call) > self._dealt_with
+        return call.isdigit() and int(call) > self._handled_call
 
     def find(self, store: Store) -> str | None:
         """Return the message of another rank that has refused this call, and acknowledge it."""
@@ -271,72 +269,70 @@ class _Refusal:
             return None
         if entry != self._found:
             self._found = entry
-            store.add(_heard_key(entry), 1)
+            store.add(_receipts_key(entry), 1)
         return sentence
 
     @cached_property
     def watch(self) -> RefusalWatch:
-        """Return the watchdog for collectives that keep waiting for a rank that has exited."""
         return RefusalWatch(self._store, self.find)
 
-    def _leave(self) -> None:
-        """Make the other ranks' collectives fail, and keep the store until they have read why."""
+    def _end_collectives(self) -> None:
+        """Make the other ranks' collectives fail; keep the store until they have read why."""
         if not self._mine:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        until_s, key = time.monotonic() + _WAIT_S, _heard_key(self._entry)
+        until_s, key = time.monotonic() + _WAIT_S, _receipts_key(self._entry)
         with suppress(RuntimeError):
             while time.monotonic() < until_s and self._store.add(key, 0) < self._world_size:
                 time.sleep(_LOOK_AGAIN_S)
 
 
-def _heard_key(entry: str) -> str:
-    """Return the key for the number of ranks that have received a refusal."""
+def _receipts_key(entry: str) -> str:
     return f"{_REFUSAL}-heard-{entry.partition(chr(10))[0]}"
 
 
 @lru_cache(maxsize=1)
-def _refusal_in(store: Store) -> _Refusal:
-    return _Refusal(store)
+def _refusal_of_rank(store: Store) -> _RankRefusal:
+    return _RankRefusal(store)
 
 
-def _store() -> Store | None:
+def _default_store() -> Store | None:
     return _get_default_store() if dist.is_initialized() else None
 
 
-def _withdraw() -> None:
-    store = _store()
+def _begin_call() -> None:
+    store = _default_store()
     if store is not None:
-        _refusal_in(store).withdraw()
+        _refusal_of_rank(store).withdraw()
 
 
-def _watch() -> RefusalWatch | None:
-    """Return the watchdog, if collectives of the default group keep waiting for an exited rank."""
-    store = _store()
-    return _refusal_in(store).watch if store is not None and waits_for_ever() else None
+def _start_watch() -> RefusalWatch | None:
+    """Return the watchdog; None if collectives fail by themselves when a rank has exited."""
+    store = _default_store()
+    return _refusal_of_rank(store).watch if store is not None and waits_for_ever() else None
 
 
 def _publish_refusal(sentence: str, world_size: int, in_step: bool, ahead: int = 0) -> None:
-    store = _store()
+    store = _default_store()
     if store is not None:
         with suppress(RuntimeError):  # the store's rank may have ended
-            _refusal_in(store).publish(sentence, world_size, in_step, ahead)
+            _refusal_of_rank(store).publish(sentence, world_size, in_step, ahead)
 
 
-def _hear_refusal() -> str | None:
+def _await_refusal() -> str | None:
     """Return and acknowledge another rank's refusal; None if none arrives within `_HEAR_S`."""
-    store = _store()
+    store = _default_store()
     if store is None:
         return None
     until_s = time.monotonic() + _HEAR_S
     with suppress(RuntimeError):
         store.wait([_REFUSAL], timedelta(seconds=_HEAR_S))
-        while not _refusal_in(store).is_new(entry := store.get(_REFUSAL).decode()):
+        while not _refusal_of_rank(store).is_new(entry := store.get(_REFUSAL).decode()):
             if time.monotonic() > until_s:
                 return None
             time.sleep(_LOOK_AGAIN_S)
-        store.add(_heard_key(entry), 1)
+        store.add(_receipts_key(entry), 1)
         return entry.partition("\n")[2]
     return None
 

@@ -36,18 +36,18 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     for step in range(size - 1):
         target = chunks[(rank - step - 1) % size]
         arrived = received[: target.numel()]
-        _shift(chunks[(rank - step) % size], arrived, group)
+        _send_and_receive(chunks[(rank - step) % size], arrived, group)
         target.add_(arrived)
     for step in range(size - 1):
-        _shift(chunks[(rank - step + 1) % size], chunks[(rank - step) % size], group)
+        _send_and_receive(chunks[(rank - step + 1) % size], chunks[(rank - step) % size], group)
 
 
-def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
+def _send_and_receive(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
     """Send to the right neighbour and receive from the left one at the same time."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     operations = [
-        dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size),
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
     ]
     # With fewer elements than ranks, some chunks are empty and are not sent.
     filled = [operation for operation in operations if operation.tensor.numel()]
@@ -82,9 +82,9 @@ class RingReducer:
         filled = None if self._stream is None else torch.cuda.current_stream().record_event()
         # Dispatch modes are thread-local, so the caller's modes are entered in the thread as well.
         modes = _get_current_dispatch_mode_stack()
-        self._pending.append(self._thread.submit(self._reduce, buffer, filled, modes))
+        self._pending.append(self._thread.submit(self._reduce_in_thread, buffer, filled, modes))
 
-    def _reduce(
+    def _reduce_in_thread(
         self, buffer: Tensor, filled: torch.cuda.Event | None, modes: Sequence[Any]
     ) -> None:
         with ExitStack() as entered:
@@ -116,30 +116,30 @@ class RingReplicas(Layout):
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
         # The backward reaches the last layers first.
         self._buckets = fuse(reversed(trainable), plan.bucket_mib * 2**20, dtype)
-        self._begin_step()
+        self._reset_buckets()
         for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+                parameter.register_post_accumulate_grad_hook(self._gradient_hook(number, index))
         make_equal(request.objective)
 
-    def _begin_step(self) -> None:
+    def _reset_buckets(self) -> None:
         self._missing = [set(range(len(bucket.parameters))) for bucket in self._buckets]
         self._sent = 0
 
-    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(_: Tensor) -> None:
+    def _gradient_hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        def move_and_send(_: Tensor) -> None:
             if self._reduces:
                 self._move_gradient(number, index)
-                self._send_full()
+                self._send_full_buckets()
 
-        return on_gradient
+        return move_and_send
 
     def _move_gradient(self, number: int, index: int) -> None:
         self._buckets[number].move_gradient(index)
         self._missing[number].remove(index)
 
-    def _send_full(self) -> None:
-        """Start reducing full buckets, always in the order of buckets, which all ranks share."""
+    def _send_full_buckets(self) -> None:
+        """Start reducing full buckets, in the order of buckets, which all ranks share."""
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
             self._reducer.begin(self._buckets[self._sent].buffer)
             self._sent += 1
@@ -161,11 +161,11 @@ class RingReplicas(Layout):
         for number, missing in enumerate(self._missing):
             for index in sorted(missing):
                 self._move_gradient(number, index)
-        self._send_full()
+        self._send_full_buckets()
         self._reducer.finish()
         for bucket in self._buckets:
             bucket.assign_gradients()
-        self._begin_step()
+        self._reset_buckets()
         return totals
 
 

@@ -151,15 +151,15 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(q·kᵀ/√C)·v, (B, H, S, C), and the scores' log-sum-exp, (B, H, S)."""
     out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
-    for rows, columns in _row_blocks(q_BHSC.shape[-2], causal):
-        q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
-        scores = _scores(q, k_BKTC[..., columns, :], rows if causal else None)
+    for rows, columns in _score_blocks(q_BHSC.shape[-2], causal):
+        q = _stack_by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
+        scores = _compute_scores(q, k_BKTC[..., columns, :], rows if causal else None)
         sums = scores.logsumexp(-1, keepdim=True)
         weights = (scores - sums).exp_()
         mask = drops.mask(weights, generator)
         weights = weights if mask is None else weights.mul_(mask)
-        out[..., rows, :] = _by_head(weights @ v_BKTC[..., columns, :], q_BHSC.shape[1])
-        lse[..., rows] = _by_head(sums, q_BHSC.shape[1]).squeeze(-1)
+        out[..., rows, :] = _unstack_to_heads(weights @ v_BKTC[..., columns, :], q_BHSC.shape[1])
+        lse[..., rows] = _unstack_to_heads(sums, q_BHSC.shape[1]).squeeze(-1)
     return out, lse
 
 
@@ -181,11 +181,11 @@ def _attend_backward(
     """
     heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
     q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
-    for rows, columns in _row_blocks(q_BHSC.shape[-2], causal):
-        q, grad = (_by_group(x[..., rows, :], groups) for x in (q_BHSC, grad_BHSC))
-        lse, delta = (_by_group(x[..., rows, None], groups) for x in (lse_BHS, delta_BHS))
+    for rows, columns in _score_blocks(q_BHSC.shape[-2], causal):
+        q, grad = (_stack_by_group(x[..., rows, :], groups) for x in (q_BHSC, grad_BHSC))
+        lse, delta = (_stack_by_group(x[..., rows, None], groups) for x in (lse_BHS, delta_BHS))
         k, v = k_BKTC[..., columns, :], v_BKTC[..., columns, :]
-        weights = (_scores(q, k, rows if causal else None) - lse).exp_()
+        weights = (_compute_scores(q, k, rows if causal else None) - lse).exp_()
         mask = drops.mask(weights, generator)
         weights_grad = grad @ v.mT
         used = weights if mask is None else weights * mask
@@ -193,19 +193,18 @@ def _attend_backward(
         if mask is not None:
             weights_grad *= mask
         scores_grad = weights.mul_(weights_grad.sub_(delta)) * q.shape[-1] ** -0.5
-        q_grad[..., rows, :] = _by_head(scores_grad @ k, heads)
+        q_grad[..., rows, :] = _unstack_to_heads(scores_grad @ k, heads)
         k_grad[..., columns, :] += scores_grad.mT @ q
     return q_grad, k_grad, v_grad
 
 
-def _row_blocks(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of rows of the score matrix, with the columns that these rows need."""
+def _score_blocks(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     for start in range(0, length, _ROWS):
         stop = min(start + _ROWS, length)
         yield slice(start, stop), slice(0, stop) if causal else slice(None)
 
 
-def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
+def _compute_scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
     """Return q·kᵀ/√C for some rows of the G heads of each group.
 
     With `rows`, the positions of these rows, the scores of later keys are −∞.
@@ -218,13 +217,12 @@ def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
     return scores
 
 
-def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
-    """Reshape (B, H, S, C) to (B, K, G·S, C): stack the queries that share a key/value head."""
+def _stack_by_group(x_BHSC: Tensor, groups: int) -> Tensor:
+    """Stack the queries that share a key/value head: (B, H, S, C) to (B, K, G·S, C)."""
     grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
     return grouped.flatten(2, 3)
 
 
-def _by_head(x_BKRC: Tensor, heads: int) -> Tensor:
-    """Undo `_by_group`."""
+def _unstack_to_heads(x_BKRC: Tensor, heads: int) -> Tensor:
     parted: Tensor = x_BKRC.unflatten(2, (heads // x_BKRC.shape[1], -1))
     return parted.flatten(1, 2)

@@ -32,7 +32,7 @@ def read_whole_values(place: CommonPlace) -> None:
     handlers = _dispatcher()._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = partial(_read_number, place)
     for operator in _WRITES:
-        handlers[operator] = partial(_write, place)
+        handlers[operator] = partial(_write_whole_values, place)
 
 
 def combine_with_whole(allowed: bool) -> None:
@@ -49,19 +49,19 @@ def wait_before_communication(place: CommonPlace | None, once: bool = False) -> 
     Without the wait, an operation on a single rank would hang in a collective, or take part in a
     different collective of other ranks. `once`: only the next operation that communicates waits.
     """
-    plain = _redistribution()
+    plain = _redistribute_function()
     plain = getattr(plain, "_outpace_plain", plain)
-    _set_redistribution(plain if place is None else _add_wait(place, plain, once))
+    _set_redistribute_function(plain if place is None else _add_wait(place, plain, once))
 
 
-def _redistribution() -> Any:
-    """Return torch's function that redistributes a tensor, perhaps with a wait before it."""
+def _redistribute_function() -> Any:
+    """Return the function that redistributes DTensors, which may be one of `_add_wait`."""
     from torch.distributed.tensor import _redistribute
 
     return _redistribute.redistribute_local_tensor
 
 
-def _set_redistribution(function: Any) -> None:
+def _set_redistribute_function(function: Any) -> None:
     from torch.distributed.tensor import _dispatch, _redistribute
 
     users: list[Any] = [_dispatch, _redistribute]  # operators; DTensor.redistribute, full_tensor
@@ -70,7 +70,7 @@ def _set_redistribution(function: Any) -> None:
 
 
 def _add_wait(place: CommonPlace, plain: Any, once: bool) -> Any:
-    """Return `plain`, torch's function that redistributes a tensor, with a wait before it."""
+    """Wrap `plain`, torch's redistribution, to wait for all ranks before it communicates."""
 
     def redistribute(tensor: Tensor, now: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(now.placements, wanted.placements, strict=True)
@@ -86,18 +86,18 @@ def _add_wait(place: CommonPlace, plain: Any, once: bool) -> Any:
 
 
 def _is_over_all_ranks(mesh: Any) -> bool:
-    """Return whether a mesh has all ranks; other ranks cannot wait for a mesh of a user's own."""
+    """Return whether a mesh has all ranks; those outside a smaller mesh would not wait."""
     return bool(mesh.size() == dist.get_world_size())
 
 
 @contextmanager
 def _without_wait() -> Iterator[None]:
-    used = _redistribution()
+    used = _redistribute_function()
     wait_before_communication(None)
     try:
         yield
     finally:
-        _set_redistribution(used)
+        _set_redistribute_function(used)
 
 
 def _dispatcher() -> Any:
@@ -121,8 +121,8 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
-def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
-    """Return the whole tensor. If ranks hold parts of it, wait for all ranks first. Collective."""
+def _gather_whole(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
+    """Return the whole tensor, after waiting for all ranks if they hold parts. Collective."""
     if not is_spread(tensor) or all(one.is_replicate() for one in tensor.placements):
         return whole(tensor)
     if _is_over_all_ranks(tensor.device_mesh):
@@ -134,37 +134,38 @@ def _gather(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
 def _read_number(
     place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the value of a DTensor with one element. Collective if ranks hold parts of it."""
-    return operator(_gather(args[0], place, "reads a number of a parameter or gradient (item())"))
+    return operator(
+        _gather_whole(args[0], place, "reads a number of a parameter or gradient (item())")
+    )
 
 
-def _write(
+def _write_whole_values(
     place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Run an in-place operator. Collective if it writes a sharded tensor to a whole one."""
     written: Tensor = args[0]
     if is_spread(written):
-        parts = _parts_of_alike(args)
+        parts = _replace_by_shards(args)
         if parts is not None:
             operator(*parts, **kwargs)
         else:
-            _write_by_torch(operator, args, kwargs)
+            _run_without_handler(operator, args, kwargs)
         return written
     tensors = [one for one in args if isinstance(one, Tensor)]
     in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     if in_graph and not _dispatcher()._allow_implicit_replication:  # in a step
         raise RuntimeError(f"{operator}: got mixed torch.Tensor and DTensor")
     what = "writes a parameter or gradient to another tensor"
-    found = [_gather(one, place, what) if isinstance(one, Tensor) else one for one in args]
+    found = [_gather_whole(one, place, what) if isinstance(one, Tensor) else one for one in args]
     result: Tensor = operator(*found, **kwargs)
     return result
 
 
-def _parts_of_alike(args: Sequence[Any]) -> list[Any] | None:
-    """Return `args` with local shards instead of DTensors; None if their placements differ.
+def _replace_by_shards(args: Sequence[Any]) -> list[Any] | None:
+    """Replace the DTensors in `args` by their local shards; return None if placements differ.
 
     Optimizers run such operators on every parameter. On local shards, an operator takes half as
-    long as by `_write_by_torch`.
+    long as by torch's dispatch.
     """
     first = args[0]
     where = first.placements, first.device_mesh, first.shape
@@ -184,8 +185,7 @@ def _parts_of_alike(args: Sequence[Any]) -> list[Any] | None:
     return parts
 
 
-def _write_by_torch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Run an in-place operator by torch's DTensor dispatch, without this handler."""
+def _run_without_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     handlers = _dispatcher()._custom_op_handlers
     this = handlers.pop(operator)
     try:

@@ -99,16 +99,16 @@ def apply(request: LayoutRequest) -> Layout:
     """Shard each block as a unit, and the remaining parameters as another unit."""
     plan = request.plan
     if plan.strategy == "single":
-        return _shard(request, group_of_one(request.device))
+        return _shard_units(request, group_of_one(request.device))
     mesh = init_device_mesh(
         request.device.type,
         (plan.dp_replicate, plan.dp_shard),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
-    return _shard(request, mesh if plan.dp_replicate > 1 else mesh["dp_shard"])
+    return _shard_units(request, mesh if plan.dp_replicate > 1 else mesh["dp_shard"])
 
 
-def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
+def _shard_units(request: LayoutRequest, over: DeviceMesh) -> Layout:
     plan, held = request.plan, offload_policy(request.plan, request.device)
     own = ranks_may_differ(request.objective) and plan.world_size > 1
     if own:
@@ -116,7 +116,7 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
         refuse_scripted(request.objective.model, plan.strategy)  # type: ignore[arg-type]
         refuse_hooks(named, plan.strategy, "ranks hold shards of parameters")
     copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
-    blocks, again = _units_of(request), plan.strategy != "zero2"
+    blocks, again = _find_units(request), plan.strategy != "zero2"
     whole = unsplittable(request.objective, blocks) if own else []
     attributes = ParameterAttributes(request.objective)
     if own:
@@ -138,8 +138,7 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
     return layout
 
 
-def _units_of(request: LayoutRequest) -> list[nn.Module]:
-    """Return the model's blocks without repetitions; none for a custom model without blocks."""
+def _find_units(request: LayoutRequest) -> list[nn.Module]:
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None and ranks_may_differ(request.objective):
         try:

@@ -37,9 +37,9 @@ class SharedBuffers:
         """Make buffers equal to rank 0's before the forward of a step. Collective."""
         if self._trained or self._evaluated:
             if self._steps <= _FIRST_STEPS or self._evaluated:
-                self._agree()
-            self._send()
-        self._remember()
+                self._agree_on_changes()
+            self._broadcast_shared()
+        self._note_initial_values()
         self._trained, self._evaluated = True, False
         self._steps += 1
 
@@ -47,29 +47,27 @@ class SharedBuffers:
         """Make buffers equal to rank 0's before an evaluation. Collective."""
         if self._trained:
             self.make_equal()
-        self._remember()
+        self._note_initial_values()
         self._evaluated = True
 
     def make_equal(self) -> None:
         """Make buffers equal to rank 0's, for example before a checkpoint. Collective."""
         if self._trained or self._evaluated:
-            self._agree()
-            self._send()
+            self._agree_on_changes()
+            self._broadcast_shared()
         self._trained = self._evaluated = False
 
-    def _remember(self) -> None:
-        """Record the buffers before the first forward, to detect later changes."""
+    def _note_initial_values(self) -> None:
         if self._names and not self._seen:
             self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._initial_buffers()}
 
     def _initial_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's current buffers under the names that it had initially."""
         found = dict(self._module.named_buffers())
         for name in self._names:
             if name in found:
                 yield name, found[name]
 
-    def _agree(self) -> None:
+    def _agree_on_changes(self) -> None:
         """Add the buffers that have changed on any rank to the shared ones. Collective."""
         if not self._names:
             return
@@ -91,7 +89,6 @@ class SharedBuffers:
         self._shared.update(name for name, flag in flagged if flag)
 
     def _persistent_names(self) -> set[str]:
-        """Return the names of the buffers in the state dict."""
         return {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._module.named_modules()
@@ -99,8 +96,7 @@ class SharedBuffers:
         }
 
     @torch.no_grad()
-    def _send(self) -> None:
-        """Broadcast rank 0's shared buffers. Collective if there are any."""
+    def _broadcast_shared(self) -> None:
         if not self._shared:  # walking all modules in each step would take time
             return
         held = [

@@ -44,7 +44,7 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
             memory.setdefault(storage_id(trained), []).append((name, trained))
     for name, kind, tensor in _list_tensors(module):
         for owner, parameter in memory.get(storage_id(tensor), ()):
-            if tensor is not parameter and _overlap(tensor.detach(), parameter.detach()):
+            if tensor is not parameter and _share_bytes(tensor.detach(), parameter.detach()):
                 return name, kind, owner
     return None
 
@@ -72,10 +72,9 @@ def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | Non
 
 
 def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | None) -> None:
-    """Raise BadInputError for parameters in attributes and outer variables that a step may read."""
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     in_use = NamesInUse(module, loss)
-    for path, where, leaf in _list_held(module, loss):
+    for path, where, leaf in _list_reachable_objects(module, loss):
         if id(leaf) in names and (path == "state" or in_use.may_read(path.rpartition(".")[2])):
             raise BadInputError(
                 f"{path}, {where}, holds the parameter {names[id(leaf)]}, but under strategy "
@@ -85,27 +84,30 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
             )
 
 
-def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
-    """Yield (name, kind, object) for the objects in attributes and outer variables.
+def _list_reachable_objects(
+    module: nn.Module, loss: Loss | None
+) -> Iterator[tuple[str, str, object]]:
+    """Yield (name, kind, object) for what a step may reach by attributes and outer variables.
 
     The module and its submodules are left out, because strategies replace their parameters.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):
-        yield from ((path, "a plain attribute", leaf) for leaf in _walk(value, seen))
+        yield from ((path, "a plain attribute", leaf) for leaf in _walk_objects(value, seen))
     for place in find_places(module, loss):
-        yield from ((place.name, place.kind, leaf) for leaf in _walk(place.get(), seen))
+        yield from ((place.name, place.kind, leaf) for leaf in _walk_objects(place.get(), seen))
     if isinstance(loss, partial):
         bound = loss.args, loss.keywords
-        yield from (("state", "an argument bound to the loss", leaf) for leaf in _walk(bound, seen))
+        yield from (
+            ("state", "an argument bound to the loss", leaf) for leaf in _walk_objects(bound, seen)
+        )
     holder = loss.__self__ if isinstance(loss, MethodType) else loss
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         where = "an attribute of the loss"
-        yield from ((f"loss.{name}", where, leaf) for leaf in _walk(value, seen))
+        yield from ((f"loss.{name}", where, leaf) for leaf in _walk_objects(value, seen))
 
 
 def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield a module's parameters and buffers, and the tensors in its submodules' attributes."""
     for name, parameter in module.named_parameters():
         if has_memory(parameter):
             yield name, "a parameter", parameter
@@ -133,7 +135,7 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{prefix}.{attribute}" if prefix else attribute, value
 
 
-def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
+def _walk_objects(value: object, seen: dict[int, object]) -> Iterator[object]:
     """Yield a value and all objects in it, except those in `seen`, to which they are added.
 
     These include the entries and keys of containers, arguments bound to a function, variables in a
@@ -168,19 +170,17 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of the same storage have bytes in common."""
-    begin, end = _extent(one)
-    other_begin, other_end = _extent(other)
+def _share_bytes(one: Tensor, other: Tensor) -> bool:
+    begin, end = _byte_range(one)
+    other_begin, other_end = _byte_range(other)
     if end <= other_begin or other_end <= begin:
         return False
     taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
-    _bytes_of(other, taken).fill_(True)
-    return bool(_bytes_of(one, taken).any())
+    _view_bytes(other, taken).fill_(True)
+    return bool(_view_bytes(one, taken).any())
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the byte range of a tensor in its storage: first byte, and last byte + 1."""
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
     begin = int(tensor.itemsize * tensor.storage_offset())
     if not tensor.numel():
         return begin, begin
@@ -188,8 +188,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + int(tensor.itemsize * (last + 1))
 
 
-def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
-    """Return a tensor's bytes as a view of `storage`, which has one element per byte."""
+def _view_bytes(tensor: Tensor, storage: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a view of `storage`, which has one element per byte."""
     size = tensor.itemsize
     shape, strides = (*tensor.shape, size), (*(size * one for one in tensor.stride()), 1)
     # An expanded tensor has each byte only once.

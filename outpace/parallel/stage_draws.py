@@ -66,7 +66,7 @@ class StageDraws:
         if not (self.drawn or self.shared):
             yield
             return
-        self._key = self._share(_draw_key()) if self.shared else _draw_key()
+        self._key = self._broadcast_key(_draw_key()) if self.shared else _draw_key()
         after = random_state(self._device)
         try:
             yield
@@ -86,8 +86,7 @@ class StageDraws:
         if self._key is not None:
             seed_all_generators(self._device, self._key, place, self._first + micro_batch)
 
-    def _share(self, key: int) -> int:
-        """Return the first rank's key. Collective."""
+    def _broadcast_key(self, key: int) -> int:
         shared = torch.tensor(key, device=self._device)
         dist.broadcast(shared, group=self._group, group_src=0)
         return int(shared)
@@ -115,8 +114,8 @@ class PlainDraws:
         with ExitStack() as stack:
             for name, place in self._ends.items():
                 block = model.get_submodule(name)
-                stack.callback(_put_back_forward, block, vars(block).get("forward"))
-                block.forward = partial(self._run, block.forward, place)
+                stack.callback(_restore_forward, block, vars(block).get("forward"))
+                block.forward = partial(self._run_and_seed, block.forward, place)
             yield
 
     def begin(self, number: int) -> None:
@@ -129,7 +128,9 @@ class PlainDraws:
         if self._seen is not None:
             self.drew |= not same_random_state(self._seen, random_state(self._device))
 
-    def _run(self, forward: Callable[..., Any], place: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_and_seed(
+        self, forward: Callable[..., Any], place: int, /, *args: Any, **kwargs: Any
+    ) -> Any:
         made = forward(*args, **kwargs)
         self._seed(place)
         return made
@@ -142,7 +143,7 @@ class PlainDraws:
         self._seen = random_state(self._device)
 
 
-def _put_back_forward(block: nn.Module, forward: Any) -> None:
+def _restore_forward(block: nn.Module, forward: Any) -> None:
     if forward is None:
         del block.forward
     else:

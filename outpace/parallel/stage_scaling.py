@@ -37,7 +37,7 @@ class StageScaling:
         """Record a few values of the first and the last gradient, before the loop scales them."""
         self._steps += 1
         some = [gradients[0], gradients[-1]] if gradients else []
-        self._noted = [(one, one._version, _sample_of(one).clone()) for one in some]
+        self._noted = [(one, one._version, _first_values(one).clone()) for one in some]
         self.factor = math.nan
 
     def drop_gradients(self) -> None:
@@ -54,7 +54,7 @@ class StageScaling:
             self.factor = 1.0
             return
         before = torch.cat([values.double() for _, _, values in noted])
-        after = torch.cat([_sample_of(one).double() for one, _, _ in noted])
+        after = torch.cat([_first_values(one).double() for one, _, _ in noted])
         factor = float((before * after).sum() / before.square().sum())  # NaN if all are zero
         rounding = max(torch.finfo(one.dtype).eps for one, _, _ in noted)
         allowed = max(_TOLERANCE, 2 * rounding) * abs(factor) * before.norm()
@@ -82,5 +82,5 @@ class StageScaling:
         )
 
 
-def _sample_of(gradient: Tensor) -> Tensor:
+def _first_values(gradient: Tensor) -> Tensor:
     return gradient.detach().flatten()[:_MOST]

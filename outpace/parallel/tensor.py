@@ -57,26 +57,26 @@ class WholeWeights(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
-        return distribute_module(module, device_mesh, None, self._enter, self._leave)
+        return distribute_module(module, device_mesh, None, self._to_dtensor, self._to_local)
 
-    def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _to_dtensor(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         x = DTensor.from_local(inputs[0], mesh, [self.placement], run_check=False)
         return x, *inputs[1:]
 
-    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _to_local(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(placements=[self.placement]).to_local()
 
 
 class EmbeddingLookup(WholeWeights):
     """A style that replicates an embedding's weights; each rank looks up its part of (…, S)."""
 
-    def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _to_dtensor(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
         if self.placement.is_shard():
             numbers = numbers.redistribute(placements=[Shard(inputs[0].ndim - 1)])
         return (numbers,)
 
-    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _to_local(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local()
 
 
@@ -89,10 +89,10 @@ class SplitRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spread(module, "weight", device_mesh, Shard(0))
-        module.forward = partial(self._look_up, module, device_mesh)
+        module.forward = partial(self._look_up_tokens, module, device_mesh)
         return module
 
-    def _look_up(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
+    def _look_up_tokens(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
         weight: Tensor = module.weight  # type: ignore[assignment]  # may be raised to fp32
         share = in_fp32(split_embedding(tokens_BS, local(weight), first_row(weight)))
         summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
@@ -110,10 +110,10 @@ class GatheredInput(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(self._enter, device_mesh))
+        module.register_forward_pre_hook(partial(self._gather_input, device_mesh))
         return module
 
-    def _enter(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+    def _gather_input(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
         return gather_activation(inputs[0], mesh, self.placement), *inputs[1:]
 
 
@@ -160,11 +160,15 @@ class RankLocalDropout(ParallelStyle):
     """A style for dropout on shards of an activation: each rank draws a different mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())
+        module.forward = partial(
+            _run_with_rank_seed, module, module.forward, device_mesh.get_local_rank()
+        )
         return module
 
 
-def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *args: Any) -> Any:
+def _run_with_rank_seed(
+    module: nn.Module, forward: Callable[..., Any], index: int, *args: Any
+) -> Any:
     if not module.training:
         return forward(*args)
     with rank_local_random(args[0].device, index):
@@ -239,7 +243,6 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
 
 
 def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) -> None:
-    """Split the token embedding by vocabulary, and replicate the small tables."""
     styles: dict[str, ParallelStyle] = {
         "tokens": SplitRows(stream),
         "positions": EmbeddingLookup(stream),

@@ -170,7 +170,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
-        _share_uncopyable(module, memo)
+        _add_uncopyable_to_memo(module, memo)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -180,7 +180,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
-def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
+def _add_uncopyable_to_memo(module: nn.Module, memo: dict[int, Any]) -> None:
     inherent = vars(nn.Module())
     for part in module.modules():
         for name, value in vars(part).items():
@@ -206,7 +206,7 @@ def make_equal(module: nn.Module) -> None:
     Raises BadInputError if a tensor is sparse, or if ranks have built different modules.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    _require_alike(named)
+    _require_same_module(named)
     sparse = [name.removeprefix("model.") for name, t in named if t.layout != torch.strided]
     if sparse:
         raise BadInputError(
@@ -228,10 +228,10 @@ def as_numbers(tensor: Tensor) -> Tensor:
     return tensor if sent_as is None else tensor.view(sent_as)
 
 
-def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise BadInputError if names, shapes, dtypes or their order differ by rank. Collective.
+def _require_same_module(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise BadInputError if ranks differ in the names, shapes, dtypes or order of tensors.
 
-    A common cause is a loop over a set of strings, whose order differs by process.
+    A common cause is a loop over a set of strings, whose order differs by process. Collective.
     """
     forms = [f"{n.removeprefix('model.')} of shape {tuple(t.shape)} ({t.dtype})" for n, t in named]
     digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()
@@ -275,7 +275,7 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Replace the values of each parameter in `wider` with its wider tensor, without a copy."""
+    """Replace the values of each parameter in `wider` by its tensor of a wider dtype there."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:
@@ -313,25 +313,27 @@ def save_held_alone(part: nn.Module) -> None:
     only another rank has, or may save None for these tensors, as torch's FakeQuantize does.
     """
     vars(part).update(
-        _save_to_state_dict=MethodType(_save_held, part),
-        _load_from_state_dict=MethodType(_load_held, part),
+        _save_to_state_dict=MethodType(_save_held_tensors, part),
+        _load_from_state_dict=MethodType(_load_held_tensors, part),
         _state_dict_hooks=OrderedDict(), _state_dict_pre_hooks=OrderedDict(),
         _load_state_dict_pre_hooks=OrderedDict(), _load_state_dict_post_hooks=OrderedDict(),
     )  # fmt: skip
 
 
-def _save_held(part: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+def _save_held_tensors(
+    part: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
     for name, tensor in (*part._parameters.items(), *part._buffers.items()):
         if tensor is not None and name not in part._non_persistent_buffers_set:
             destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
 
-def _load_held(
+def _load_held_tensors(
     part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
     missing: list[str], *lists: list[str],
 ) -> None:  # fmt: skip
     wanted: dict[str, Any] = {}
-    _save_held(part, wanted, prefix, keep_vars=True)
+    _save_held_tensors(part, wanted, prefix, keep_vars=True)
     missing += [name for name in wanted if strict and name not in state]
     # not strict, because no extra state was saved
     nn.Module._load_from_state_dict(part, state, prefix, metadata, False, [], *lists)

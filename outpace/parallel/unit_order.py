@@ -59,49 +59,51 @@ class UnitOrder:
         self._thread = threading.get_ident()  # the thread of that forward
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
-                _refuse_inner_backward(held, lambda: self._forwards)
-                _fill_before_reducing(held, self.used, partial(self._in_pass, state))
+                _refuse_backward_in_forward(held, lambda: self._forwards)
+                _fill_missing_gradients(held, self.used, partial(self._is_in_pass, state))
         for number, unit in enumerate(self._units):
-            unit.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
+            unit.register_forward_pre_hook(
+                self._pre_forward_hook(number), prepend=True, with_kwargs=True
+            )
         self._forward = root.forward
-        root.forward = self._run
-        self._begin()
+        root.forward = self._run_objective
+        self._begin_pass()
 
-    def _begin(self) -> None:
-        self._asked: list[int] = []  # the units of this pass on all ranks
-        self._alike = True
+    def _begin_pass(self) -> None:
+        self._announced: list[int] = []  # the units of this pass on all ranks
+        self._ranks_agree = True
         self._next = 0  # position in the sequence
         self._called: set[Any] = set()
         self._tokens: list[Tensor] = []
 
-    def _in_pass(self, state: Any) -> bool:
+    def _is_in_pass(self, state: Any) -> bool:
         return state is self._root_state or state in self._called
 
-    def _run(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the objective's forward, then take part in units that only other ranks still call."""
-        self._begin()
+    def _run_objective(self, batch: Any) -> tuple[Tensor, ...]:
+        """Run the objective's forward, then take part in the units that only other ranks call."""
+        self._begin_pass()
         self._thread = threading.get_ident()
         self._forwards = True
         try:
             loss_sum, *others = self._forward(batch)
         finally:
             self._forwards = False
-        _require_history(loss_sum)
+        _require_graph(loss_sum)
         if self._units:
-            self._finish()
+            self._finish_pass()
         if self._tokens and loss_sum.requires_grad:
             loss_sum = _JoinedLoss.apply(loss_sum, *self._tokens)  # type: ignore[no-untyped-call]
         self._tokens = []
         return (loss_sum, *others)
 
-    def _hook(self, number: int) -> Callable[..., None]:
+    def _pre_forward_hook(self, number: int) -> Callable[..., None]:
         def enter(unit: nn.Module, args: Any, kwargs: Any) -> None:
             if torch._C._current_graph_task_id() == -1:  # otherwise, a backward is recomputing it
-                self._enter(number, args, kwargs)
+                self._enter_unit(number, args, kwargs)
 
         return leave_to_python(enter)
 
-    def _enter(self, number: int, args: Any, kwargs: Any) -> None:
+    def _enter_unit(self, number: int, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             raise BadInputError(
                 "the forward calls a block in another thread, but all ranks must gather the shards "
@@ -109,25 +111,25 @@ class UnitOrder:
                 "after the other, or use strategy ddp or zero1."
             )
         if self._sequence is not None and number not in self._sequence[self._next :]:
-            self._pass_over_to(len(self._sequence))
-            self._leave_order(number)
+            self._skip_units_before(len(self._sequence))
+            self._abandon_order(number)
         if self._sequence is None:
-            while self._ask(number) != number:
-                self._pass_over(self._asked[-1])
+            while self._announce_unit(number) != number:
+                self._skip_unit(self._announced[-1])
         else:
             place = self._sequence.index(number, self._next)
-            self._pass_over_to(place)
+            self._skip_units_before(place)
             self._next = place + 1
         self._called.add(self._states[number])
         given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
         if not any(one.requires_grad for one in given):
-            self._scatter_in_turn(number)
+            self._scatter_after_unit(number)
 
-    def _leave_order(self, number: int) -> None:
-        """Return to announcing units, because one was called more often than in the order.
+    def _abandon_order(self, number: int) -> None:
+        """Return to announcing units: one was called more often than in the order.
 
-        Raises BadInputError if not all ranks leave the order in this pass. This is the only check:
-        a query in each pass would make the host wait for the device.
+        Raises BadInputError if not all ranks abandon the order in this pass. This is the only
+        check: a query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
         # Ranks that leave an order for the n-th time increment the same counter. A rank that does
@@ -149,11 +151,11 @@ class UnitOrder:
             here = store.add(key, 0)
         self._sequence, self._keeps = None, False
 
-    def _scatter_in_turn(self, number: int) -> None:
-        """Scatter a unit's gradients right after its backward, even if its input needs no gradient.
+    def _scatter_after_unit(self, number: int) -> None:
+        """Make `fully_shard` scatter a unit's gradients right after the unit's backward.
 
-        Otherwise, `fully_shard` would scatter them at the end of the whole backward, so the order
-        would differ from that on ranks whose input needs a gradient.
+        If no input of the unit needs a gradient, it would scatter them at the end of the whole
+        backward, so the order would differ from that on ranks whose input needs one.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -161,42 +163,42 @@ class UnitOrder:
                 (token,), _ = held._register_post_backward_hook((token,), {})
             self._tokens.append(token)
 
-    def _finish(self) -> None:
+    def _finish_pass(self) -> None:
         if self._sequence is not None:
-            self._pass_over_to(len(self._sequence))
+            self._skip_units_before(len(self._sequence))
             return
-        while self._ask(self._end) != self._end:
-            self._pass_over(self._asked[-1])
-        self._asked.pop()
+        while self._announce_unit(self._end) != self._end:
+            self._skip_unit(self._announced[-1])
+        self._announced.pop()
         if torch.is_grad_enabled() and self._keeps:
             self._sequence = self._observed_order()
 
     def _observed_order(self) -> list[int] | None:
-        """Return the order of units to adopt after this pass, equal on all ranks; None if none."""
+        """Return the order to adopt after this pass, equal on all ranks; None for no order."""
         everyone = list(range(self._end))
-        ascending = all(one < other for one, other in pairwise(self._asked))
-        if ascending and (len(self._asked) > 1 or self._end == 1):
+        ascending = all(one < other for one, other in pairwise(self._announced))
+        if ascending and (len(self._announced) > 1 or self._end == 1):
             return everyone
-        if self._alike and set(self._asked) == set(everyone):
-            return self._asked
+        if self._ranks_agree and set(self._announced) == set(everyone):
+            return self._announced
         return None
 
-    def _pass_over_to(self, place: int) -> None:
+    def _skip_units_before(self, place: int) -> None:
         assert self._sequence is not None
         for passed in self._sequence[self._next : place]:
-            self._pass_over(passed)
+            self._skip_unit(passed)
 
-    def _ask(self, number: int) -> int:
-        """Announce unit `number`; return the lowest one that any rank announces. Collective."""
+    def _announce_unit(self, number: int) -> int:
+        """Announce unit `number`; return the lowest number that any rank announces. Collective."""
         mine = torch.tensor([number], device=self._states[0]._device)
         reached = mine.new_empty(self._group.size())
         all_gather_single(reached, mine, group=self._group)
         numbers: list[int] = reached.tolist()
-        self._asked.append(min(numbers))
-        self._alike = self._alike and max(numbers) == self._asked[-1]
-        return self._asked[-1]
+        self._announced.append(min(numbers))
+        self._ranks_agree = self._ranks_agree and max(numbers) == self._announced[-1]
+        return self._announced[-1]
 
-    def _pass_over(self, number: int) -> None:
+    def _skip_unit(self, number: int) -> None:
         """Take part in the collectives of a unit that this rank does not call."""
         unit, state = self._units[number], self._states[number]
         self._called.add(state)
@@ -243,7 +245,7 @@ def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
     return [parameter for parameter in found if parameter.requires_grad]
 
 
-def _require_history(loss_sum: Tensor) -> None:
+def _require_graph(loss_sum: Tensor) -> None:
     """Raise BadInputError for a loss whose backward reaches no parameter.
 
     The backwards of other ranks would wait for this rank. A `torch.autograd.Function` in Python
@@ -263,12 +265,11 @@ def _require_history(loss_sum: Tensor) -> None:
         )
 
 
-def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
-    """Make a backward inside the forward raise BadInputError; it would crash `fully_shard`."""
-    prepare = held.pre_backward
+def _refuse_backward_in_forward(group: Any, is_in_forward: Callable[[], bool]) -> None:
+    prepare = group.pre_backward
 
     def prepare_outside(*given: Any) -> None:
-        if forwards():
+        if is_in_forward():
             raise BadInputError(
                 "the module or its loss computes gradients within the forward "
                 "(torch.autograd.grad through its blocks, as for forces or gradient penalties), "
@@ -276,16 +277,19 @@ def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
             )
         prepare(*given)
 
-    held.pre_backward = prepare_outside
+    group.pre_backward = prepare_outside
 
 
-def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:
-    """Make a group set missing gradients to zeros before reducing; add the others to `used`."""
-    reduce = held.post_backward
+def _fill_missing_gradients(group: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:
+    """Make a parameter group set missing gradients to zeros before it reduces them.
+
+    Shards that have a gradient are added to `used`. Nothing happens unless `in_pass()`.
+    """
+    reduce = group.post_backward
 
     def fill_and_reduce(*unused: Any) -> None:
         if in_pass():
-            for one in held.fsdp_params:
+            for one in group.fsdp_params:
                 unsharded = getattr(one, "_unsharded_param", None)
                 if unsharded is None or not one.sharded_param.requires_grad:
                     continue
@@ -295,35 +299,31 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
                     unsharded.grad = torch.zeros_like(unsharded)
         reduce(*unused)
 
-    held.post_backward = fill_and_reduce
+    group.post_backward = fill_and_reduce
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A token whose graph contains a unit's parameters, but which passes no gradient to them."""
+    """A token whose graph has a unit's parameters, but which passes no gradient to them."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
-        """Return a tensor of zeros like `given`."""
         return torch.zeros_like(given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return no gradient for the parameters."""
         (gradient,) = gradients
         return (gradient, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss whose graph includes the units' tokens, so that its backward runs the units'."""
+    """A loss whose graph has the tokens of units, so that its backward runs theirs."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
-        """Return a copy of the loss, a scalar."""
         ctx.forms = [torch.empty_like(token, device="meta") for token in tokens]
         ctx.device = tokens[0].device
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss's gradient, and zeros for the tokens."""
         return (*gradients, *(torch.zeros_like(form, device=ctx.device) for form in ctx.forms))

@@ -66,7 +66,7 @@ def split_linear_loss_sum(
             counts_N,
             dtype or torch.promote_types(hidden_ND.dtype, torch.float32),
             passes if torch.is_grad_enabled() else EAGER,  # evaluation builds no graph
-            _combine_over(group),
+            _make_combine(group),
         )
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)
     loss_sum: Tensor = SplitCrossEntropySum.apply(  # type: ignore[no-untyped-call]
@@ -75,8 +75,8 @@ def split_linear_loss_sum(
     return loss_sum
 
 
-def _combine_over(group: dist.ProcessGroup) -> Combine:
-    """Return a function that combines the ranks' log Σ exp(logits), and their targets' logits."""
+def _make_combine(group: dist.ProcessGroup) -> Combine:
+    """Return a function that combines the ranks' log Σ exp(logits) and targets' logits."""
 
     def combine(lse_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         largest_N = lse_N.clone()

@@ -41,23 +41,24 @@ class WholeParameters:
         if loss is None:
             return
 
-        def of_whole(module: nn.Module, batch: Any) -> Any:
+        def loss_of_whole_parameters(module: nn.Module, batch: Any) -> Any:
             self._asks_whole = True
             try:
                 return loss(module, batch)
             finally:
                 self._asks_whole = False
 
-        vars(objective)["loss"] = of_whole  # hides the loss, which may be a registered submodule
+        # This hides the loss, which may be a registered submodule.
+        vars(objective)["loss"] = loss_of_whole_parameters
         vars(self._module)["named_parameters"] = self._named_parameters
-        self._module.register_forward_pre_hook(self._enter)
-        self._module.register_forward_hook(self._leave)
+        self._module.register_forward_pre_hook(self._begin_forward)
+        self._module.register_forward_hook(self._end_forward)
 
-    def _enter(self, *_: Any) -> None:
-        """Return shards again during the module's forward, whose units gather what they use."""
+    def _begin_forward(self, *_: Any) -> None:
+        """Give out shards again during the module's forward, whose units gather what they use."""
         self._in_loss, self._asks_whole = self._asks_whole, False
 
-    def _leave(self, *_: Any) -> None:
+    def _end_forward(self, *_: Any) -> None:
         self._asks_whole = self._in_loss
 
     def _named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
@@ -103,13 +104,12 @@ def explain_shards(error: Exception) -> BadInputError | None:
 
 
 class _WholeParameter(torch.autograd.Function):
-    """Gather a whole parameter from its shards. Collective in both forward and backward."""
+    """A whole parameter, gathered from its shards. Collective in forward and backward."""
 
     @staticmethod
     def forward(
         ctx: Any, shard: Any, averages: int, used: set[Any], wait: Callable[[], None]
     ) -> Tensor:
-        """Return the gathered parameter."""
         ctx.averages, ctx.used, ctx.shard, ctx.wait = averages, used, shard, wait
         whole: Tensor = shard.detach().full_tensor()
         return whole.clone()

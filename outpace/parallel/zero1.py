@@ -25,7 +25,7 @@ from outpace.parallel.refusals import refuse_between_steps
 from outpace.parallel.tensors import raise_to
 
 
-class _Shares(ZeroRedundancyOptimizer):
+class _ShardedOptimizer(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters.
 
@@ -44,14 +44,14 @@ class _Shares(ZeroRedundancyOptimizer):
             ) from error
 
 
-class _MixedShares(_Shares):
+class _MixedDtypeOptimizer(_ShardedOptimizer):
     """ZeroRedundancyOptimizer for parameters of several dtypes, each broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
         """Skip torch's check, which requires a single dtype although there is no common buffer."""
 
 
-class _CustomModelShares(_Shares):
+class _CustomModelOptimizer(_ShardedOptimizer):
     """ZeroRedundancyOptimizer for custom models, which may assign `p.data = …` or freeze `p`."""
 
     def _sync_params(self) -> None:
@@ -60,7 +60,7 @@ class _CustomModelShares(_Shares):
         parts = [part for parts in own._device_to_params_per_rank.values() for part in parts]
         buffers = [buffer for buffers in self._buckets for buffer in buffers]
         pairs = zip(buffers, parts, strict=True) if buffers else ()
-        if any(_memory(p) != _memory(b) for b, part in pairs for p in part if p.requires_grad):
+        if any(_address(p) != _address(b) for b, part in pairs for p in part if p.requires_grad):
             own._build_param_buckets()
         super()._sync_params()  # type: ignore[misc]
         # Buffers omit parameters that were frozen since the backward, but the optimizer steps them.
@@ -69,7 +69,7 @@ class _CustomModelShares(_Shares):
                 dist.broadcast(parameter.data, owner, group=self.process_group)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -80,9 +80,9 @@ class SharedStates(Replicas):
         """Return an optimizer of all parameters that updates and broadcasts this rank's share."""
         groups = [{**group, "params": parameters_in(group)} for group in groups]
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-        kind: type[ZeroRedundancyOptimizer] = _MixedShares
+        kind: type[ZeroRedundancyOptimizer] = _MixedDtypeOptimizer
         if len(dtypes) == 1:
-            kind = ZeroRedundancyOptimizer if self.use is None else _CustomModelShares
+            kind = ZeroRedundancyOptimizer if self.use is None else _CustomModelOptimizer
         made = kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called

@@ -205,10 +205,10 @@ def test_frozen_weights_are_read_again_only_after_writes(monkeypatch):
     one = RankAgreement(layout, plan, SimpleNamespace(rank=0, world_size=2))
     read = []
     monkeypatch.setattr(rank_agreement, "fingerprint", lambda t: read.append(t) or fingerprint(t))
-    first = one._prints_of_weights()
-    assert one._prints_of_weights() == first and len(read) == 2
+    first = one._fingerprint_weights()
+    assert one._fingerprint_weights() == first and len(read) == 2
     layer.bias.add_(1)
-    assert one._prints_of_weights() != first and len(read) == 3
+    assert one._fingerprint_weights() != first and len(read) == 3
 
 
 def test_a_part_that_is_shared_again_stays_the_same(tmp_path):

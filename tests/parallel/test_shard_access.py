@@ -80,7 +80,7 @@ def test_optimizers_do_not_dispatch_writes_twice(tmp_path, monkeypatch):
     def act(rank):
         mesh = init_device_mesh("cpu", (2,))
         shard_access.read_whole_values(CommonPlace())
-        monkeypatch.setattr(shard_access, "_write_by_torch", None)
+        monkeypatch.setattr(shard_access, "_run_without_handler", None)
         plain = torch.nn.Parameter(drawn(0))
         parts = torch.nn.Parameter(distribute_tensor(drawn(0), mesh, [Shard(0)]))
         for parameter in (plain, parts):

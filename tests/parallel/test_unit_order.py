@@ -71,7 +71,7 @@ def train(order, rank):
         require_gradients_of(alone, made, step, marks)
     order_of = made.layout._order
     asked = []
-    order_of._ask = asked.append  # no pass needs to ask any more
+    order_of._announce_unit = asked.append  # no pass needs to ask any more
     made.forward_backward(made.share(batch(5, 10, 0)))
     assert not asked and order_of._sequence == list(order)
 

@@ -77,11 +77,11 @@ class AbsentParameters:
         return refuse_between_steps(sentence) if self.refused else BadInputError(sentence)
 
     def replace(self, stub: nn.Parameter, parameter: Tensor) -> nn.Parameter:
-        """Return `stub` with uses of its values refused, if `parameter` has an owner."""
+        """Return `stub` as a parameter that refuses uses, if `parameter` has an owner."""
         owner = self.owners.get(id(parameter))
         if owner is None or has_torch_function_unary(stub) or isinstance(stub, FakeTensor):
             return stub
-        kind = _absent_class(type(stub))
+        kind = _add_absent_mixin(type(stub))
         made: nn.Parameter = Tensor._make_subclass(kind, stub.detach(), stub.requires_grad)
         vars(made).update(vars(stub), _absent=(self, owner))
         return made
@@ -113,7 +113,7 @@ class AbsentParameters:
 
 
 class _AbsentTensor(Tensor):
-    """A mixin for parameter classes that refuses uses of absent values."""
+    """A mixin that makes a parameter class refuse uses of values that this rank does not have."""
 
     _absent: tuple[AbsentParameters, Owner] | None = None
 
@@ -124,8 +124,8 @@ class _AbsentTensor(Tensor):
         given = (one for one in tree_iter((args, kwargs)) if isinstance(one, _AbsentTensor))
         found = next((one._absent for one in given if one._absent is not None), None)
         if found is not None and found[0].refused:
-            return _use_between_steps(func, args, kwargs or {}, *found)
-        return _call(func, args, kwargs or {})
+            return _call_unless_values_needed(func, args, kwargs or {}, *found)
+        return _call_without_override(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self._absent is None:
@@ -135,53 +135,51 @@ class _AbsentTensor(Tensor):
 
 
 @cache
-def _absent_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _add_absent_mixin(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(kind.__name__, (_AbsentTensor, kind), {})
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call_without_override(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _use_between_steps(
+def _call_unless_values_needed(
     func: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     absent: AbsentParameters,
     owner: Owner,
 ) -> Any:
-    """Call a function on an absent parameter. Raises BadInputError if the function needs values."""
     name = getattr(func, "__name__", "")
     of_property = name in ("__get__", "__set__", "__delete__")
     attribute = func.__self__.__name__ if of_property else ""
     caller, here = sys._getframe(2), owner.rank == absent.rank
     if of_property:
-        known = _is_harmless(attribute, name == "__get__", caller, here)
+        known = _needs_no_value(attribute, name == "__get__", caller, here)
     else:
         known = name in _WITHOUT_VALUES or name in _VIEWS
         known &= not (here and name == "requires_grad_")
     if not known or _STATE.get(caller.f_code.co_name) == (attribute or name):
         raise absent.refusal(absent.explain(owner, attribute == "grad"))
-    found = _call(func, args, kwargs)
+    found = _call_without_override(func, args, kwargs)
     if (name in _VIEWS or attribute == "data") and found is not None:
-        return _absent_view(found, args[0])
+        return _mark_view_absent(found, args[0])
     return found
 
 
-def _is_harmless(attribute: str, reads: bool, caller: FrameType, here: bool) -> bool:
-    """Return whether a property may be read or set. `here`: this rank trains the parameter."""
+def _needs_no_value(attribute: str, reads: bool, caller: FrameType, trained_here: bool) -> bool:
+    """Return whether a property can be read (or set, unless `reads`) without its value."""
     if attribute == "grad" and reads:
-        return _needs_no_gradient(caller, here)
+        return _needs_no_gradient(caller, trained_here)
     if attribute == "data":
         return reads
     if attribute == "requires_grad":
-        return reads or not here
+        return reads or not trained_here
     return attribute not in _WITH_VALUES
 
 
-def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
-    """Return a view that refuses the same uses as its parameter."""
+def _mark_view_absent(view: Tensor, absent: Tensor) -> Tensor:
     if view is absent:
         return view
     made: Tensor = Tensor._make_subclass(_AbsentTensor, view, False)
@@ -189,19 +187,19 @@ def _absent_view(view: Tensor, absent: Tensor) -> Tensor:
     return made
 
 
-def _needs_no_gradient(frame: FrameType | None, here: bool) -> bool:
+def _needs_no_gradient(frame: FrameType | None, trained_here: bool) -> bool:
     """Return whether the code that reads a gradient also works without it.
 
     Optimizers skip parameters without a gradient, so on each rank they update only its own stages.
-    `here`: this rank trains the parameter, so an optimizer would wrongly skip it.
+    If the parameter is `trained_here`, an optimizer would wrongly skip it.
     """
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return False
         name = frame.f_code.co_name
         if name in ("zero_grad", "clip_grad_value_"):
-            return name == "zero_grad" or not here
+            return name == "zero_grad" or not trained_here
         if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return not here
+            return not trained_here
         frame = frame.f_back
     return False

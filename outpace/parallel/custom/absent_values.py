@@ -15,23 +15,22 @@ def nan_of(device: torch.device, leaf: Any) -> Any:
     """Return NaN (0 for integers) in a tensor's shape and dtype; other values unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.full(leaf.shape, _absent_value(leaf.dtype), dtype=leaf.dtype, device=device)
+    return torch.full(leaf.shape, _placeholder_for(leaf.dtype), dtype=leaf.dtype, device=device)
 
 
 def nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Return NaN in the shape of a block's first tensor argument."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    dtype = given.dtype if _is_inexact(given.dtype) else torch.get_default_dtype()
+    dtype = given.dtype if _supports_nan(given.dtype) else torch.get_default_dtype()
     return given.new_full(given.shape, math.nan, dtype=dtype)
 
 
-def _is_inexact(dtype: torch.dtype) -> bool:
+def _supports_nan(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _absent_value(dtype: torch.dtype) -> Any:
-    """Return the placeholder for an absent tensor: NaN, or 0 for integers."""
-    return math.nan if _is_inexact(dtype) else 0
+def _placeholder_for(dtype: torch.dtype) -> Any:
+    return math.nan if _supports_nan(dtype) else 0
 
 
 def forget_all_but(
@@ -47,7 +46,9 @@ def forget_all_but(
         for name, tensor in list(part._parameters.items()):
             if tensor is not None and id(tensor) not in ids:
                 stub = (
-                    tensor.detach().new_full((), _absent_value(tensor.dtype)).expand(tensor.shape)
+                    tensor.detach()
+                    .new_full((), _placeholder_for(tensor.dtype))
+                    .expand(tensor.shape)
                 )
                 made = parameter_like(stub, tensor)
                 setattr(part, name, absent.replace(made, tensor) if absent else made)
@@ -55,4 +56,4 @@ def forget_all_but(
 
 def is_nan(tensor: Tensor) -> bool:
     """Return whether any value of a tensor is NaN."""
-    return _is_inexact(tensor.dtype) and bool(tensor.isnan().any())
+    return _supports_nan(tensor.dtype) and bool(tensor.isnan().any())

@@ -76,11 +76,11 @@ Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
 
 def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
     """Record the modules' attributes and buffers, for `changes` to compare with."""
-    return {key: (value, _state(value)) for key, value in collect_values(modules).items()}
+    return {key: (value, _summarize_state(value)) for key, value in collect_values(modules).items()}
 
 
-def _state(value: Any) -> tuple[Any, ...]:
-    """Return a summary of a value that reveals in-place changes, such as an append to a list."""
+def _summarize_state(value: Any) -> tuple[Any, ...]:
+    """Return what reveals in-place changes of a value, such as an append to a list."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
             (leaf, _version(leaf), fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
@@ -101,12 +101,12 @@ def changes(before: Snapshot, modules: Mapping[str, nn.Module]) -> list[Key]:
         same = old is value or (isinstance(value, _CONSTANTS) and type(old) is type(value))
         if same and isinstance(value, _CONSTANTS):
             same = bool(old == value)
-        if not (same and _same_state(state, _state(value))):
+        if not (same and _is_same_state(state, _summarize_state(value))):
             found.append(key)
     return found
 
 
-def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+def _is_same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return len(old) == len(new) and all(
         a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True)
     )
@@ -154,7 +154,9 @@ class ReadLog:
         classes = {module: type(module) for module in wanted}
         try:
             for module, attributes in wanted.items():
-                properties = {name: self._property(name, same) for name, same in attributes.items()}
+                properties = {
+                    name: self._recording_property(name, same) for name, same in attributes.items()
+                }
                 kind = classes[module]
                 module.__class__ = type(kind.__name__, (kind,), properties)
             yield
@@ -162,7 +164,7 @@ class ReadLog:
             for module, kind in classes.items():
                 module.__class__ = kind
 
-    def _property(self, attribute: str, keys: Sequence[Key]) -> property:
+    def _recording_property(self, attribute: str, keys: Sequence[Key]) -> property:
         def get(module: nn.Module) -> Any:
             self.found.update(keys)
             if attribute in vars(module):
@@ -191,10 +193,11 @@ def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
 
 def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]:
     """Return the value that a block stored. Raises BadInputError if it cannot be sent."""
-    found = split(_value(modules, key))
+    value = _stored_value(modules, key)
+    found = split(value)
     if found is None:
         raise BadInputError(
-            f"module {key[0]!r} stores a {type(_value(modules, key)).__name__} in {key[1]!r}, "
+            f"module {key[0]!r} stores a {type(value).__name__} in {key[1]!r}, "
             "which is read outside of its block, but pipeline stages can only send tensors and "
             "numbers, and lists and dicts of them. Store only these, or use zero3."
         )
@@ -202,8 +205,8 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
 
 
 def can_travel(modules: Mapping[str, nn.Module], key: Key) -> bool:
-    """Return whether a value can be sent, because it has only tensors and constants."""
-    return split(_value(modules, key)) is not None
+    """Return whether a value can be sent between stages: it has only tensors and constants."""
+    return split(_stored_value(modules, key)) is not None
 
 
 def is_constant(value: Any) -> bool:
@@ -211,6 +214,6 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def _value(modules: Mapping[str, nn.Module], key: Key) -> Any:
+def _stored_value(modules: Mapping[str, nn.Module], key: Key) -> Any:
     module, attribute = modules[key[0]], key[1]
     return vars(module).get(attribute, module._buffers.get(attribute))

@@ -57,9 +57,9 @@ class Message:
 
 
 class _DetachableCopy(torch.autograd.Function):
-    """An identity function whose output torch's split backward may detach in place.
+    """An identity whose output torch's split backward may detach in place.
 
-    The input must not be detached: it may be a view, a parameter, or saved for a backward.
+    The input itself must not be detached: it may be a view, a parameter, or saved for a backward.
     """
 
     @staticmethod

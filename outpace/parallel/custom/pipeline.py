@@ -167,7 +167,7 @@ class CustomPipeline(SpreadLayout):
         self._extra = StageExtraState(held, self._stages, names, len(parts))
         super().__init__(StagedObjective(held, self._stages), group)
         self._rest = set(rest)
-        self._shared = self._make_shared(rest)
+        self._shared = self._make_shared_group(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
         self.rows = SampleRows()
@@ -178,7 +178,6 @@ class CustomPipeline(SpreadLayout):
     def _find_owners(
         self, model: nn.Module, blocks: Sequence[nn.Module], rest: Mapping[str, nn.Parameter]
     ) -> dict[int, Owner]:
-        """Return the owner of each parameter, by the parameter's `id`."""
         names = {id(p): name for name, p in nn.Module.named_parameters(model)}
         owners = {id(p): Owner(n, 0, self._ranks_of[0], outside=True) for n, p in rest.items()}
         for stage, part in enumerate(self._parts):
@@ -211,8 +210,11 @@ class CustomPipeline(SpreadLayout):
         finally:
             self._settings.note()
 
-    def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-        """Create the group of the first and the last stage's ranks, if both hold parameters."""
+    def _make_shared_group(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
+        """Create the group that reduces gradients of parameters outside of blocks. Collective.
+
+        It has the ranks of the first and the last stage. Returns None on all others.
+        """
         ends = {self._ranks_of[0], self._ranks_of[-1]}
         trained = [parameter for parameter in rest.values() if parameter.requires_grad]
         if len(ends) == 1 or not trained:
@@ -267,17 +269,16 @@ class CustomPipeline(SpreadLayout):
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
         self.learn_forms(batches[0], hooks)  # this also finds where random numbers are drawn
         with self._draws.step():
-            self._run_passes(batches, hooks, totals)
-        self._require_sent(totals)
-        self._add_up_rest()
+            self._run_schedule(batches, hooks, totals)
+        self._refuse_unsent_nan(totals)
+        self._reduce_gradients_outside_blocks()
         for stage in self._stages.values():
             for block in stage.blocks():
                 commit(block)
         self._inspection.settle_buffers()
         return totals
 
-    def _run_passes(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
-        """Run the schedule on each batch, and add the results to `totals`."""
+    def _run_schedule(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
             parts = self.rows.cut(batch, self._plan.pp_microbatches)
@@ -296,8 +297,7 @@ class CustomPipeline(SpreadLayout):
                     raise error.__cause__ from None
                 raise
 
-    def _require_sent(self, totals: Tensor) -> None:
-        """Refuse a loss that is NaN because it uses a value that is not sent to the last stage."""
+    def _refuse_unsent_nan(self, totals: Tensor) -> None:
         last = self._stages.get(len(self._parts) - 1)
         if last is None or not last.unsent_used or not bool(totals[0].isnan()):
             return
@@ -320,30 +320,29 @@ class CustomPipeline(SpreadLayout):
         return PlainDraws(keys, begins, self._at)
 
     def _schedule_for(self, batch: Batch, hooks: StepHooks) -> Any:
-        """Return the schedule for this micro-batch's shapes, rebuilt when they change."""
+        """Return the schedule for this micro-batch's shapes; a change of shapes is collective."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
             self._inspect(batch, hooks)
             self._shapes = shapes
-            self._running = [self._stage(number) for number in self._stages]
+            self._running = [self._build_stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
             held = self._running[0] if issubclass(kind, PipelineScheduleSingle) else self._running
-            self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
+            self._schedule: Any = kind(
+                held, count, loss_fn=self._add_and_scale_loss, scale_grads=False
+            )
         return self._schedule
 
     def _inspect(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine what stages send, and whether they share random draws. Collective."""
         with run_eagerly(has_compiled_parts(self.objective)):
             self._inspection.inspect(batch, hooks)
         self._draws.shared = self._inspection.shares_draws
 
-    def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Add a micro-batch's loss to the totals; return the scaled loss for its backward."""
-        self._totals += made.detach().double()
-        return self._pass.scale(made[0])
+    def _add_and_scale_loss(self, totals: Tensor, number: Tensor) -> Tensor:
+        self._totals += totals.detach().double()
+        return self._pass.scale(totals[0])
 
-    def _stage(self, number: int) -> CustomPipelineStage:
-        """Build a stage with the forms of inputs and outputs that the inspection found."""
+    def _build_stage(self, number: int) -> CustomPipelineStage:
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
         totals = [torch.empty(2, dtype=self._inspection.loss_dtype)]
@@ -365,11 +364,11 @@ class CustomPipeline(SpreadLayout):
             self._inspect(parts[0], hooks)
         totals = self._zero_totals()
         for part in parts:
-            totals += self._pass_on(part, hooks)
+            totals += self._evaluate_part(part, hooks)
         return totals
 
-    def _pass_on(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run a micro-batch through this rank's stages.
+    def _evaluate_part(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Run a micro-batch's forward through this rank's stages.
 
         Returns the totals on the last stage's rank, and zeros on other ranks.
         """
@@ -392,12 +391,10 @@ class CustomPipeline(SpreadLayout):
         return self._zero_totals()
 
     def _zero_totals(self) -> Tensor:
-        """Return zero totals, with the objective's additional sums."""
         sums = getattr(self.objective, "sums", ())
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 
-    def _add_up_rest(self) -> None:
-        """Sum the gradients of parameters outside of blocks over the first and the last stage."""
+    def _reduce_gradients_outside_blocks(self) -> None:
         if self._shared is None:
             return
         for bucket in self._buckets:
@@ -418,7 +415,7 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, and widen the model that `whole_model` fills."""
+        """Replace weights with master weights, and make `whole_model` expect fp32 from others."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
@@ -430,13 +427,13 @@ class CustomPipeline(SpreadLayout):
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
         wanted_state = self._meta_model.state_dict(keep_vars=True)
-        sent_as = self._choose_names(wanted_state)
+        sent_as = self._choose_sent_names(wanted_state)
         for name, like in wanted_state.items():
             if sent_as[name] != name:
                 continue
-            owner = self._owner(name)
+            owner = self._owner_rank(name)
             if is_extra_state(name):
-                weights[name] = self._first_of(held.get(name), owner)
+                weights[name] = self._send_to_first_rank(held.get(name), owner)
             elif self._rank == owner != 0:
                 dist.send(held[name].contiguous(), group=self._group, group_dst=0)
             elif self._rank == 0 and owner:
@@ -455,7 +452,7 @@ class CustomPipeline(SpreadLayout):
         )
         return self._meta_model
 
-    def _choose_names(self, state: Mapping[str, Any]) -> dict[str, str]:
+    def _choose_sent_names(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Map each name in a state dict to the name under which its tensor is sent.
 
         A tied tensor has several names, but is sent only once, if possible by a name in a block.
@@ -465,16 +462,12 @@ class CustomPipeline(SpreadLayout):
             if isinstance(value, Tensor):
                 names.setdefault(id(value), []).append(name)
         main = {
-            key: next((one for one in some if self._rank_of_block(one) is not None), some[0])
+            key: next((one for one in some if self._find_block_rank(one) is not None), some[0])
             for key, some in names.items()
         }
         return {name: main.get(id(value), name) for name, value in state.items()}
 
-    def _first_of(self, value: Any, owner: int) -> Any:
-        """Send a non-tensor value from its owner to the first rank, and return it there.
-
-        Other ranks return `value`.
-        """
+    def _send_to_first_rank(self, value: Any, owner: int) -> Any:
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)
@@ -482,38 +475,37 @@ class CustomPipeline(SpreadLayout):
             dist.recv_object_list(given, group=self._group, group_src=owner)
         return given[0]
 
-    def _owner(self, name: str) -> int:
+    def _owner_rank(self, name: str) -> int:
         """Return the rank that sends an entry of the state dict.
 
         Entries outside of blocks come from the first stage, except extra state and buffers that
         change, which come from the last stage.
         """
-        rank = self._rank_of_block(name)
+        rank = self._find_block_rank(name)
         if name in self._inspection.buffers or (rank is None and is_extra_state(name)):
             return self._ranks_of[-1]
         return self._ranks_of[0] if rank is None else rank
 
-    def _rank_of_block(self, name: str) -> int | None:
-        """Return the rank of the block that contains a name; None if no block does."""
+    def _find_block_rank(self, name: str) -> int | None:
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
         return None
 
 
-_group_as_torch = _backward.get_param_groups
+_torch_get_param_groups = _backward.get_param_groups
 
 
 def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict[str, Any]]:
     """Group parameters as torch's split backward does, but without a node in two groups.
 
-    torch's groups may overlap if a parameter is used in several places, depending on the order of a
-    set. In that case, a gradient is computed twice, or from a graph that has been freed. The weight
-    backward of a parameter with several uses also has to run the nodes between them. Raises
-    BadInputError if this torch version cannot do that.
+    This replaces `get_param_groups`. torch's groups may overlap if a parameter is used in several
+    places, depending on the order of a set. In that case, a gradient is computed twice, or from a
+    graph that has been freed. The weight backward of a parameter with several uses also has to run
+    the nodes between them. Raises BadInputError if this torch version cannot do that.
     """
     merged: list[dict[str, Any]] = []
-    for group in _group_as_torch(inputs, params, reverse_edges):
+    for group in _torch_get_param_groups(inputs, params, reverse_edges):
         whole = {kind: set(group[kind]) for kind in ("params", "intermediates")}
         while True:  # merging adds nodes between the uses of both, which other groups may share
             between = _nodes_between(whole["intermediates"], reverse_edges)
@@ -530,31 +522,31 @@ def _group_parameters(inputs: Any, params: Any, reverse_edges: Any) -> list[dict
                 whole = {kind: whole[kind] | other[kind] for kind in whole}
         merged.append(whole)
     refused = nested_split_refusal()
-    if refused and any(_is_nested(group["intermediates"]) for group in merged):
+    if refused and any(_any_reaches_another(group["intermediates"]) for group in merged):
         raise BadInputError(refused)
     return [{kind: group[kind] for kind in ("params", "intermediates")} for group in merged]
 
 
-def _is_nested(nodes: set[Any]) -> bool:
-    """Return whether one of `nodes` of a graph can be reached from another."""
-    return not nodes.isdisjoint(_reach(nodes, _next_nodes))
+def _any_reaches_another(nodes: set[Any]) -> bool:
+    return not nodes.isdisjoint(_reachable_nodes(nodes, _next_nodes))
 
 
 def _nodes_between(nodes: set[Any], reverse_edges: Any) -> set[Any]:
-    """Return the nodes of a graph on paths from one of `nodes` to another."""
     if len(nodes) < 2:
         return set()
-    return _reach(nodes, _next_nodes) & _reach(nodes, lambda node: reverse_edges.get(node, ()))
+    return _reachable_nodes(nodes, _next_nodes) & _reachable_nodes(
+        nodes, lambda node: reverse_edges.get(node, ())
+    )
 
 
 def _next_nodes(node: Any) -> list[Any]:
     return [following for following, _ in node.next_functions]
 
 
-def _reach(begins: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    """Return the nodes of a graph that can be reached from `begins` over at least one edge."""
+def _reachable_nodes(starts: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    """Return the nodes that can be reached from `starts` over at least one edge."""
     found: set[Any] = set()
-    left = list(begins)
+    left = list(starts)
     while left:
         new = {node for node in edges(left.pop()) if node is not None} - found
         found |= new
@@ -563,7 +555,6 @@ def _reach(begins: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype that takes no memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(
         tensor.is_floating_point()
     )

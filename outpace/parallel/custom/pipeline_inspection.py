@@ -96,14 +96,14 @@ class PipelineInspection:
         error: Exception | None = None
         with self._preserve_training_state():
             try:
-                self._pass_on(batch, hooks, taken, outputs, found)
+                self._inspect_stages(batch, hooks, taken, outputs, found)
             except Exception as raised:
                 error = raised
         seen = self._gather_findings(found, error, (batch, hooks))
         self.shares_draws |= any(one.shares_draws for one in seen.values())
         self._gather_findings({}, self._route_values(seen, taken, outputs), None)
         if not self.taken:
-            self._compare(batch, hooks, outputs)
+            self._require_same_loss(batch, hooks, outputs)
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
@@ -129,7 +129,6 @@ class PipelineInspection:
 
     @contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
-        """Disable gradients inside the context; restore the model and the generators on exit."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
@@ -138,7 +137,7 @@ class PipelineInspection:
             stack.enter_context(keep_values(self._held.named_parameters()))
             yield
 
-    def _pass_on(
+    def _inspect_stages(
         self,
         batch: Batch,
         hooks: StepHooks,
@@ -146,7 +145,11 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages; if one fails, tell those after it."""
+        """Run the micro-batch through this rank's stages.
+
+        Fills `taken` (received messages), `outputs` and `found` by stage. If a stage fails, the
+        stages after it are told, and the error is raised at the end.
+        """
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -177,7 +180,7 @@ class PipelineInspection:
         diverged = bool(stage.nan_parameters())
         output, found = self._run_stage(stage, batch, hooks, taken)
         if not diverged:
-            self._require_known(number, stage, taken, output)
+            self._refuse_nan_output(number, stage, taken, output)
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in found.moved}
         nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
@@ -198,14 +201,13 @@ class PipelineInspection:
         draws = stage.reads_early_draws
         return output, StageFindings(left, tuple(sorted(read)), tuple(moved), shares_draws=draws)
 
-    def _require_known(
+    def _refuse_nan_output(
         self,
         number: int,
         stage: CustomStage,
         taken: Message | None,
         output: "Message | Tensor",
     ) -> None:
-        """Raise BadInputError if a stage turns valid input into NaN."""
         made = [output[:1]] if isinstance(output, Tensor) else output.tensors
         if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
             written = stage.nan_parameters()
@@ -226,66 +228,66 @@ class PipelineInspection:
         self,
         found: dict[int, StageFindings],
         error: Exception | None,
-        given: tuple[Batch, StepHooks] | None,
+        micro_batch: tuple[Batch, StepHooks] | None,
     ) -> dict[int, StageFindings]:
-        """Gather the findings of all stages. Raises on every rank if any has an error.
+        """Gather the findings of all stages; raise on every rank if any rank has an `error`.
 
-        If the cause is unknown, a single process runs the micro-batch in `given` for comparison.
+        If the cause of the error is unknown, a single process runs `micro_batch` (a batch and its
+        hooks; None: it does not) for comparison. Collective.
         """
         refused = str(error) if isinstance(error, BadInputError) else None
         failed = None
         if error is not None and refused is None:
-            failed = _describe(error), explain_cut_graph(error), explain_known(error)
+            failed = _describe_error(error), explain_cut_graph(error), explain_known(error)
         told = gather_objects((found, refused, failed), self._group)
         if refused is not None:
             assert error is not None
             raise error
         refusal = next((text for _, text, _ in told if text is not None), None)
         failures = [(rank, one) for rank, (_, _, one) in enumerate(told) if one is not None]
-        if refusal is None and failures and given is not None:
+        if refusal is None and failures and micro_batch is not None:
             rank, (said, refusal, known) = failures[0]
-            alone = refusal is None and self._fails_alone(*given) == said
+            alone = refusal is None and self._single_process_error(*micro_batch) == said
             refusal = refusal or (None if alone else known)
             refusal = refusal or explain_failure(
-                rank, said, alone, given[0], self._strategy != "mp"
+                rank, said, alone, micro_batch[0], self._strategy != "mp"
             )
         if refusal is not None:
             raise BadInputError(refusal) from error
         return {number: seen for one, _, _ in told for number, seen in one.items()}
 
-    def _fails_alone(self, batch: Batch, hooks: StepHooks) -> str | None:
+    def _single_process_error(self, batch: Batch, hooks: StepHooks) -> str | None:
         """Return a single process's error on a micro-batch; None if it succeeds. Collective."""
         said = None
         if self._ranks_of[-1] == self._rank:
-            made = self._run_alone(batch, hooks)
-            said = None if isinstance(made, Tensor) else _describe(made)
+            made = self._run_single_process(batch, hooks)
+            said = None if isinstance(made, Tensor) else _describe_error(made)
         else:
-            self._send_blocks()
+            self._send_blocks_to_last_stage()
         failure: str | None = self._broadcast_from_last(said)
         return failure
 
-    def _compare(
+    def _require_same_loss(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
-        """Refuse a pipeline whose loss differs from a single process's."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:
-            self._send_blocks()
+            self._send_blocks_to_last_stage()
             if self._broadcast_from_last(None):
-                self._send_blocks()
+                self._send_blocks_to_last_stage()
         else:
             staged = outputs[last]
             assert isinstance(staged, Tensor)
             whole = self._single_process_totals(batch, hooks)
-            inside = None if whole is None else _find_lent_parameter(whole)
-            differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
+            inside = None if whole is None else _find_borrowed_parameter(whole)
+            differs = whole is not None and _difference(staged, whole) > self._loss_tolerance(hooks)
             # A forward that draws different numbers each time cannot be compared.
             if self._broadcast_from_last(differs):
                 again = self._single_process_totals(batch, hooks)
                 if whole is not None and again is not None:
-                    apart, repeated = _difference(staged, whole), _difference(whole, again)
-                    refusal = _say(staged, whole) if apart > 2 * repeated else None
+                    apart, repeated = (_difference(staged, whole), _difference(whole, again))
+                    refusal = _explain_difference(staged, whole) if apart > 2 * repeated else None
             if refusal is None and inside is not None:
                 refusal = (
                     f"as a pipeline, the loss would lose a part of {inside}'s gradient: {_ADVICE}"
@@ -294,25 +296,26 @@ class PipelineInspection:
         if refusal is not None:
             raise BadInputError(refusal)
 
-    def _broadcast_from_last(self, said: Any) -> Any:
-        """Broadcast `said` from the last stage's rank, and return it. Collective."""
-        told = [said]
-        dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
-        return told[0]
+    def _broadcast_from_last(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=self._ranks_of[-1])
+        return values[0]
 
-    def _tolerance(self, hooks: StepHooks) -> float:
+    def _loss_tolerance(self, hooks: StepHooks) -> float:
         with hooks.cast():
             low = torch.is_autocast_enabled(self._at.type)
         sizes = [p.itemsize for p in self._held.parameters() if p.is_floating_point()]
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _single_process_totals(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """Return the totals of a single process with all parameters; None if it fails."""
-        made = self._run_alone(batch, hooks)
+        made = self._run_single_process(batch, hooks)
         return made if isinstance(made, Tensor) else None
 
-    def _run_alone(self, batch: Batch, hooks: StepHooks) -> Tensor | Exception:
-        """Run a single process's forward on the last stage's rank; return its totals or error."""
+    def _run_single_process(self, batch: Batch, hooks: StepHooks) -> Tensor | Exception:
+        """Run all blocks on the last stage's rank; return the totals, or the error.
+
+        Other ranks must call `_send_blocks_to_last_stage` at the same time.
+        """
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -323,7 +326,7 @@ class PipelineInspection:
                 yield
                 return
             parts = stage.modules_of(range(number, number + 1))
-            with _borrow_tensors(self._names[number], parts, self._received_tensors(number)):
+            with _borrow_tensors(self._names[number], parts, self._receive_tensors(number)):
                 yield
 
         found: Tensor | Exception
@@ -334,17 +337,17 @@ class PipelineInspection:
                 found = error
                 for number in lent:  # receive what other ranks still send
                     if number not in stage.mine:
-                        self._received_tensors(number)
+                        self._receive_tensors(number)
         return found
 
-    def _received_tensors(self, number: int) -> list["_Held"]:
-        """Return a block's parameters and buffers, received from the rank that runs it.
+    def _receive_tensors(self, number: int) -> list["_NamedTensor"]:
+        """Receive a block's parameters and buffers from the rank that runs it.
 
         The sender first sends a list of them, because a forward may have replaced buffers.
         """
-        source = self._owner(number)
+        source = self._owner_rank(number)
         if source == self._rank:
-            return _tensors_of(named_blocks(self._held, [self._names[number]])[0])
+            return _parameters_and_buffers(named_blocks(self._held, [self._names[number]])[0])
         told: list[Any] = [None]
         dist.recv_object_list(told, group=self._group, group_src=source)
         received = []
@@ -354,19 +357,18 @@ class PipelineInspection:
             received.append((part, attribute, tensor))
         return received
 
-    def _send_blocks(self) -> None:
-        """Send this rank's blocks to the last stage's rank, in order."""
+    def _send_blocks_to_last_stage(self) -> None:
         to = self._ranks_of[-1]
         for number, name in enumerate(self._names):
-            if self._owner(number) == self._rank:
-                held = _tensors_of(named_blocks(self._held, [name])[0])
+            if self._owner_rank(number) == self._rank:
+                held = _parameters_and_buffers(named_blocks(self._held, [name])[0])
                 forms = [(part, attribute, t.shape, t.dtype) for part, attribute, t in held]
                 dist.send_object_list([forms], group=self._group, group_dst=to)
                 for _, _, tensor in held:
                     whole = tensor.detach().contiguous()
                     dist.send(bytes_of(whole), group=self._group, group_dst=to)
 
-    def _owner(self, number: int) -> int:
+    def _owner_rank(self, number: int) -> int:
         stage = next(stage for stage, part in enumerate(self._parts) if number in part)
         return self._ranks_of[stage]
 
@@ -378,8 +380,8 @@ class PipelineInspection:
     ) -> BadInputError | None:
         """Make each stage send the values that later stages read.
 
-        A value is sent on from the stage that stores it up to its last reader. Returns an error if
-        one of this rank's stages cannot send its values.
+        Stages between the one that stores a value and its last reader pass it on. Returns an error
+        if one of this rank's stages cannot send its values.
         """
         unsendable: BadInputError | None = None
         ends = {key: max((s for s in seen if key in seen[s].read), default=0)
@@ -424,13 +426,13 @@ class PipelineInspection:
         for number, stage in self._stages.items():
             if number != last:
                 for key in moved:
-                    module = self._module(stage, key[0])
+                    module = self._submodule(stage, key[0])
                     buffer = module._buffers[key[1]]
                     module._buffers[key[1]] = None if buffer is None else buffer.clone()
         self._moving = tuple(moved)
         self.buffers = tuple(".".join(filter(None, key)) for key in moved)
 
-    def _module(self, stage: CustomStage, name: str) -> nn.Module:
+    def _submodule(self, stage: CustomStage, name: str) -> nn.Module:
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         return model.get_submodule(name)
 
@@ -447,27 +449,25 @@ class PipelineInspection:
         for name, attribute in self._moving:
             holder = self._held.get_submodule(name)
             if last in self._stages:
-                running = self._module(self._stages[last], name)
+                running = self._submodule(self._stages[last], name)
                 holder._buffers[attribute] = running._buffers[attribute]
             buffer = holder._buffers[attribute]
             assert buffer is not None
             dist.broadcast(buffer, group=self._group, group_src=self._ranks_of[-1])
             if 0 in self._stages and last:
-                self._module(self._stages[0], name)._buffers[attribute] = buffer.clone()
+                self._submodule(self._stages[0], name)._buffers[attribute] = buffer.clone()
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _means(*totals: Tensor) -> list[float]:
-    """Return the mean losses from sums and counts."""
+def _mean_losses(*totals: Tensor) -> list[float]:
     return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the relative difference of two mean losses; 0 if the second one is not finite."""
-    return difference(*_means(one, other))
+    return difference(*_mean_losses(one, other))
 
 
 _ADVICE = (
@@ -478,19 +478,19 @@ _ADVICE = (
 )
 
 
-def _say(staged: Tensor, whole: Tensor) -> str:
-    a, b = _means(staged, whole)
+def _explain_difference(staged: Tensor, whole: Tensor) -> str:
+    a, b = _mean_losses(staged, whole)
     return (
         f"as a pipeline, the loss of the first micro-batch is {a:.6g}, but a single process with "
         f"the same weights computes {b:.6g}: {_ADVICE}"
     )
 
 
-def _find_lent_parameter(totals: Tensor) -> str | None:
+def _find_borrowed_parameter(totals: Tensor) -> str | None:
     """Return the name of a borrowed parameter in the graph of a loss; None if there is none.
 
-    Block outputs are detached from this graph, so the loss uses such a parameter in another way
-    than through what its block returns and stores.
+    Block outputs are detached from this graph. A loss that still reaches a borrowed parameter uses
+    it other than through what its block returns and stores.
     """
     lent = (
         getattr(getattr(node, "variable", None), "lent_as", None) for node in graph_nodes(totals)
@@ -498,11 +498,10 @@ def _find_lent_parameter(totals: Tensor) -> str | None:
     return next((name for name in lent if name is not None), None)
 
 
-_Held = tuple[str, str, Tensor]  # module name within a block, attribute name, value
+_NamedTensor = tuple[str, str, Tensor]  # module name within a block, attribute name, value
 
 
-def _tensors_of(block: nn.Module) -> list[_Held]:
-    """Return a block's parameters and buffers."""
+def _parameters_and_buffers(block: nn.Module) -> list[_NamedTensor]:
     return [
         (place, name, tensor)
         for place, part in block.named_modules()
@@ -514,9 +513,8 @@ def _tensors_of(block: nn.Module) -> list[_Held]:
 
 @contextmanager
 def _borrow_tensors(
-    name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]
+    name: str, parts: Mapping[str, nn.Module], lent: Sequence[_NamedTensor]
 ) -> Iterator[None]:
-    """Give the named block these parameters and buffers inside the context."""
     inside = dict(next(iter(parts.values())).named_modules())
     before = {part: dict(part._buffers) for part in inside.values()}
     parameters: list[tuple[nn.Module, str, Any]] = []

@@ -96,7 +96,7 @@ class CustomStage(nn.Module):
         # Whether this stage depends on random numbers that code outside of blocks draws before its
         # first block (set by an inspection).
         self.reads_early_draws = False
-        self._draws_early = self._is_early = self._moves_draws = False
+        self._draws_early = self._is_early = self._varies_early_draws = False
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
         self._inspects = False
@@ -119,7 +119,7 @@ class CustomStage(nn.Module):
         ]
         _uncompile_around(blocks, self.objective)
         for number, block in enumerate(blocks):
-            block.forward = partial(self._visit, number, block.forward)
+            block.forward = partial(self._run_block, number, block.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CustomStage":
         """Refuse to copy a module that this stage runs."""
@@ -159,14 +159,10 @@ class CustomStage(nn.Module):
             self._micro_batch = None
         if isinstance(output, Tensor):
             return output
-        self._require_alike(output)
+        self._require_known_form(output)
         return tuple(output.flat())
 
-    def _require_alike(self, message: Message) -> None:
-        """Raise BadInputError if the form of `message` differs from the first batch's (`given`).
-
-        The inspection of the first batch recorded its structure and shapes.
-        """
+    def _require_known_form(self, message: Message) -> None:
         seen = self.given
         assert seen is not None
         for key, (form, tensors) in message.values.items():
@@ -201,7 +197,7 @@ class CustomStage(nn.Module):
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
         """Run the stage on a micro-batch; return the message to the next stage, or the totals."""
         self._received, self._next, self._returned = received, 0, []
-        self._seed(2 * len(self._names))
+        self._seed_inspection(2 * len(self._names))
         # Other stages of this rank and micro-batches that share memory must see the batch
         # unchanged.
         given = batch
@@ -212,10 +208,10 @@ class CustomStage(nn.Module):
         try:
             loss_sum, *others = self.objective(given)
         except StageExit as leaving:
-            return self._message(leaving, received)
+            return self._make_message(leaving, received)
         finally:
             self._received = None
-            self._note_draws()
+            self._has_drawn()
             if self._inspects:
                 tensors = [leaf for leaf in tree_leaves(before) if isinstance(leaf, Tensor)]
                 self._writes |= any(tensor._version for tensor in tensors)
@@ -236,7 +232,7 @@ class CustomStage(nn.Module):
         Returns a message with all values that blocks store (or the totals), the keys of earlier
         stages' values that this stage reads, and the keys of buffers outside of blocks that change.
         """
-        reads, rest, places = ReadLog(), self._rest(), self._places()
+        reads, rest, places = ReadLog(), self._modules_outside_blocks(), self._module_ids()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
         rest_before = snapshot(rest)
         self._before, self._inspects = snapshot(mine), True
@@ -244,22 +240,20 @@ class CustomStage(nn.Module):
             with reads.record_reads(() if received is None else received.values, others):
                 found = self.run(batch, received)
             moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
-            self._require_places(places)
+            self._refuse_replaced_modules(places)
             self._before = None
             if self._draws_early:
-                self.reads_early_draws |= self._is_moved_by_draws(batch, received, found)
+                self.reads_early_draws |= self._depends_on_early_draws(batch, received, found)
         finally:
             self._before, self._inspects = None, False
         return found, reads.found, moved
 
-    def _places(self) -> dict[str, int]:
-        """Return the `id` of the module that each name in the model refers to."""
+    def _module_ids(self) -> dict[str, int]:
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return {name: id(part) for name, part in model.named_modules(remove_duplicate=False)}
 
-    def _require_places(self, before: Mapping[str, int]) -> None:
-        """Raise BadInputError if the forward has replaced modules with others."""
-        now = self._places()
+    def _refuse_replaced_modules(self, before: Mapping[str, int]) -> None:
+        now = self._module_ids()
         moved = [name for name, part in before.items() if now.get(name) != part]
         if moved:
             raise BadInputError(
@@ -269,16 +263,15 @@ class CustomStage(nn.Module):
                 "self.heads[number] directly."
             )
 
-    def _is_moved_by_draws(
-        self, batch: Batch, received: Message | None, found: "Message | Tensor"
+    def _depends_on_early_draws(
+        self, batch: Batch, received: Message | None, output: "Message | Tensor"
     ) -> bool:
-        """Return whether different random draws before this stage change its output."""
-        self._moves_draws = True
+        self._varies_early_draws = True
         try:
             again = self.run(batch, received)
         finally:
-            self._moves_draws = False
-        pairs = zip(_tensors_of(found), _tensors_of(again), strict=True)
+            self._varies_early_draws = False
+        pairs = zip(_output_tensors(output), _output_tensors(again), strict=True)
         return not all(torch.allclose(one, other, 0, 0, equal_nan=True) for one, other in pairs)
 
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
@@ -299,41 +292,42 @@ class CustomStage(nn.Module):
     def forget(self, keys: Sequence[Key]) -> None:
         """Set values that this stage does not receive to NaN, in blocks that it does not run."""
         parts = self.modules_of(range(self.mine.start))
-        sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
+        sent = {*self.modules_of(self.mine).values(), *self._modules_outside_blocks().values()}
         for key in keys:
             if parts[key[0]] not in sent:
                 set_value(parts, key, UnsentValue.make(key, self.unsent_used))
 
-    def _rest(self) -> dict[str, nn.Module]:
-        """Return the modules outside of blocks."""
+    def _modules_outside_blocks(self) -> dict[str, nn.Module]:
         inside = {part for parts in self._parts for part in parts.values()}
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return {name: part for name, part in model.named_modules() if part not in inside}
 
-    def _seed(self, number: int) -> None:
-        """Seed the generators in an inspection; record whether code before this stage drew numbers.
+    def _seed_inspection(self, number: int) -> None:
+        """Seed the generators, in an inspection, before code at a known place of the forward.
 
-        The seed is 2n before block n and 2n + 1 after it. Before the first block, it is twice the
-        number of blocks.
+        Also record whether the code since the last call drew numbers that may affect this stage.
+        `number` is 2n before block n, 2n + 1 after it, and twice the number of blocks at the start
+        of the forward.
         """
         if not self._inspects:
             return
-        self._draws_early |= self._note_draws() and self._is_early
+        self._draws_early |= self._has_drawn() and self._is_early
         begins, ends = number == 2 * len(self._names), number % 2 == 1
         early = begins or (ends and number // 2 + 1 < self.mine.start)
         self._is_early = early and not self.first
-        seed = number + (2 * len(self._names) + 1 if self._is_early and self._moves_draws else 0)
+        seed = number + (
+            2 * len(self._names) + 1 if self._is_early and self._varies_early_draws else 0
+        )
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         if self._draws is not None:
             self._draws.watch()
 
-    def _note_draws(self) -> bool:
+    def _has_drawn(self) -> bool:
         return self._inspects and self._draws is not None and self._draws.note()
 
-    def _seed_after(self, number: int, micro_batch: int | None) -> None:
-        """Seed random numbers for the code after block `number`, in training."""
+    def _seed_training_after(self, number: int, micro_batch: int | None) -> None:
         if self._draws is None or micro_batch is None:
             return
         if self._draws.shared:
@@ -341,7 +335,7 @@ class CustomStage(nn.Module):
         elif number + 1 == self.mine.start:
             self._draws.seed(self._number, micro_batch)
 
-    def _message(self, leaving: StageExit, received: Message | None) -> Message:
+    def _make_message(self, leaving: StageExit, received: Message | None) -> Message:
         found = split(leaving.output)
         if found is None or not any(t.is_floating_point() for t in found[1]):
             raise BadInputError(
@@ -366,32 +360,33 @@ class CustomStage(nn.Module):
             [*returned, *self._returned],
         )
 
-    def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(
+        self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run or skip a block, or exit the forward, when the user's forward calls the block."""
         if self._recomputing is not None:
-            return self._visit_in_backward(number, forward, *args, **kwargs)
-        self._follow(number)
-        self._seed(2 * number)
+            return self._recompute_block(number, forward, *args, **kwargs)
+        self._require_order(number)
+        self._seed_inspection(2 * number)
         if self._borrow is not None:
             with self._borrow(number):
-                output = self._cut_off(number, forward(*args, **kwargs))
+                output = self._detach_output(number, forward(*args, **kwargs))
         elif number in self.mine:
             output = forward(*args, **kwargs)
         else:
             output = self._substitute_output(number, self._received, args, kwargs)
-        self._seed_after(number, self._micro_batch)
-        self._seed(2 * number + 1)
+        self._seed_training_after(number, self._micro_batch)
+        self._seed_inspection(2 * number + 1)
         if self._borrow is not None:
             return output
         if number in self.mine and self.records:
-            self._returned.append(tree_map(_form_of, output))
+            self._returned.append(tree_map(_strip_data, output))
         if number + 1 == self.mine.stop and not self.last:
             refuse_transforms(self._names[number], output)
             raise StageExit(output, self._names[number])
         return output
 
-    def _cut_off(self, number: int, output: Any) -> Any:
-        """Detach a block's output, and its values that this stage receives, from the graph."""
+    def _detach_output(self, number: int, output: Any) -> Any:
         parts = self._parts[number]
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
@@ -399,10 +394,9 @@ class CustomStage(nn.Module):
                 set_value(parts, key, form.join([tensor.detach() for tensor in tensors]))
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
-    def _visit_in_backward(
+    def _recompute_block(
         self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a block in a backward that recomputes a checkpointed part of the user's forward."""
         self.recomputes = True
         assert self._recomputing is not None
         if number in self.mine:
@@ -410,7 +404,7 @@ class CustomStage(nn.Module):
         else:
             received = self._past.get(self._recomputing)
             output = self._substitute_output(number, received, args, kwargs)
-        self._seed_after(number, self._recomputing)
+        self._seed_training_after(number, self._recomputing)
         return output
 
     def _substitute_output(
@@ -432,7 +426,7 @@ class CustomStage(nn.Module):
             return tree_map(partial(nan_of, device), form)
         return nan_like(args, kwargs)
 
-    def _follow(self, number: int) -> None:
+    def _require_order(self, number: int) -> None:
         if number < self._next:
             raise BadInputError(
                 f"block {self._names[number]!r} is called again, but a pipeline runs each block "
@@ -465,7 +459,7 @@ class CustomStage(nn.Module):
 
 
 def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
-    """Disable compilation of modules that contain blocks, because it would trace the stage's code.
+    """Disable compilation of modules that contain blocks: it would trace the stage's code.
 
     Blocks wrapped by `torch.compile` stay compiled, but those compiled by their `compile()` do not.
     """
@@ -488,12 +482,11 @@ def copy_structure(module: nn.Module) -> nn.Module:
     return deep_copy(module, memo)
 
 
-def _tensors_of(found: Message | Tensor) -> list[Tensor]:
+def _output_tensors(found: Message | Tensor) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else found.flat()
 
 
-def _form_of(leaf: Any) -> Any:
-    """Return a leaf without its data: a tensor on meta, a constant as it is, otherwise None."""
+def _strip_data(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None

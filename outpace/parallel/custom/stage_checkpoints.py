@@ -8,8 +8,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 
 
-class _NotReentrant:
-    """A replacement for torch's CheckpointFunction, which implements `use_reentrant=True`.
+class _NonReentrantCheckpoint:
+    """Replacement of torch's CheckpointFunction, which implements `use_reentrant=True`.
 
     CheckpointFunction runs the checkpointed code without a graph, runs a backward within the
     backward, and passes on only the gradients of its inputs. A stage that ends inside this code
@@ -37,7 +37,7 @@ def without_reentry(always: bool) -> Iterator[None]:
     `always`: compute gradients even if no input requires them, such as outputs of absent blocks.
     """
     kept = torch_checkpoint.CheckpointFunction
-    torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]
+    torch_checkpoint.CheckpointFunction = _NonReentrantCheckpoint(kept, always)  # type: ignore[assignment,misc]
     try:
         yield
     finally:

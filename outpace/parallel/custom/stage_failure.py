@@ -21,9 +21,12 @@ def explain_known(error: Exception) -> str | None:
 
 
 def explain_cut_graph(error: Exception) -> str | None:
-    """Return advice if a stage cuts the graph of `torch.autograd.grad` in the forward, or None."""
+    """Return advice if `torch.autograd.grad` failed in the forward of a stage, else None.
+
+    A stage has only its own blocks' part of the graph.
+    """
     cut = any(words in str(error) for words in _CUT_GRAPH)
-    if cut and _is_raised_in(error, torch.autograd.grad.__code__):
+    if cut and _was_raised_under(error, torch.autograd.grad.__code__):
         return (
             "the module or its loss computes gradients in the forward (torch.autograd.grad, for "
             "example for forces or gradient penalties), but a pipeline stage runs only its own "
@@ -40,8 +43,7 @@ EXPLAIN_COPY = (
 )
 
 
-def _is_raised_in(error: Exception, code: CodeType) -> bool:
-    """Return whether an error was raised in a function or in code that it calls."""
+def _was_raised_under(error: Exception, code: CodeType) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is code for frame, _ in frames)
 

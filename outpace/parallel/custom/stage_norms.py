@@ -41,15 +41,14 @@ def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
 
 
 def _find_stage_norms() -> "StageNorms | None":
-    """Return the `StageNorms` that has replaced torch's function; None if none has."""
     function: Any = clip_grad._get_total_norm
     owner = function.__self__ if inspect.ismethod(function) else None
     return owner if isinstance(owner, StageNorms) else None
 
 
 @dataclass(frozen=True)
-class _GivenGradients:
-    """Norms of the gradients that one rank's loop has passed, by pipeline number.
+class _PassedNorms:
+    """Norms of the gradients that the loop on one rank has passed, by pipeline number.
 
     `norms` cover those passed gradients that are counted on this rank. `left_out` names the
     parameters whose gradients were not passed. `other` is the norm of gradients that belong to no
@@ -99,7 +98,7 @@ class StageNorms:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         known = {number: layout() for number, layout in self._layouts.items()}
         live = {number: layout for number, layout in known.items() if layout is not None}
-        if alone or not _concerns(given, live.values()):
+        if alone or not _belong_to_pipeline(given, live.values()):
             return get_total_norm(given, norm_type, *args, **kwargs)
         self._place.wait_for_all(
             "computes a norm of gradients"
@@ -108,7 +107,7 @@ class StageNorms:
             "rank without gradients it stands for those of the pipeline)"
         )
         order = float(norm_type)
-        total = _join(gather_objects(_measure_given(given, live, order)), order)
+        total = _combine_norms(gather_objects(_measure_passed(given, live, order)), order)
         like = given[0] if given else total
         return get_total_norm(total.to(like.device, like.dtype), norm_type, *args, **kwargs)
 
@@ -130,21 +129,20 @@ def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
     return False
 
 
-def _concerns(given: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
-    """Return whether gradients belong to a pipeline.
+def _belong_to_pipeline(gradients: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
+    """Return whether any of the gradients belongs to a pipeline.
 
     An empty list does if a pipeline has no gradients on this rank.
     """
-    ids = {id(tensor) for tensor in given}
+    ids = {id(tensor) for tensor in gradients}
     held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]
     return any(ids & some if ids else not some for some in held)
 
 
-def _measure_given(
-    given: Sequence[Tensor], layouts: Mapping[int, SpreadLayout], order: float
-) -> _GivenGradients:
-    """Return the norms of the gradients that this rank's loop has passed, for other ranks."""
-    ids = {id(tensor) for tensor in given}
+def _measure_passed(
+    gradients: Sequence[Tensor], layouts: Mapping[int, SpreadLayout], order: float
+) -> _PassedNorms:
+    ids = {id(tensor) for tensor in gradients}
     norms: dict[int, float] = {}
     left_out: dict[int, list[str]] = {}
     for number, layout in layouts.items():
@@ -154,25 +152,25 @@ def _measure_given(
             counted = [one for one in layout.counted_gradients() if id(one) in ids]
             norms[number] = float(get_total_norm(counted, order))
             ids.difference_update(held.values())
-    rest = [tensor for tensor in given if id(tensor) in ids]
-    return _GivenGradients(
+    rest = [tensor for tensor in gradients if id(tensor) in ids]
+    return _PassedNorms(
         order, norms, left_out, float(get_total_norm(rest, order)) if rest else None
     )
 
 
-def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
+def _combine_norms(by_rank: Sequence[_PassedNorms], order: float) -> Tensor:
     """Return the norm of the gradients of all ranks together, in float64.
 
     Raises BadInputError, on all ranks, if the gradients do not cover whole pipelines.
     """
-    if any(one.order != order for one in told) or order <= 0:
-        seen = ", ".join(f"{one:g}" for one in sorted({one.order for one in told}))
+    if any(one.order != order for one in by_rank) or order <= 0:
+        seen = ", ".join(f"{one:g}" for one in sorted({one.order for one in by_rank}))
         raise BadInputError(
             f"a norm of order {seen} cannot be computed over the stages of a pipeline. Use one "
             "positive order on all ranks, such as 2 or math.inf."
         )
-    meant = {number for one in told for number in one.norms}
-    for rank, one in enumerate(told):
+    meant = {number for one in by_rank for number in one.norms}
+    for rank, one in enumerate(by_rank):
         lost = [name for number in sorted(meant) for name in one.left_out.get(number, ())]
         if lost:
             raise BadInputError(
@@ -183,8 +181,8 @@ def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
                 "named_parameters(). To clip each parameter by its own norm, pass clip_grad_norm_ "
                 "one parameter at a time."
             )
-    norms = _as_tensor([one for rank in told for one in rank.norms.values()] or [0.0])
-    others = _as_tensor([one.other for one in told if one.other is not None])
+    norms = _to_float64([one for rank in by_rank for one in rank.norms.values()] or [0.0])
+    others = _to_float64([one.other for one in by_rank if one.other is not None])
     if len(others):
         lowest, highest = others.aminmax()
         if highest - lowest > _SAME * highest:
@@ -198,5 +196,5 @@ def _join(told: Sequence[_GivenGradients], order: float) -> Tensor:
     return joined
 
 
-def _as_tensor(norms: Sequence[float]) -> Tensor:
+def _to_float64(norms: Sequence[float]) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64)

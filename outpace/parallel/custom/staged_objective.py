@@ -25,9 +25,9 @@ class StagedObjective(nn.Module):
         which would happen once for each stage's copy of the module.
         """
         own = any(type(part).train is not nn.Module.train for part in self.model.modules())
-        before = _print_parameters(self.model) if own else {}
+        before = _fingerprint_parameters(self.model) if own else {}
         super().train(mode)
-        now = _print_parameters(self.model) if own else {}
+        now = _fingerprint_parameters(self.model) if own else {}
         written = sorted(name for name, one in before.items() if now.get(name) != one)
         if written:
             raise BadInputError(
@@ -49,5 +49,5 @@ class StagedObjective(nn.Module):
         return found
 
 
-def _print_parameters(model: nn.Module) -> dict[str, int | None]:
+def _fingerprint_parameters(model: nn.Module) -> dict[str, int | None]:
     return {name: fingerprint(parameter) for name, parameter in model.named_parameters()}

@@ -67,7 +67,6 @@ class CustomTensorParallel(ShardedLayout):
         self._shares = shares
 
     def _list_watched(self) -> set[nn.Module]:
-        """Return the module, and its submodules with split parameters, which communicate."""
         split = (
             part for part in self.model.modules()
             if any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
@@ -81,7 +80,7 @@ class CustomTensorParallel(ShardedLayout):
         """
         if self._place is not None:
             return build(groups)
-        return build([part for group in groups for part in _split_by_kind(group)])
+        return build([part for group in groups for part in _split_plain_and_dtensors(group)])
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; only one rank reports the totals."""
@@ -96,8 +95,7 @@ class CustomTensorParallel(ShardedLayout):
         return super().evaluate(batch, hooks) * self._tells
 
 
-def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a parameter group into a group of plain tensors and a group of DTensors."""
+def _split_plain_and_dtensors(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for kind in (False, True):
         held = [p for p in group["params"] if isinstance(p, DTensor) == kind]
         if held:
@@ -118,13 +116,12 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
         if given is not None
         else _resolve_model_plan(model, table, ranks)
     )
-    _check_heads(model, ranks)
+    _require_divisible_heads(model, ranks)
     return found
 
 
 def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve the patterns of the user's layouts, each of which must match a module."""
-    modules, holders = dict(model.named_modules()), _holders(model)
+    modules, holders = dict(model.named_modules()), _count_holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
         if layout not in LAYOUTS:
@@ -132,16 +129,18 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
                 f"layouts maps {pattern!r} to {layout!r}, which is not a layout."
                 f"{suggest(layout, LAYOUTS)} Use {join_or(LAYOUTS)}, or strategy zero3."
             )
-        names = [name for name in modules if _matches(name, pattern)]
+        names = [name for name in modules if _matches_pattern(name, pattern)]
         if not names and layout == SUMS_WEIGHTS:
-            names = [name for name, _ in model.named_parameters() if _matches(name, pattern)]
+            names = [
+                name for name, _ in model.named_parameters() if _matches_pattern(name, pattern)
+            ]
         if not names:
             raise BadInputError(
                 f"layouts names {pattern!r}, but {type(model).__name__} has no such "
                 f"module.{suggest(pattern, modules)}"
             )
         for name in names:
-            if layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders):
+            if layout in _WHOLE or _can_split(name, modules[name], layout, ranks, holders):
                 found[name] = layout
     return found
 
@@ -153,13 +152,13 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
     Embeddings and heads do not depend on other children, because their inputs and outputs are
     whole.
     """
-    modules, holders = dict(model.named_modules()), _holders(model)
+    modules, holders = dict(model.named_modules()), _count_holders(model)
     found: dict[str, str] = {}
     left_out: set[str] = set()
     for pattern, layout in table.items():
-        for name in [name for name in modules if _matches(name, pattern)]:
+        for name in [name for name in modules if _matches_pattern(name, pattern)]:
             try:
-                fits = layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders)
+                fits = layout in _WHOLE or _can_split(name, modules[name], layout, ranks, holders)
             except BadInputError:
                 fits = False
                 left_out.add(_parent_name(name))
@@ -175,8 +174,7 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
     return kept
 
 
-def _holders(model: nn.Module) -> Counter[int]:
-    """Count the modules that hold each parameter, by the parameter's `id`."""
+def _count_holders(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for part in model.modules() for p in part._parameters.values())
 
 
@@ -184,13 +182,13 @@ def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     """Match a name with a pattern; `*` stands for all or part of one component of the name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _splittable(
+def _can_split(
     name: str, module: nn.Module, layout: str, ranks: int, holders: Counter[int]
 ) -> bool:
     """Return whether to split a matrix. Raises BadInputError if it should be split but cannot."""
@@ -217,8 +215,7 @@ def _splittable(
     return True
 
 
-def _check_heads(model: nn.Module, ranks: int) -> None:
-    """Require that a transformers model's heads can be divided evenly."""
+def _require_divisible_heads(model: nn.Module, ranks: int) -> None:
     names = ("num_attention_heads", "num_key_value_heads", "heads", "kv_heads")
     for holder, name in itertools.product(("config", "spec"), names):
         heads = getattr(getattr(model, holder, None), name, None)
@@ -247,30 +244,29 @@ def apply(request: LayoutRequest) -> Layout:
             style = _STYLES[layout][0]()
             parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
         elif layout == SUMS_OUTPUT:
-            model.get_submodule(name).register_forward_hook(partial(_sum_gradient, mesh))
+            model.get_submodule(name).register_forward_hook(partial(_sum_output_gradient, mesh))
     shares = [
         p
         for name, lay in layouts.items()
         if lay == SUMS_WEIGHTS
-        for p in _named_parameters(model, name)
+        for p in _parameters_named(model, name)
     ]
     unique = list(dict.fromkeys(shares))  # a module and its parameter may both be named
     return CustomTensorParallel(request.objective, copied, mesh, unique)
 
 
-def _named_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters of the named module, or the named parameter."""
+def _parameters_named(model: nn.Module, name: str) -> list[nn.Parameter]:
     alone = dict(model.named_parameters()).get(name)
     return list(all_parameters(model.get_submodule(name))) if alone is None else [alone]
 
 
-def _sum_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Any) -> Any:
+def _sum_output_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return the output unchanged; in the backward, its gradient is summed over ranks."""
 
-    def sum_of(value: Any) -> Any:
+    def with_summed_gradient(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         spread = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
         return spread.to_local(grad_placements=[Partial()])
 
-    return tree_map(sum_of, output)
+    return tree_map(with_summed_gradient, output)
