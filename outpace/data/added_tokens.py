@@ -30,8 +30,8 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     `config` holds the values of the folder's tokenizer_config.json and special_tokens_map.json.
     Raises BadInputError if a token would get an id other than the one that the folder specifies.
     """
-    _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
-    listed = _numbered_tokens(config, folder)
+    _require_ids(inner, _read_stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
+    listed = _read_numbered_tokens(config, folder)
     stored = inner.get_added_tokens_decoder().values()
     known = {repr(token) for token in stored}
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
@@ -39,36 +39,37 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     vocabulary = inner.get_vocab(with_added_tokens=True)
     # Special tokens that already exist keep their properties.
     alike = {token.content: token for token in inner.get_added_tokens_decoder().values()}
-    extra = [alike.get(token.content, token) for token in _extra(config)]
+    extra = [alike.get(token.content, token) for token in _extra_special_tokens(config)]
     # A missing bos, unk or pad token is added only if new tokens follow it, because their ids
     # depend on it. For other roles, `Tokenizer` raises an error.
     behind = any(token.content not in vocabulary for token in extra)
     named = [
         alike.get(token.content, token)
         for role in _NAMED
-        if (token := _special(config.get(role))) is not None
+        if (token := _make_special_token(config.get(role))) is not None
         and (token.content in vocabulary or (behind and role in _DISPENSABLE))
     ]
     inner.add_special_tokens([*named, *extra])
-    where = folder / ("tokenizer_config.json" if _has_list(config) else ADDED_TOKENS_FILE)
+    where = folder / ("tokenizer_config.json" if _has_token_list(config) else ADDED_TOKENS_FILE)
     _require_ids(inner, {token.content: number for number, token in listed.items()}, where)
 
 
-def _has_list(config: Mapping[str, Any]) -> bool:
+def _has_token_list(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("added_tokens_decoder"), dict)
 
 
-def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
-    """Return the tokens that a folder defines outside tokenizer.json, by id."""
+def _read_numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
     path = folder / ADDED_TOKENS_FILE
     try:
-        if _has_list(config):
+        if _has_token_list(config):
             told = config["added_tokens_decoder"]
             return {int(number): AddedToken(**token) for number, token in told.items()}
         if not path.is_file():
             return {}
-        special = {token.content for token in _extra(config)}
-        special |= {t.content for role in _NAMED if (t := _special(config.get(role))) is not None}
+        special = {token.content for token in _extra_special_tokens(config)}
+        special |= {
+            t.content for role in _NAMED if (t := _make_special_token(config.get(role))) is not None
+        }
         return {
             int(number): AddedToken(name, normalized=name not in special, special=name in special)
             for name, number in read_object(path).items()
@@ -77,17 +78,15 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
         raise BadInputError(f"its added tokens cannot be read: {error}") from None
 
 
-def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the additional special tokens, which the config stores as a list or as a dict."""
+def _extra_special_tokens(config: Mapping[str, Any]) -> list[AddedToken]:
     told = config.get("extra_special_tokens")
     older = config.get("additional_special_tokens")
     lists: list[Any] = [list(told.values()), older] if isinstance(told, dict) else [told or older]
     values = [value for part in lists if isinstance(part, list) for value in part]
-    return [token for value in values if (token := _special(value)) is not None]
+    return [token for value in values if (token := _make_special_token(value)) is not None]
 
 
-def _special(value: Any) -> AddedToken | None:
-    """Create a special token from a string or a dict of properties, or return None."""
+def _make_special_token(value: Any) -> AddedToken | None:
     if isinstance(value, str) and value:
         return AddedToken(value, special=True, normalized=False)
     if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
@@ -97,7 +96,7 @@ def _special(value: Any) -> AddedToken | None:
     return None
 
 
-def _stored_ids(path: Path) -> dict[str, int]:
+def _read_stored_ids(path: Path) -> dict[str, int]:
     """Return the ids that tokenizer.json gives its added tokens; loading may renumber them."""
     text = path.read_text(encoding="utf-8")
     begin = text.find("[", text.find('"added_tokens"'))

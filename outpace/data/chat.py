@@ -158,11 +158,11 @@ class ChatFormat:
         self._inner.post_processor = None
         self._takes_text: dict[str, bool] = {}  # by template
         self._takes_parts: dict[str, bool] = {}
-        self.stop_id, self.stops = self._stop_id()
+        self.stop_id, self.stops = self._find_stop_token()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
-    def _stop_id(self) -> tuple[int, bool]:
+    def _find_stop_token(self) -> tuple[int, bool]:
         """Return the token that ends answers and True, or the end-of-text token and False.
 
         Renders and encodes a trial conversation to find the token.
@@ -180,7 +180,7 @@ class ChatFormat:
                 raise
 
         # Run in a process with limits: a template may loop forever or exhaust memory.
-        with self._refusals(where):
+        with self._convert_template_errors(where):
             ids, said = call_isolated(encode_trial, _TRIAL_CPU_S, MEMORY_BYTES)
         special = {
             number
@@ -195,23 +195,23 @@ class ChatFormat:
         """Render the conversation so far, followed by the generation prompt."""
         where = "the conversation"
         template = self._tool_template if tools else self._template
-        with self._refusals(where):
+        with self._convert_template_errors(where):
             return call_isolated(
-                lambda: self._text(messages, True, where, tools, template),
+                lambda: self._render_text(messages, True, where, tools, template),
                 CONVERSATION_CPU_S,
                 MEMORY_BYTES,
             )
 
-    def _text(
+    def _render_text(
         self,
         messages: Sequence[Message],
-        ask: bool,
+        add_prompt: bool,
         where: str,
         tools: Sequence[Tool],
         template: str,
     ) -> str:
         messages = self._adapt_messages(messages, where, template)
-        return self._apply_template(messages, ask, where, tools, template)
+        return self._apply_template(messages, add_prompt, where, tools, template)
 
     def _adapt_messages(
         self, messages: Sequence[Message], where: str, template: str
@@ -232,20 +232,20 @@ class ChatFormat:
     def _apply_template(
         self,
         messages: Sequence[Message],
-        ask: bool,
+        add_prompt: bool,
         where: str,
         tools: Sequence[Tool],
         template: str,
     ) -> str:
-        with self._refusals(where):
+        with self._convert_template_errors(where):
             rendered = self._theirs.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False,
-                add_generation_prompt=ask, tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=add_prompt, tools=[dict(tool) for tool in tools] or None,
                 chat_template=template, **self._names,
             )  # fmt: skip
-        return self._limit_text(rendered, where, messages, tools)
+        return self._require_limited_text(rendered, where, messages, tools)
 
-    def _limit_text(
+    def _require_limited_text(
         self, rendered: Any, where: str, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> str:
         """Return the rendered text. Raises BadInputError if it is far longer than its input."""
@@ -253,14 +253,14 @@ class ChatFormat:
         given = len(str(messages)) + len(str(tools))
         if len(text) > _LONGEST_CHARACTERS + _LONGEST_TIMES * given:
             raise BadInputError(
-                f"{where}: the tokenizer's chat template{self._file()} writes {len(text):,} "
+                f"{where}: the tokenizer's chat template{self._file_clause()} writes {len(text):,} "
                 f"characters for a conversation of {given:,}. It may write at most "
                 f"{_LONGEST_CHARACTERS:,}, plus {_LONGEST_TIMES} for each of the conversation's "
                 "characters. Look for a loop in the template, and shorten what it writes."
             )
         return text
 
-    def _text_before(
+    def _render_before_answer(
         self,
         messages: Sequence[Message],
         where: str,
@@ -272,7 +272,7 @@ class ChatFormat:
         Raises BadInputError if there are no messages and the template requires one, as most do.
         """
         try:
-            return self._text(messages, True, where, tools, template)
+            return self._render_text(messages, True, where, tools, template)
         except BadInputError:
             if messages:
                 raise
@@ -284,7 +284,7 @@ class ChatFormat:
     def text(self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()) -> str:
         """Render a conversation as text, without searching for answers."""
         template = _with_fixed_date(self._tool_template if tools else self._template)
-        return self._text(messages, False, where, tools, template)
+        return self._render_text(messages, False, where, tools, template)
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()
@@ -297,17 +297,17 @@ class ChatFormat:
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
-            with self._refusals(where):
+            with self._convert_template_errors(where):
                 return self._render_generation_marks(
                     self._adapt_messages(messages, where, template), where, tools, template
                 )
-        text = self._text(messages, False, where, tools, template)
+        text = self._render_text(messages, False, where, tools, template)
         answers = answers_of(messages)
         spans = []
         before = through = ""
         for number in answers:
-            before = self._text_before(messages[:number], where, tools, template)
-            through = self._text(messages[: number + 1], False, where, tools, template)
+            before = self._render_before_answer(messages[:number], where, tools, template)
+            through = self._render_text(messages[: number + 1], False, where, tools, template)
             if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
                 # Some templates, such as Phi's, write the end-of-text token only after the last
                 # message.
@@ -321,8 +321,8 @@ class ChatFormat:
             rest = messages[answers[-1] + 1 :]  # no answer depends on these
             if rest and all(message["role"] != "tool" for message in rest):
                 return self.render(messages[: -len(rest)], where, tools)
-            asked = self._text(messages[: answers[-1]], False, where, tools, template)
-            _require_header(asked, before, through, where)
+            asked = self._render_text(messages[: answers[-1]], False, where, tools, template)
+            _require_prompt_in_answer(asked, before, through, where)
             raise BadInputError(
                 f"{where}: outpace cannot find what the assistant says: the tokenizer's chat "
                 "template "
@@ -350,33 +350,33 @@ class ChatFormat:
             return_assistant_tokens_mask=True,
             **self._names,
         )
-        text = self._limit_text(texts[0], where, messages, tools)
+        text = self._require_limited_text(texts[0], where, messages, tools)
         spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None
         if len(spans) == len(answers_of(messages)):
             answers = answers_of(messages)
         return RenderedConversation(text, spans, answers)
 
     @contextmanager
-    def _refusals(self, where: str) -> Iterator[None]:
-        """Convert errors that a template raises to BadInputError."""
+    def _convert_template_errors(self, where: str) -> Iterator[None]:
         try:
             yield
         except IsolatedError as error:
             raise BadInputError(
-                f"{where}: the tokenizer's chat template{self._file()} cannot be used: {error}"
+                f"{where}: the tokenizer's chat template{self._file_clause()} cannot be used: "
+                f"{error}"
             ) from None
         except (OutpaceError, MemoryError):  # a signal, out of memory, or already a BadInputError
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            place = self._file()
-            if (line := _line_of(error)) is not None:
+            place = self._file_clause()
+            if (line := _find_template_line(error)) is not None:
                 place += f", line {line},"
             raise BadInputError(
                 f"{where}: the tokenizer's chat template{place} refuses the conversation: {reason}"
             ) from None
 
-    def _file(self) -> str:
+    def _file_clause(self) -> str:
         """Return " in FILE" to append to "template" in messages, or "" if the file is unknown."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
@@ -422,29 +422,31 @@ class _HeaderError(BadInputError):
     opening = ""
 
 
-def _require_header(asked: str, before: str, through: str, where: str) -> None:
+def _require_prompt_in_answer(
+    conversation: str, with_prompt: str, with_answer: str, where: str
+) -> None:
     """Raise _HeaderError if an answer does not begin with the template's generation prompt.
 
-    `asked` is the conversation before the answer, `before` adds the generation prompt to it, and
-    `through` adds the answer instead.
+    `conversation` is the text before the answer, `with_prompt` adds the generation prompt to it,
+    and `with_answer` adds the answer instead.
     """
-    most = min(len(before), len(through))
-    shared = next((at for at in range(most) if before[at] != through[at]), most)
-    if shared < len(asked):
+    most = min(len(with_prompt), len(with_answer))
+    shared = next((at for at in range(most) if with_prompt[at] != with_answer[at]), most)
+    if shared < len(conversation):
         return
     error = _HeaderError(
-        f"{where}: the tokenizer's chat template asks for an answer with {before[len(asked) :]!r}, "
-        f"but writes the answer as {shorten(through[len(asked) :], 80)!r}, so the model would be "
-        "prompted differently from how it is trained. Begin the answers in the data with the end "
+        f"{where}: the tokenizer's chat template asks for an answer with "
+        f"{with_prompt[len(conversation) :]!r}, but writes the answer as "
+        f"{shorten(with_answer[len(conversation) :], 80)!r}, so the model would be prompted "
+        "differently from how it is trained. Begin the answers in the data with the end "
         "of the prompt, if the template keeps that, or change the template in the tokenizer's "
         "folder (chat_template)."
     )
-    error.opening = before[shared:]
+    error.opening = with_prompt[shared:]
     raise error
 
 
-def _line_of(error: Exception) -> int | None:
-    """Return the line of the template where an error occurred, or None if unknown."""
+def _find_template_line(error: Exception) -> int | None:
     line = getattr(error, "lineno", None)
     step = error.__traceback__
     while step is not None:

@@ -62,27 +62,25 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             wanted = (
                 names or [n for n in _LABELS if what == "label"] or [n for t in _TEXTS for n in t]
             )
-            _require_in_first(table, wanted)
+            _require_in_first_row(table, wanted)
             lacks = f"no column {missing[0]!r}" if missing else f"no known column of {what}"
             form = describe_form(table.columns)
             rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
-            folder = _partition_of(table, wanted)
-            header = _header_advice(table)
+            folder = _advise_partition_column(table, wanted)
+            header = _advise_header(table)
             remedy = f": {form}" if form else rows or folder or f". Name it with {flag}{header}."
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return TextColumns(found, named)
 
 
-def _header_advice(table: Table) -> str:
-    """Return advice to add a header, for file formats whose first row is read as one; else ''."""
+def _advise_header(table: Table) -> str:
     if Path(table.reference).suffix.lower() not in (".csv", ".tsv", ".txt"):
         return ""
     return ", or write a header (such as text and label) before the first line if it is a row"
 
 
-def _partition_of(table: Table, wanted: Sequence[str]) -> str:
-    """Return advice if folder names contain a wanted column (Hive partitioning), else ''."""
+def _advise_partition_column(table: Table, wanted: Sequence[str]) -> str:
     folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
     for part in folders:
         name = part.partition("=")[0]
@@ -94,7 +92,7 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
     return ""
 
 
-def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
+def _require_in_first_row(table: Table, wanted: Sequence[str]) -> None:
     """Refuse a table whose first row lacks a wanted column that a later row has.
 
     The first row determines the columns of the table.
@@ -138,7 +136,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     for label in seen:
         plain = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
         plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")  # invisible characters
-        alike.setdefault(_plain_number(plain), set()).add(label)
+        alike.setdefault(_normalize_number(plain), set()).add(label)
     same = [" and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1]
     same.sort()
     if same:
@@ -174,7 +172,7 @@ def _is_number(label: str) -> bool:
     return label.removeprefix("-").replace(".", "", 1).isdecimal()
 
 
-def _plain_number(label: str) -> str:
+def _normalize_number(label: str) -> str:
     """Return the simplest spelling of a whole number or boolean; other labels are unchanged."""
     if label in ("true", "false"):
         return str(int(label == "true"))
@@ -200,13 +198,13 @@ def examples_of(
     classifier's labels (`known`) contain "-1". Raises BadInputError for a missing or invalid text
     or label.
     """
-    seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
+    seen = {_read_signed_label(row.values.get(columns.label)) for part in parts for row in part}
     signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))
     return [
         [
             Example(
-                tuple(_text(row, name) for name in columns.texts),
-                _label(row, columns.label, classes, signed),
+                tuple(_read_text(row, name) for name in columns.texts),
+                _read_label(row, columns.label, classes, signed),
             )
             for row in part
         ]
@@ -214,25 +212,25 @@ def examples_of(
     ]
 
 
-def _number(value: Any) -> Any:
+def _read_signed_label(value: Any) -> Any:
     """Return a label, with "-1", "+1" and "1" converted to numbers; None if it is not a label."""
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None
 
 
-def _text(row: Row, name: str) -> str:
+def _read_text(row: Row, name: str) -> str:
     text = row.values.get(name)
     if isinstance(text, (list, dict)) and (rows := nested_rows(row)):
         raise BadInputError(f"{row.where}: {name!r} is {type(text).__name__}, not text{rows}")
     return checked_text(text, row.where, name)
 
 
-def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
+def _read_label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
     value: Any = row.values.get(name)
     if signed:
         return str(int(value))
-    if value is None or _is_none(value):
+    if value is None or _is_missing_label(value):
         raise BadInputError(
             f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
             "data with labels; if -1 is one of the classes, give the classes names."
@@ -249,8 +247,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
     return classes[value] if 0 <= value < len(classes) else shorten(str(int(value)))
 
 
-def _is_none(value: Any) -> bool:
-    """Return whether a value marks a missing label."""
+def _is_missing_label(value: Any) -> bool:
     return value == -1 or (isinstance(value, str) and value.strip() in ("", "-", "-1"))
 
 
@@ -300,10 +297,10 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
             "these look like numbers on a scale, or like texts. Name the column of classes with "
             "--label-field."
         )
-    return tuple(sorted(seen, key=_by_number))
+    return tuple(sorted(seen, key=_class_sort_key))
 
 
-def _by_number(name: str) -> tuple[int, int, str]:
+def _class_sort_key(name: str) -> tuple[int, int, str]:
     whole = name.removeprefix("-").isdecimal()
     return (0, int(name), "") if whole else (1, 0, name)
 
@@ -325,7 +322,9 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
             "Name another tokenizer with --tokenizer."
         )
     if inner.num_special_tokens_to_add(True) == 0:
-        inner.post_processor = _bert_pairs(tokenizer) if encoder else _gpt_pairs(tokenizer)
+        inner.post_processor = (
+            _bert_post_processor(tokenizer) if encoder else _gpt_post_processor(tokenizer)
+        )
     config: dict[str, Any] = {"padding_side": "right"}
     if tokenizer.pad_id is None:
         config["pad_token"] = tokenizer.eos_token
@@ -334,7 +333,7 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     return tokenizer.replace(inner, config)
 
 
-def _bert_pairs(tokenizer: Tokenizer) -> Any:
+def _bert_post_processor(tokenizer: Tokenizer) -> Any:
     cls, sep = tokenizer.roles["cls_token"], tokenizer.roles["sep_token"]
     return TemplateProcessing(
         single=f"{cls} $A {sep}",
@@ -343,7 +342,7 @@ def _bert_pairs(tokenizer: Tokenizer) -> Any:
     )
 
 
-def _gpt_pairs(tokenizer: Tokenizer) -> Any:
+def _gpt_post_processor(tokenizer: Tokenizer) -> Any:
     eos = tokenizer.eos_token
     return TemplateProcessing(
         single="$A", pair=f"$A {eos} $B", special_tokens=[(eos, tokenizer.eos_id)]
@@ -387,15 +386,14 @@ def encode(
         texts = [one.texts[0] if pair == 1 else one.texts for one in part]
         for text, encoding in zip(texts, inner.encode_batch(texts), strict=True):
             if len(encoding.ids) > seq_len:
-                encoding, cut = _truncate(tokenizer, text, seq_len), cut + 1
-            found.append(_sample(tokenizer, encoding, segments))
+                encoding, cut = _encode_truncated(tokenizer, text, seq_len), cut + 1
+            found.append(_make_sample(tokenizer, encoding, segments))
     fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
     targets = [numbers[example.label] for example in examples]
     return EncodedSamples(concatenate_samples(found, fill, targets), cut)
 
 
-def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
-    """Encode a text or a pair, truncated to `seq_len` as in transformers, the longer text first."""
+def _encode_truncated(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
     inner = tokenizer.inner
     inner.enable_truncation(seq_len, strategy="longest_first", direction=tokenizer.truncation_side)
     try:
@@ -404,7 +402,7 @@ def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -
         inner.no_truncation()
 
 
-def _sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
+def _make_sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
     ids, types = list(encoding.ids), list(encoding.type_ids)
     # transformers classifies by the last token that is not padding.
     while len(ids) > 1 and ids[-1] == tokenizer.pad_id:

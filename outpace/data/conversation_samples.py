@@ -149,7 +149,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     talk = conversation_of(row, chat.roles)
     rendered = chat.render(talk.messages, row.where, talk.tools)
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
-    spans = _learned_spans(chat, rendered, talk, row.where)
+    spans = _find_target_spans(chat, rendered, talk, row.where)
     ids, said, joined = chat.encode_joined(rendered, spans)
     marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
     wordless = any(
@@ -168,10 +168,9 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     )  # fmt: skip
 
 
-def _learned_spans(
+def _find_target_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
-    """Return the spans of the answers to train on. Raises BadInputError if they are ambiguous."""
     answers = answers_of(talk.messages)
 
     def render(others: Sequence[Message]) -> str:

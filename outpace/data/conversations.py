@@ -73,20 +73,20 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     `roles` are additional role names that are kept unchanged.
     """
     values = row.values
-    _require_wanted(row)
+    _require_desirable_answer(row)
     listed = next((name for name in _LISTS if values.get(name) is not None), None)
     if listed is not None:
         read = [listed]
-        found = [_message(one, row, roles) for one in _require_list(values[listed], listed, row)]
+        found = [_read_turn(one, row, roles) for one in _require_list(values[listed], listed, row)]
     else:
-        found, read = _of_pair(row, roles)
+        found, read = _read_pair(row, roles)
     for name in _SYSTEM:
         if values.get(name) not in _EMPTY:
-            found, read = _with_system(found, name, row), [*read, name]
+            found, read = _prepend_system_prompt(found, name, row), [*read, name]
     tools: tuple[Tool, ...] = ()
     for name in _TOOLS:
         if values.get(name):
-            tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
+            tools, read = (*tools, *_read_tools(values[name], name, row)), [*read, name]
     messages, learned = zip(*found, strict=True)
     unread = [n for n, value in values.items() if n not in read and value not in _EMPTY]
     return Conversation(messages, learned, tools, tuple(unread))
@@ -113,8 +113,7 @@ def describe_form(columns: Collection[str]) -> str | None:
     return None
 
 
-def _require_wanted(row: Row) -> None:
-    """Refuse a row whose answer is marked as undesirable, as in KTO data."""
+def _require_desirable_answer(row: Row) -> None:
     for name in _WANTED:
         value = row.values.get(name)
         if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
@@ -128,19 +127,19 @@ def _require_wanted(row: Row) -> None:
 _Turn = tuple[Message, bool]
 
 
-def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
+def _read_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     """Read the turns of a question and its answer; also return the names of the columns used."""
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
                 None)  # fmt: skip
     if pair is None:
-        raise _refuse_form(row)
+        raise _unknown_form_error(row)
     ask, answer = pair
     read = [ask, answer]
     turns: list[_Turn] = []
     if values.get("history"):
-        turns += _history(values["history"], row)
+        turns += _read_history(values["history"], row)
         read.append("history")
     if rows := rows_in_columns(row):
         kind = type(values[ask]).__name__
@@ -149,26 +148,25 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     if len(lists) == 1 and any(isinstance(values[name], str) for name in pair):
         other = next(name for name in pair if name not in lists)
         raise BadInputError(
-            f"{row.where}: {lists[0]!r} is {_show(values[lists[0]])}, and {other!r} is text. Write "
-            "both as texts, or both as lists of messages."
+            f"{row.where}: {lists[0]!r} is {_quote(values[lists[0]])}, and {other!r} is text. "
+            "Write both as texts, or both as lists of messages."
         )
     if lists:
-        asked = [_message(one, row, roles) for one in _require_list(values[ask], ask, row)]
+        asked = [_read_turn(one, row, roles) for one in _require_list(values[ask], ask, row)]
         turns += [(message, False) for message, _ in asked]
-        turns += [_message(one, row, roles) for one in _require_list(values[answer], answer, row)]
+        turns += [_read_turn(one, row, roles) for one in _require_list(values[answer], answer, row)]
         return turns, read
-    question = _text(values[ask], ask, row)
+    question = _read_text(values[ask], ask, row)
     for name in _ABOUT:
         if values.get(name) not in _EMPTY:
-            question = "\n\n".join(filter(None, (question, _text(values[name], name, row))))
+            question = "\n\n".join(filter(None, (question, _read_text(values[name], name, row))))
             read.append(name)
     turns.append(({"role": "user", "content": question}, False))
-    turns.append(({"role": "assistant", "content": _text(values[answer], answer, row)}, True))
+    turns.append(({"role": "assistant", "content": _read_text(values[answer], answer, row)}, True))
     return turns, read
 
 
-def _refuse_form(row: Row) -> BadInputError:
-    """Return the error, with advice, for a row that is not a conversation."""
+def _unknown_form_error(row: Row) -> BadInputError:
     values = row.values
     there = quote_names(values) or "no columns"
     if (name := next((name for name in _LISTS if name in values), None)) is not None:
@@ -183,7 +181,7 @@ def _refuse_form(row: Row) -> BadInputError:
             'conversation. Write the messages of each into one row: {"messages": [{"role": …, '
             '"content": …}, …]}.'
         )
-    if (name := _message_column(values)) is not None:
+    if (name := _find_message_column(values)) is not None:
         return BadInputError(
             f"{row.where} has {there}. Its {name!r} is a list of messages: rename it to "
             "'messages', and the keys of a message to role and content."
@@ -195,8 +193,7 @@ def _refuse_form(row: Row) -> BadInputError:
     )
 
 
-def _message_column(values: Mapping[str, Any]) -> str | None:
-    """Return the first column that holds a list of messages, or None."""
+def _find_message_column(values: Mapping[str, Any]) -> str | None:
     for name, value in values.items():
         listed = isinstance(value, list) and all(isinstance(one, dict) for one in value)
         if listed and value and all(not _SPEAKERS.isdisjoint(one) for one in value):
@@ -204,43 +201,42 @@ def _message_column(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _advise(values: Collection[str]) -> str:
-    """Say what to do with rows that are not conversations, judging by their columns."""
-    if not _CLASSES.isdisjoint(values):
+def _advise(columns: Collection[str]) -> str:
+    if not _CLASSES.isdisjoint(columns):
         return "To train a classifier of texts, use --task classify."
-    if "text" in values:
+    if "text" in columns:
         return "To train on texts as they are, leave --task chat out."
-    return "Rename the columns to two of these names." if values else "Leave such rows out."
+    return "Rename the columns to two of these names." if columns else "Leave such rows out."
 
 
-def _history(value: Any, row: Row) -> list[_Turn]:
+def _read_history(value: Any, row: Row) -> list[_Turn]:
     """Read earlier question-answer pairs; their answers are trained on too."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadInputError(
-                f"{row.where}: 'history' contains {_show(pair)}. Each of its entries must be a "
+                f"{row.where}: 'history' contains {_quote(pair)}. Each of its entries must be a "
                 "pair [question, answer]"
             )
-        asked, answered = (_text(text, "history", row) for text in pair)
+        asked, answered = (_read_text(text, "history", row) for text in pair)
         turns.append(({"role": "user", "content": asked}, False))
         turns.append(({"role": "assistant", "content": answered}, True))
     return turns
 
 
-def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
+def _prepend_system_prompt(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
     """Put the system prompt from a column before the turns.
 
     Raises BadInputError if the turns begin with a different system prompt.
     """
-    text = _text(row.values[name], name, row)
+    text = _read_text(row.values[name], name, row)
     first = turns[0][0]
     if first["role"] != "system":
         return [({"role": "system", "content": text}, False), *turns]
     if first["content"] != text:
         raise BadInputError(
-            f"{row.where} has two system prompts: {name!r} is {_show(text)}, and the first message "
-            f"is {_show(first['content'])}. Leave one of them out."
+            f"{row.where} has two system prompts: {name!r} is {_quote(text)}, and the first "
+            f"message is {_quote(first['content'])}. Leave one of them out."
         )
     return list(turns)
 
@@ -250,15 +246,17 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
         return value
     text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
     remedy = ": it is JSON inside a text. Decode it, so that the row holds the list" if text else ""
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages{remedy}")
+    raise BadInputError(f"{row.where}: {name!r} is {_quote(value)}, not a list of messages{remedy}")
 
 
-def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
+def _read_turn(message: Any, row: Row, roles: Collection[str]) -> _Turn:
     """Read a message in any supported format; also return whether to train on it."""
-    told = _first(one, ("role", "from"), row) if isinstance(one, dict) else None
+    told = _first_nonempty(message, ("role", "from"), row) if isinstance(message, dict) else None
     if not isinstance(told, str):
-        rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
-        raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
+        rows = (
+            nested_rows(row) if isinstance(message, dict) and not _NAMES.isdisjoint(message) else ""
+        )
+        raise BadInputError(f"{row.where}: a message is {_quote(message)}, and has no role{rows}")
     role = _KNOWN.get(told.strip().lower(), told)
     names = set(roles) - {told}
     if role != "assistant" and told in roles and role not in names:
@@ -268,53 +266,53 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
             f"{row.where}: a message has the unknown role {told!r}. Known roles are "
             f"{', '.join(_KNOWN)}, and those that the chat template names."
         )
-    content = _first(one, ("content", "value"), row)
-    name = "content" if "content" in one or "value" not in one else "value"
-    calls = one.get("tool_calls")
-    if not calls and (older := one.get("function_call")):  # OpenAI's older form
+    content = _first_nonempty(message, ("content", "value"), row)
+    name = "content" if "content" in message or "value" not in message else "value"
+    calls = message.get("tool_calls")
+    if not calls and (older := message.get("function_call")):  # OpenAI's older form
         calls = [{"type": "function", "function": older}]
     if calls:
         content = content or ""
-    elif name not in one:
+    elif name not in message:
         raise BadInputError(
-            f"{row.where}: a message of {told!r} has {quote_names(one)}, and no content. Rename "
-            "the key of its text to 'content', or leave the row out."
+            f"{row.where}: a message of {told!r} has {quote_names(message)}, and no content. "
+            "Rename the key of its text to 'content', or leave the row out."
         )
     if isinstance(content, list):
         _require_one_text(content, row)
-        content = "".join(_part(part, row) for part in content)
+        content = "".join(_read_part(part, row) for part in content)
     other = ("from", "value", "function_call")
     # Arrow adds null values for keys that only other messages have; these are dropped.
-    kept = {key: value for key, value in one.items() if key not in other and value is not None}
+    kept = {key: value for key, value in message.items() if key not in other and value is not None}
     if calls:
         with_arguments([{"tool_calls": calls}], False, row.where)  # refuses repeated keys
         kept["tool_calls"] = calls
-    kept |= {"role": role, "content": _text(content, name, row)}
-    return kept, role == "assistant" and _is_learned(one, row)
+    kept |= {"role": role, "content": _read_text(content, name, row)}
+    return kept, role == "assistant" and _is_target(message, row)
 
 
-def _first(one: Message, names: tuple[str, str], row: Row) -> Any:
+def _first_nonempty(message: Message, names: tuple[str, str], row: Row) -> Any:
     """Return a message's value for the first of two keys that is not empty.
 
     In merged data sets, messages may have both keys, one of them null or empty. Raises
     BadInputError if both have values that differ.
     """
-    found = [one[name] for name in names if one.get(name) not in _EMPTY]
+    found = [message[name] for name in names if message.get(name) not in _EMPTY]
     if len(found) > 1 and found[0] != found[1]:
         raise BadInputError(
-            f"{row.where}: a message has both {names[0]!r} ({_show(found[0])}) and {names[1]!r} "
-            f"({_show(found[1])}). Leave one of them out."
+            f"{row.where}: a message has both {names[0]!r} ({_quote(found[0])}) and {names[1]!r} "
+            f"({_quote(found[1])}). Leave one of them out."
         )
-    return found[0] if found else next((one[name] for name in names if name in one), None)
+    return found[0] if found else next((message[name] for name in names if name in message), None)
 
 
-def _is_learned(one: Message, row: Row) -> bool:
+def _is_target(message: Message, row: Row) -> bool:
     """Return whether all weight and mask keys of a message allow training on it.
 
     Raises BadInputError for values other than 0 and 1.
     """
     for name in (*WEIGHTS, _MASKED):
-        value = one.get(name)
+        value = message.get(name)
         if value is None:
             continue
         no, yes = ("1 or true", "0 or false") if name == _MASKED else ("0 or false", "1 or true")
@@ -333,13 +331,13 @@ def _require_one_text(parts: Sequence[Any], row: Row) -> None:
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) > 1:
         raise BadInputError(
-            f"{row.where}: a message has a list of {len(texts)} texts ({_show(texts[0])}, …), "
+            f"{row.where}: a message has a list of {len(texts)} texts ({_quote(texts[0])}, …), "
             "which may be parts of one text or alternatives. Join them, write parts "
             'as {"type": "text", "text": …}, or put each alternative into a separate row.'
         )
 
 
-def _part(part: Any, row: Row) -> str:
+def _read_part(part: Any, row: Row) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
@@ -350,15 +348,14 @@ def _part(part: Any, row: Row) -> str:
                     "whole messages can have one. Put it on the message (next to 'role'), or "
                     "leave it out."
                 )
-        return _text(part["text"], "text", row)
+        return _read_text(part["text"], "text", row)
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadInputError(
         f"{row.where}: part of a message has type {kind!r}, but only text can be trained on"
     )
 
 
-def _tools(value: Any, name: str, row: Row) -> tuple[Tool, ...]:
-    """Return the tools of a row, given as a list or as JSON text."""
+def _read_tools(value: Any, name: str, row: Row) -> tuple[Tool, ...]:
     if isinstance(value, str):
         try:
             value = read_value(value)
@@ -366,22 +363,22 @@ def _tools(value: Any, name: str, row: Row) -> tuple[Tool, ...]:
             raise BadInputError(f"{row.where}: in {name!r} {error}") from None
         except (ValueError, RecursionError):
             raise BadInputError(
-                f"{row.where}: {name!r} is {_show(value)}, not a list of tools"
+                f"{row.where}: {name!r} is {_quote(value)}, not a list of tools"
             ) from None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of tools")
+        raise BadInputError(f"{row.where}: {name!r} is {_quote(value)}, not a list of tools")
     if name == "functions":
         return tuple({"type": "function", "function": tool} for tool in value)
     return tuple(value)
 
 
-def _text(value: Any, name: str, row: Row) -> str:
+def _read_text(value: Any, name: str, row: Row) -> str:
     if isinstance(value, str):
         return checked_text(value, row.where, name)
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not text{AS_TEXT}")
+    raise BadInputError(f"{row.where}: {name!r} is {_quote(value)}, not text{AS_TEXT}")
 
 
-def _show(value: Any) -> str:
+def _quote(value: Any) -> str:
     if value is None:
         return "null"
     return "empty" if value in ([], "") else f"{type(value).__name__} {str(value)[:40]!r}"

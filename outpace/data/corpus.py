@@ -42,7 +42,7 @@ class Corpus:
         return 1 + max(stream.largest() for stream in self.streams)
 
 
-def _quiet(what: str, done: int, total: int | None) -> None:
+def _ignore_progress(what: str, done: int, total: int | None) -> None:
     pass
 
 
@@ -56,7 +56,7 @@ def prepare(
     split: Split,
     eval_fraction: float,
     processes: int,
-    progress: Progress = _quiet,
+    progress: Progress = _ignore_progress,
 ) -> Corpus:
     """Tokenize sources that are not cached yet, and open all of them.
 
@@ -75,8 +75,8 @@ def prepare(
         hints += (*source.hints, *markup_hints(source))
         hints += unread_split_hints(source) if split != "all" else ()
         if source.is_tokens:
-            whole = _tokens_of(source, content, cache_dir)
-            streams.append(whole if split == "all" else _tail(whole, split, eval_fraction))
+            whole = _open_tokens(source, content, cache_dir)
+            streams.append(whole if split == "all" else _split_tail(whole, split, eval_fraction))
             continue
         if tokenizer is None:
             raise BadInputError(f"{reference} is text, which needs a tokenizer")
@@ -88,7 +88,7 @@ def prepare(
         unknown += told.unknown
         total = sum(part.tokens for part in index.splits.values())
         hints += misread_hints(reference, total, told.specials, told.unknown, told.lost, told.nuls)
-        streams.append(_choose(entry, index, split, eval_fraction))
+        streams.append(_select_split(entry, index, split, eval_fraction))
     for reference, stream in zip(sources, streams, strict=True):
         if len(stream) == 0 and split == "all":
             raise BadInputError(f"the data at {reference} holds no text")
@@ -123,7 +123,7 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
     block_size_for(weights)
 
 
-def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
+def _select_split(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
     """Return a split of a cache entry.
 
     The split is made by document hash. If that does not come close to `eval_fraction`, as with few
@@ -136,15 +136,15 @@ def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> St
     share = len(held_out) / max(1, len(train) + len(held_out))
     if eval_fraction / 2 <= share <= min(2 * eval_fraction, (1 + eval_fraction) / 2):
         return held_out if split == "validation" else train
-    return _tail(train.concatenate(held_out), split, eval_fraction)
+    return _split_tail(train.concatenate(held_out), split, eval_fraction)
 
 
-def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
+def _split_tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
     border = round(len(whole) * (1 - eval_fraction))
     return whole.cut(0, border) if split == "train" else whole.cut(border, len(whole))
 
 
-def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
+def _open_tokens(source: Source, content: str, cache_dir: Path) -> Stream:
     whole = token_stream(source.files)
     extent = remembered_extent(content, whole, cache_dir)
     if extent[0] < 0:
@@ -175,15 +175,15 @@ def read_documents(
     written = [source for source in opened if not source.is_tokens]
     for wanted in dict.fromkeys((split, "all")):
         none = True
-        turns = [_texts(source, text_field, wanted, eval_fraction) for source in written]
-        for text in _in_turns(turns):
+        turns = [_read_split_texts(source, text_field, wanted, eval_fraction) for source in written]
+        for text in _interleave(turns):
             none = False
             yield text
         if not none:
             return
 
 
-def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
+def _interleave(streams: Sequence[Iterator[str]]) -> Iterator[str]:
     """Interleave texts: each comes from the stream with the fewest characters so far."""
     given = dict.fromkeys(range(len(streams)), 0)
     while given:
@@ -196,7 +196,9 @@ def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
         yield text
 
 
-def _texts(source: Source, text_field: str, split: str, eval_fraction: float) -> Iterator[str]:
+def _read_split_texts(
+    source: Source, text_field: str, split: str, eval_fraction: float
+) -> Iterator[str]:
     wanted = True
     for piece in pieces(source, text_field):
         if piece.first and split != "all":

@@ -23,17 +23,17 @@ def read_delimited(
     """Yield the rows below a table's header, each with its approximate size in bytes.
 
     In GLUE's TSV files, a quotation mark is part of the text; in others, such as those from pandas,
-    it quotes a cell (see `_quotes`). In files without quoting, lines with fewer columns than the
-    header, which some benchmarks have, are skipped and their locations passed to `on_left_out`.
+    it quotes a cell (see `_uses_quotes`). In files without quoting, lines with fewer columns than
+    the header, which some benchmarks have, are skipped and their locations passed to `on_left_out`.
     Raises BadInputError for such lines if `on_left_out` is None, and for all other lines that do
     not match the header.
     """
-    quoted = delimiter == "," or _quotes(file)
+    quoted = delimiter == "," or _uses_quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
     header: list[str] | None = None
     for number, row, took in cells:
         if header is None:
-            header = _COLA if _is_cola(row) else row
+            header = _COLA if _has_cola_columns(row) else row
             if header is row:
                 _require_delimiter(file, delimiter, row)
                 require_distinct(header, f"{file}, line {number}")
@@ -52,12 +52,11 @@ def read_delimited(
         else:
             raise BadInputError(
                 f"{where} has {len(row)} columns, but the header has {len(header)}: "
-                f"{quote_names(header)}. {_remedy(len(row) > len(header), delimiter, quoted)}"
+                f"{quote_names(header)}. {_advise(len(row) > len(header), delimiter, quoted)}"
             )
 
 
-def _remedy(too_many: bool, delimiter: str, quoted: bool) -> str:
-    """Say how to correct a line with too many or too few columns."""
+def _advise(too_many: bool, delimiter: str, quoted: bool) -> str:
     if not too_many:
         return "Complete the line, or remove it."
     name = _DELIMITERS[delimiter]
@@ -81,7 +80,7 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
             )
 
 
-def _quotes(file: Path) -> bool:
+def _uses_quotes(file: Path) -> bool:
     """Return whether a TSV file quotes cells as CSV does.
 
     It does if all cells that begin with a quotation mark are well-formed, and either the header is
@@ -107,7 +106,7 @@ def _quotes(file: Path) -> bool:
             break
     if not opened:
         return doubled or named
-    if not _is_even_if_quoted(file) or (even and columns > 1 and not named):
+    if not _has_equal_widths_if_quoted(file) or (even and columns > 1 and not named):
         return False
     if even and not (named or doubled):
         raise BadInputError(
@@ -118,8 +117,7 @@ def _quotes(file: Path) -> bool:
     return True
 
 
-def _is_even_if_quoted(file: Path) -> bool:
-    """Return whether all rows have the same number of columns when read with quoting."""
+def _has_equal_widths_if_quoted(file: Path) -> bool:
     try:
         widths = (len(cells) for _, cells, _ in _read_csv(file, "\t"))
         first = next(widths)
@@ -152,6 +150,6 @@ def _read_csv(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]
 _COLA = ["source", "label", "star", "sentence"]
 
 
-def _is_cola(first: Sequence[str]) -> bool:
+def _has_cola_columns(first: Sequence[str]) -> bool:
     """Return whether a row has CoLA's columns: source, label, "*" or nothing, sentence."""
     return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")

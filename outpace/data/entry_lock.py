@@ -31,7 +31,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
             lock.acquire(timeout=_LOOK_S)
             break
         except Timeout:
-            stopped = _stopped_holder(holder)
+            stopped = _find_stopped_holder(holder)
             stopped_s = 0.0 if stopped is None else stopped_s + _LOOK_S
             if stopped is not None and stopped_s >= stopped_limit_s:
                 pid, name = stopped
@@ -50,7 +50,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
         lock.release()
 
 
-def _stopped_holder(holder: Path) -> tuple[int, str] | None:
+def _find_stopped_holder(holder: Path) -> tuple[int, str] | None:
     """Return the PID and name of the lock's holder if it is a stopped process on this host."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())

@@ -85,12 +85,12 @@ def require_tokens(file: Path, head: bytes) -> None:
 
 def chunk_kind(file: Path, head: bytes) -> str | None:
     """Describe a chunk of litdata or a shard of MosaicML's streaming; None for other files."""
-    if not _is_litdata(head, file.stat().st_size):
+    if not _is_litdata_chunk(head, file.stat().st_size):
         return None
     return "a chunk of litdata or streaming (MDS), with the offsets of its items in front"
 
 
-def _is_litdata(head: bytes, size: int) -> bool:
+def _is_litdata_chunk(head: bytes, size: int) -> bool:
     """Return whether a file begins like a chunk of litdata.
 
     A chunk begins with 32-bit integers: the number of items, the offset of each item, and the

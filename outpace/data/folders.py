@@ -36,7 +36,7 @@ def files_below(
         folder = folders.pop()
         with os.scandir(folder) as scanned:
             entries = list(scanned)
-        if folder != str(root) and _is_of_outpace(Path(folder), {entry.name for entry in entries}):
+        if folder != str(root) and _is_output(Path(folder), {entry.name for entry in entries}):
             outputs.append(folder)
             continue
         for entry in entries:
@@ -58,8 +58,7 @@ def files_below(
     return sorted(map(Path, found)), sorted(map(Path, outputs)), sorted(map(Path, lost))
 
 
-def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run or a cache that outpace wrote."""
+def _is_output(folder: Path, names: Collection[str]) -> bool:
     names = {name for name in names if not name.startswith(".")}
     if folder.name in _CACHED and names:
         entry = re.compile(f"{_HASH}({re.escape(_CACHED[folder.name])})?{_UNFINISHED}")

@@ -27,7 +27,7 @@ def open_dataset(reference: str) -> Any:
     """
     name, config, split = dataset_name(reference)
     try:
-        return _drop_format(_open_split(reference, name, config, split))
+        return _disable_formatting(_open_split(reference, name, config, split))
     except BadInputError:
         raise
     except Exception as error:
@@ -55,11 +55,11 @@ def _open_split(reference: str, name: str, config: str, split: str) -> Any:
     return found[split]
 
 
-def _drop_format(dataset: Any) -> Any:
+def _disable_formatting(dataset: Any) -> Any:
     """Return the dataset with plain Python values and without decoding of media."""
     import datasets
 
-    features = {name: _keep_stored_media(kind) for name, kind in dataset.features.items()}
+    features = {name: _disable_decoding(kind) for name, kind in dataset.features.items()}
     formatted = dataset.format["type"] is not None or dataset.format["columns"] != [*features]
     if not formatted and features == dict(dataset.features):
         return dataset
@@ -68,16 +68,15 @@ def _drop_format(dataset: Any) -> Any:
     return dataset
 
 
-def _keep_stored_media(kind: Any) -> Any:
-    """Return a column's feature type with decoding of images, audio and the like disabled."""
-    if isinstance(kind, dict):
-        return {name: _keep_stored_media(inner) for name, inner in kind.items()}
-    if hasattr(kind, "feature"):  # a list
-        inner = _keep_stored_media(kind.feature)
-        return kind if inner == kind.feature else replace(kind, feature=inner)
-    if getattr(kind, "decode", False) and type(kind).__name__ != "Json":
-        return replace(kind, decode=False)
-    return kind
+def _disable_decoding(feature: Any) -> Any:
+    if isinstance(feature, dict):
+        return {name: _disable_decoding(inner) for name, inner in feature.items()}
+    if hasattr(feature, "feature"):  # a list
+        inner = _disable_decoding(feature.feature)
+        return feature if inner == feature.feature else replace(feature, feature=inner)
+    if getattr(feature, "decode", False) and type(feature).__name__ != "Json":
+        return replace(feature, decode=False)
+    return feature
 
 
 def dataset_name(reference: str) -> tuple[str, str, str]:

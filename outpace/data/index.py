@@ -56,7 +56,7 @@ class Index(Record):
     misread: Misread = Misread()
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _require_consistent_files(self) -> Self:
         if set(self.splits) != set(SPLITS):
             raise ValueError(
                 f"it has the splits {', '.join(self.splits)}, not the splits of an entry"

@@ -77,9 +77,9 @@ def _receive(
     here: Connection, child: int, cpu_limit_s: float, memory_limit_bytes: int
 ) -> tuple[str, object]:
     """Return the kind and value of the next message. Raises IsolatedError if none comes."""
-    before_s = _cpu_s(child)
+    before_s = _cpu_time_s(child)
     while not here.poll(_WAIT_S):
-        if _cpu_s(child) - before_s > cpu_limit_s:
+        if _cpu_time_s(child) - before_s > cpu_limit_s:
             raise IsolatedError(f"it had not finished after {cpu_limit_s:.0f} s of CPU time")
     try:
         kind, value = here.recv()
@@ -96,7 +96,7 @@ def _receive(
     return kind, value
 
 
-def _cpu_s(child: int) -> float:
+def _cpu_time_s(child: int) -> float:
     try:
         times = psutil.Process(child).cpu_times()
     except psutil.Error:
@@ -115,11 +115,11 @@ def _fork(
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            _work(work, here, there, memory_limit_bytes, os.getppid(), held)
+            _run_child(work, here, there, memory_limit_bytes, os.getppid(), held)
     return child
 
 
-def _work(
+def _run_child(
     work: Callable[[], Iterator[object]],
     here: Connection,
     there: Connection,

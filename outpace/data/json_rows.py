@@ -23,10 +23,10 @@ class RepeatedKeyError(ValueError):
 
 def read_value(text: str) -> Any:
     """Parse a JSON text. Raises ValueError, or its subclass RepeatedKeyError for repeated keys."""
-    return json.loads(text, object_pairs_hook=_object)
+    return json.loads(text, object_pairs_hook=_require_distinct_keys)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise RepeatedKeyError(
@@ -68,7 +68,7 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
         except RepeatedKeyError as error:
             raise BadInputError(f"{where}: {error}") from None
         except (ValueError, RecursionError) as error:
-            if alone and (single := _single_object(file)) is not None:
+            if alone and (single := _read_single_object(file)) is not None:
                 yield single
                 return
             if alone:
@@ -77,7 +77,7 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
                 raise BadInputError(describe_nuls(where, line)) from None
             raise BadInputError(
                 f"{where} is not JSON: {_format_json_error(error)}. Each line must be an object, "
-                f"as `jq -c .` writes them{_nested_name(file) if alone else '.'}"
+                f"as `jq -c .` writes them{_advise_unpacking(file) if alone else '.'}"
             ) from None
         alone = False
         if not isinstance(values, dict):
@@ -87,7 +87,7 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
         yield Row(values, where, file), len(line)
 
 
-def _nested_name(file: Path) -> str:
+def _advise_unpacking(file: Path) -> str:
     """Return how to unpack rows nested in a file too large to parse, as the end of a sentence.
 
     Returns "." if there are none.
@@ -100,7 +100,7 @@ def _nested_name(file: Path) -> str:
     return "." if found is None else suggest_unpacking(file, found[1].decode(), "a list of objects")
 
 
-def _single_object(file: Path) -> tuple[Row, int] | None:
+def _read_single_object(file: Path) -> tuple[Row, int] | None:
     """Return a file's only object, written over several lines, and the size of the file.
 
     Returns None for other files.
@@ -124,51 +124,51 @@ def json_list(file: Path) -> Iterator[tuple[Row, int]]:
     Each object comes with its length in characters.
     """
     with readable(file) as stream:
-        text = _Text(file, stream)
+        text = _JsonText(file, stream)
         text.skip(_SPACES)
         text.skip("[")
         for number in range(1, 1 << 62):
             text.skip(_SPACES)
-            if text.sign() == "]":
+            if text.peek() == "]":
                 _require_end(file, text)
                 return
             where = f"{file}, item {number}"
             if number > 1:
-                if text.sign() != ",":
+                if text.peek() != ",":
                     raise BadInputError(
                         f"{where} is not JSON: expected a comma or the list's end at "
-                        f"line {text.line()}, not {text.sign() or 'the end of the file'!r}"
+                        f"line {text.line_number()}, not {text.peek() or 'the end of the file'!r}"
                     )
                 text.skip(",", 1)
                 text.skip(_SPACES)
-            values, took = text.value(where)
+            values, took = text.parse_value(where)
             if not isinstance(values, dict):
                 raise BadInputError(
-                    f"{where}, line {text.line()}, is a {type(values).__name__}; each must be "
-                    "an object"
+                    f"{where}, line {text.line_number()}, is a {type(values).__name__}; each must "
+                    "be an object"
                 )
             yield Row(values, where), took
 
 
-def _require_end(file: Path, text: "_Text") -> None:
+def _require_end(file: Path, text: "_JsonText") -> None:
     """Refuse text after the end of the list, such as a second list, which would be ignored."""
     text.skip("]", 1)
     text.skip(_SPACES)
-    if text.sign():
+    if text.peek():
         raise BadInputError(
-            f"{file}, line {text.line()}: there is more text after the end of the list "
-            f"({text.sign()!r}), as in files that were joined. Join them with `jq -c '.[]'` into a "
+            f"{file}, line {text.line_number()}: there is more text after the end of the list "
+            f"({text.peek()!r}), as in files that were joined. Join them with `jq -c '.[]'` into a "
             ".jsonl, or keep one list."
         )
 
 
-class _Text:
+class _JsonText:
     """JSON text of a file, read and parsed incrementally."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._scanner = json.JSONDecoder(object_pairs_hook=_object)
+        self._scanner = json.JSONDecoder(object_pairs_hook=_require_distinct_keys)
         self._text, self._at, self._lines, self._read = "", 0, 1, 0
         self._column = 1  # of the current first character
         self._ended = False
@@ -194,7 +194,7 @@ class _Text:
             ) from None
         self._read += len(block)
 
-    def sign(self) -> str:
+    def peek(self) -> str:
         """Return the next character without consuming it; '' at the end."""
         while self._at == len(self._text) and not self._ended:
             self._read_more()
@@ -203,11 +203,11 @@ class _Text:
     def skip(self, signs: str, most: int | None = None) -> None:
         """Skip characters that are in `signs`, at most `most` of them if given."""
         left = most
-        while (sign := self.sign()) and sign in signs and left != 0:
+        while (sign := self.peek()) and sign in signs and left != 0:
             self._at += 1
             left = None if left is None else left - 1
 
-    def line(self) -> int:
+    def line_number(self) -> int:
         """Return the current line number, counted from 1."""
         return self._position(self._at)[0]
 
@@ -217,7 +217,7 @@ class _Text:
         column = self._column + at if begin < 0 else at - begin
         return self._lines + self._text.count("\n", 0, at), column
 
-    def value(self, where: str) -> tuple[Any, int]:
+    def parse_value(self, where: str) -> tuple[Any, int]:
         """Parse the next value; return it and its length in characters.
 
         Raises BadInputError if the text is not JSON.
@@ -226,7 +226,7 @@ class _Text:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)
             except RepeatedKeyError as error:
-                raise BadInputError(f"{where}, line {self.line()}: {error}") from None
+                raise BadInputError(f"{where}, line {self.line_number()}: {error}") from None
             except (ValueError, RecursionError) as error:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):

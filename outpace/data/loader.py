@@ -52,7 +52,7 @@ class Loader:
     ) -> None:
         dataset = dataset if hasattr(dataset, "locate") else _SeededDataset(dataset, seed)
         self._dataset = dataset
-        self._slots = _Slots(
+        self._slots = _MicroBatchSampler(
             self._dataset,
             seed,
             global_batch,
@@ -73,27 +73,26 @@ class Loader:
         if not self._reads:
             yield from self._slots.empty_steps()
             return
-        batches = self._background() if self._workers else self._foreground()
+        batches = self._load_in_workers() if self._workers else self._load_in_process()
         if self._device.type == "cuda":
-            yield from self._prefetch_to_device(self._steps(batches))
+            yield from self._prefetch_to_device(self._group_by_step(batches))
         else:
-            for step in self._steps(batches):
+            for step in self._group_by_step(batches):
                 yield [to_device(batch, self._device) for batch in step]
 
-    def _steps(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
-        """Group micro-batches by step."""
+    def _group_by_step(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
         while True:
             step = [batch for _, batch in zip(range(self._slots.passes), batches, strict=False)]
             if len(step) < self._slots.passes:
                 return
             yield step
 
-    def _foreground(self) -> Iterator[Batch]:
+    def _load_in_process(self) -> Iterator[Batch]:
         for keys in self._slots:
             batch = collate(self._dataset.__getitems__(keys))
             yield pin_batch(batch) if self._pin else batch
 
-    def _background(self) -> Iterator[Batch]:
+    def _load_in_workers(self) -> Iterator[Batch]:
         with worker_troubles(self._workers), starting_workers() as begin:
             self._running = iter(
                 DataLoader(
@@ -116,7 +115,6 @@ class Loader:
             yield batch
 
     def _exit_codes(self) -> list[int | None]:
-        """Return the exit code of each worker, or None while it is running."""
         return [worker.exitcode for worker in self._running._workers]
 
     def _prefetch_to_device(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
@@ -133,7 +131,7 @@ class Loader:
         while following is not None:
             torch.cuda.current_stream(self._device).wait_stream(side)
             for batch in following:
-                _each_tensor(batch, lambda t: t.record_stream(torch.cuda.current_stream()))
+                _map_tensors(batch, lambda t: t.record_stream(torch.cuda.current_stream()))
             current, following = following, copy_step(next(steps, None))
             yield current
 
@@ -144,7 +142,7 @@ class Loader:
         self._running = None
 
 
-class _Slots:
+class _MicroBatchSampler:
     """Batch sampler that yields the keys of each of a rank's micro-batches, in order."""
 
     def __init__(
@@ -180,7 +178,6 @@ class _Slots:
                 yield keys[first : first + self._slots.shape[1]]
 
     def empty_steps(self) -> Iterator[list[None]]:
-        """Yield a list of None, one per micro-batch, for every step."""
         for _ in self._steps:
             yield [None] * self.passes
 
@@ -215,9 +212,9 @@ class _SeededDataset(Dataset[Any]):
                     "dict or a tuple."
                 )
             return found
-        return [self._sample(*key) for key in keys]
+        return [self._read_sample(*key) for key in keys]
 
-    def _sample(self, position: int, index: int) -> Any:
+    def _read_sample(self, position: int, index: int) -> Any:
         seed_generators(self._seed, position, _OWN)
         return self._dataset[index]
 
@@ -233,7 +230,7 @@ def collate(found: Any) -> Batch:
         return default_collate(found)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         first = str(error).splitlines()[0].strip().removesuffix(".")
-        said = _describe_shapes(found) or f"{type(error).__name__}: {first}"
+        said = _describe_unequal_shapes(found) or f"{type(error).__name__}: {first}"
         raise BadInputError(
             f"the data set's samples cannot be collated: {said}. Pad them to one shape and leave "
             "out None values, or collate them in the data set itself: a method "
@@ -241,8 +238,7 @@ def collate(found: Any) -> Batch:
         ) from error
 
 
-def _describe_shapes(samples: Sequence[Any]) -> str | None:
-    """Describe two samples' arrays whose shapes differ, or return None if all shapes agree."""
+def _describe_unequal_shapes(samples: Sequence[Any]) -> str | None:
     arrays = [
         [tuple(one.shape) for one in tree_leaves(sample) if hasattr(one, "shape")]
         for sample in samples
@@ -254,20 +250,19 @@ def _describe_shapes(samples: Sequence[Any]) -> str | None:
     return None
 
 
-def _each_tensor(batch: Batch, change: Any) -> Batch:
-    """Return a nested batch with `change` applied to every tensor."""
+def _map_tensors(batch: Batch, change: Any) -> Batch:
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: _each_tensor(value, change) for key, value in batch.items()}
+        return {key: _map_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each_tensor(value, change) for value in batch))
+        return type(batch)(*(_map_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_each_tensor(value, change) for value in batch)
+        return type(batch)(_map_tensors(value, change) for value in batch)
     if is_dataclass(batch):
         changed = copy.copy(batch)
         for field in fields(batch):
-            value = _each_tensor(getattr(batch, field.name), change)
+            value = _map_tensors(getattr(batch, field.name), change)
             object.__setattr__(changed, field.name, value)
         return changed
     return batch
@@ -277,9 +272,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to `device`, asynchronously if its memory is pinned."""
     if device.type == "cpu":
         return batch
-    return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))
+    return _map_tensors(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def pin_batch(batch: Batch) -> Batch:
     """Copy a batch to pinned (page-locked) memory."""
-    return _each_tensor(batch, lambda t: t.pin_memory())
+    return _map_tensors(batch, lambda t: t.pin_memory())

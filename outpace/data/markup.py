@@ -30,7 +30,7 @@ def markup_hints(source: Source) -> list[str]:
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:COMPARED_FILES]
-    found = [(file, kind) for file in looked_at if (kind := _markup_of(file)) is not None]
+    found = [(file, kind) for file in looked_at if (kind := _detect_markup(file)) is not None]
     if not found:
         return []
     kinds = " or ".join(dict.fromkeys(kind for _, kind in found))
@@ -44,8 +44,7 @@ def markup_hints(source: Source) -> list[str]:
     ]
 
 
-def _markup_of(file: Path) -> str | None:
-    """Return the markup language of a file, judging by its suffix or first bytes, or None."""
+def _detect_markup(file: Path) -> str | None:
     if file.suffix.lower() in (".yaml", ".yml"):
         return "YAML"
     with readable(file) as stream:

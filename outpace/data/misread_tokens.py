@@ -61,14 +61,14 @@ def misread_hints(
     if specials:
         hints.append(
             f"the text of {reference} contains names of special tokens, which are read as those "
-            f"tokens: {_most(specials)}. Write them differently if they are meant as text"
+            f"tokens: {_list_frequent(specials)}. Write them differently if they are meant as text"
         )
     hints += unknown_hints(f"of {reference}", unknown, tokens)
     if lost:
         hints.append(
             f"the tokenizer has no token for {sum(lost.values()):,} characters of {reference}, "
-            f"and none for unknown characters, so they are lost: {_most(lost)}. Use a tokenizer "
-            "that knows them, or a byte-level one"
+            f"and none for unknown characters, so they are lost: {_list_frequent(lost)}. Use a "
+            "tokenizer that knows them, or a byte-level one"
         )
     return hints
 
@@ -83,7 +83,7 @@ def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
     ]
 
 
-def _most(counts: Mapping[str, int]) -> str:
+def _list_frequent(counts: Mapping[str, int]) -> str:
     """List the most frequent names with their counts, as in "'</s>' (3 times), '<s>' (once)"."""
     first = Counter(counts).most_common(_SHOWN)
     said = ", ".join(f"{name!r} ({'once' if n == 1 else f'{n:,} times'})" for name, n in first)

@@ -23,7 +23,7 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
     """
     passes, places = np.divmod(positions, n_samples)
     numbers, of_numbers = np.unique(passes, return_inverse=True)
-    keys = [_key(seed, int(number)) for number in numbers]
+    keys = [_make_round_keys(seed, int(number)) for number in numbers]
     if len(keys) <= 1:
         return permute(places, n_samples, keys[0]) if keys else places
     return permute(places, n_samples, np.stack(keys, axis=1)[:, of_numbers])
@@ -43,18 +43,18 @@ def permute(indices: Index, size: int, key: NDArray[np.uint64]) -> Index:
     while outside.any():
         left, right = values[outside] >> np.uint64(half_bits), values[outside] & mask
         for round_key in key if key.ndim == 1 else key[:, outside]:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (_mix_bits(right ^ round_key) & mask)
         values[outside] = (left << np.uint64(half_bits)) | right
         outside = values >= np.uint64(size)
     return values.astype(np.int64)
 
 
-def _key(seed: int, number: int) -> NDArray[np.uint64]:
+def _make_round_keys(seed: int, number: int) -> NDArray[np.uint64]:
     state = np.random.SeedSequence((seed, number)).generate_state(_ROUNDS, np.uint64)
     return state.astype(np.uint64)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, §4)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -73,7 +73,9 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
     by_block = np.argsort(blocks, kind="stable")
     numbers, begins = np.unique(blocks[by_block], return_index=True)
     for number, chosen in zip(numbers, np.split(by_block, begins[1:]), strict=False):
-        order = permute(np.arange(block_size), block_size, _key(seed ^ 0x6D6978, int(number)))
+        order = permute(
+            np.arange(block_size), block_size, _make_round_keys(seed ^ 0x6D6978, int(number))
+        )
         shuffled = pattern[order]
         ranks = np.empty(block_size, dtype=np.int64)
         for k, count in enumerate(counts):

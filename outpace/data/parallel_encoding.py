@@ -138,16 +138,16 @@ def main() -> None:
     told, eos = pickle.load(given)
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(told), eos)
     try:
-        while (encoded := _answer(tokenizer, given)) is not None:
+        while (encoded := _encode_next_batch(tokenizer, given)) is not None:
             pickle.dump(encoded, taken, protocol=pickle.HIGHEST_PROTOCOL)
             taken.flush()
     except (BrokenPipeError, BadInputError):  # the caller also refuses such a text
         os._exit(1)
 
 
-def _answer(tokenizer: Tokenizer, given: BinaryIO) -> tuple[list[int], bytes] | None:
+def _encode_next_batch(tokenizer: Tokenizer, stream: BinaryIO) -> tuple[list[int], bytes] | None:
     try:
-        texts = pickle.load(given)
+        texts = pickle.load(stream)
     except EOFError:
         return None
     if texts is None:

@@ -23,13 +23,13 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
     alike: dict[tuple[int, str, str], list[Path]] = {}
     for file in train.files:
         if (size := file.stat().st_size) in sizes:
-            alike.setdefault(_ends_of(file, size), []).append(file)
+            alike.setdefault(_hash_ends(file, size), []).append(file)
     if not alike:
         return []
     return [
         file
         for file, size in wanted.items()
-        if _is_any_of(file, alike.get(_ends_of(file, size), ()))
+        if _equals_any(file, alike.get(_hash_ends(file, size), ()))
     ]
 
 
@@ -46,8 +46,8 @@ def repeated_files(source: Source) -> list[Path]:
     found = []
     for file, size in sizes.items():
         if times[size] > 1:
-            alike = seen.setdefault(_ends_of(file, size), [])
-            if _is_any_of(file, alike):
+            alike = seen.setdefault(_hash_ends(file, size), [])
+            if _equals_any(file, alike):
                 found.append(file)
             alike.append(file)
     return found
@@ -62,12 +62,11 @@ def _compared_sizes(source: Source) -> dict[Path, int]:
     }
 
 
-def _is_any_of(file: Path, others: Iterable[Path]) -> bool:
-    """Return whether a file is identical to one of the others."""
+def _equals_any(file: Path, others: Iterable[Path]) -> bool:
     return any(filecmp.cmp(file, one, shallow=False) for one in others)
 
 
-def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
+def _hash_ends(file: Path, size: int) -> tuple[int, str, str]:
     """Return a file's size and the hashes of its beginning and end."""
     with file.open("rb") as stream:
         begin = stream.read(_COMPARED_BYTES)

@@ -28,7 +28,7 @@ def read_rows(
     if form == "json":
         return json_list(file) if first_sign(file) == "[" else json_lines(file)
     if form == "parquet":
-        return _parquet(file, columns)
+        return _read_parquet(file, columns)
     if form == "text":
         _require_tabs(file)
     return read_delimited(file, "," if form == "csv" else "\t", on_left_out)
@@ -49,7 +49,7 @@ def _require_tabs(file: Path) -> None:
     )
 
 
-def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, int]]:
+def _read_parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, int]]:
     import pyarrow
     from pyarrow import parquet
 

@@ -45,16 +45,15 @@ def read_table(reference: str) -> Table:
     source = open_source(reference, rows=True)
     if source.is_tokens:
         raise BadInputError(f"{reference} holds tokens, and a task needs rows with columns")
-    table = _of_dataset(source) if source.kind == "dataset" else _of_files(source)
+    table = _read_dataset(source) if source.kind == "dataset" else _read_files(source)
     if not table.rows:
         if table.left_out:
-            _refuse_columns(source)
+            _raise_for_short_line(source)
         raise BadInputError(f"the data at {reference} has no rows")
     return table
 
 
-def _refuse_columns(source: Source) -> None:
-    """Read all files, to raise BadInputError for the first line with missing columns."""
+def _raise_for_short_line(source: Source) -> None:
     for file in source.files:
         for _ in read_rows(file):
             pass
@@ -67,7 +66,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     provides its splits `train` and `validation`, unless one split is named. The validation data is
     None unless every source has some.
     """
-    pairs = [_split_of(reference) for reference in references]
+    pairs = [_find_splits(reference) for reference in references]
     train = tuple(train for train, _ in pairs)
     found = tuple(validation for _, validation in pairs if validation is not None)
     return train, found if len(found) == len(pairs) else None
@@ -79,7 +78,7 @@ def unread_file_hints(references: Sequence[str]) -> list[str]:
     for reference in references:
         if not Path(reference).is_dir():
             continue
-        read = [Path(name) for name in _split_of(reference) if name is not None]
+        read = [Path(name) for name in _find_splits(reference) if name is not None]
         if not all(path.is_file() for path in read):
             continue
         others = [
@@ -98,12 +97,12 @@ def unread_file_hints(references: Sequence[str]) -> list[str]:
     return hints
 
 
-def _split_of(reference: str) -> tuple[str, str | None]:
+def _find_splits(reference: str) -> tuple[str, str | None]:
     path = Path(reference)
     if reference.startswith("hf:"):
-        return _dataset_split(reference)
+        return _find_dataset_splits(reference)
     if not path.is_dir() or (path / "dataset_dict.json").is_file():
-        return _dataset_split(f"hf:{reference}") if path.is_dir() else (reference, None)
+        return _find_dataset_splits(f"hf:{reference}") if path.is_dir() else (reference, None)
     train, validation = _find_split_file(path, _TRAIN), _find_split_file(path, _VALIDATION)
     return (str(train) if train else reference, str(validation) if train and validation else None)
 
@@ -116,7 +115,7 @@ def _find_split_file(folder: Path, names: Sequence[str]) -> Path | None:
     return None
 
 
-def _dataset_split(reference: str) -> tuple[str, str | None]:
+def _find_dataset_splits(reference: str) -> tuple[str, str | None]:
     """Return the training split, and the validation split if there is one and no split is named."""
     name, config, *split = [*reference.removeprefix("hf:").split(":"), ""][:3]
     if any(split) or reference.count(":") > 2:
@@ -129,7 +128,7 @@ def _dataset_split(reference: str) -> tuple[str, str | None]:
     return reference, validation
 
 
-def _of_dataset(source: Source) -> Table:
+def _read_dataset(source: Source) -> Table:
     import datasets
 
     dataset = open_dataset(source.reference)
@@ -145,7 +144,7 @@ def _of_dataset(source: Source) -> Table:
     return Table(source.reference, tuple(dataset.column_names), rows, names)
 
 
-def _of_files(source: Source) -> Table:
+def _read_files(source: Source) -> Table:
     rows: list[Row] = []
     columns: dict[str, None] = {}
     left_out: list[str] = []
@@ -167,7 +166,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        share = xxhash.xxh3_64_intdigest(_content(row)) / 2**64
+        share = xxhash.xxh3_64_intdigest(_serialize(row)) / 2**64
         parts[share < fraction].append(row)
     share = len(parts[1]) / len(rows)
     if not fraction / 2 <= share <= min(2 * fraction, (1 + fraction) / 2):
@@ -185,14 +184,14 @@ def fingerprint(rows: Iterable[Row]) -> str:
     """Return a hash of the contents of the rows, in order."""
     digest = xxhash.xxh3_128()
     for row in rows:
-        digest.update(_content(row))
+        digest.update(_serialize(row))
     return digest.hexdigest()
 
 
 def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
     """Return a hint on how many validation rows are also training rows."""
-    learned = {xxhash.xxh3_128_digest(_content(row)) for row in train}
-    found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learned]
+    learned = {xxhash.xxh3_128_digest(_serialize(row)) for row in train}
+    found = [row.where for row in validation if xxhash.xxh3_128_digest(_serialize(row)) in learned]
     if not found:
         return []
     return [
@@ -221,9 +220,9 @@ def _has_nul(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_has_nul, value))
 
 
-def _content(row: Row) -> bytes:
-    return json.dumps(dict(row.values), sort_keys=True, default=_plain).encode() + b"\n"
+def _serialize(row: Row) -> bytes:
+    return json.dumps(dict(row.values), sort_keys=True, default=_to_json_value).encode() + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)

@@ -31,10 +31,10 @@ def load_or_encode(
     return made
 
 
-def _to_npz(made: EncodedSamples) -> bytes:
-    samples, file = made.samples, io.BytesIO()
+def _to_npz(encoded: EncodedSamples) -> bytes:
+    samples, file = encoded.samples, io.BytesIO()
     arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
-        "starts": samples.starts, "cut": np.asarray(made.cut, np.int64),
+        "starts": samples.starts, "cut": np.asarray(encoded.cut, np.int64),
         **{_VALUES + name: values for name, values in samples.values.items()},
         **{_FILL + name: np.asarray(fill, np.int64) for name, fill in samples.fill.items()},
     }  # fmt: skip
@@ -45,7 +45,6 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 
 def _read_samples(path: Path) -> EncodedSamples:
-    """Read stored samples. Raises an error if the file is damaged."""
     # Read from memory, since numpy would leave an invalid file open until garbage collection.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}

@@ -99,7 +99,7 @@ def digest_samples(
     caches, file positions) does not change before training. If processes cannot be forked and
     `workers` is 0, nothing is read.
     """
-    indices = _choose(len(dataset), seed)
+    indices = _choose_indices(len(dataset), seed)
     if not workers and not forks_workers():
         unread = "no process can be forked to read them, or another start method was chosen"
         return SampleDigests(dict.fromkeys(indices), (), unread)
@@ -144,7 +144,7 @@ def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
     return min(differences, key=lambda one: not one.most, default=None)
 
 
-def _choose(count: int, seed: int) -> list[int]:
+def _choose_indices(count: int, seed: int) -> list[int]:
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _DIGEST))))
     chosen = draw.integers(0, count, _CHOSEN).tolist() if count else []
     return sorted({*chosen, *((0, count - 1) if count else ())})
@@ -166,9 +166,9 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
         if not self._began and get_worker_info() is not None:
             self._began = True
             _separate_file_positions()
-        return self._read(self._indices[place]), self._read(self._indices[place])
+        return self._read_digest(self._indices[place]), self._read_digest(self._indices[place])
 
-    def _read(self, index: int) -> Digest | None:
+    def _read_digest(self, index: int) -> Digest | None:
         seed_generators(self._seed, index, _DIGEST)
         if hasattr(self._dataset, "__getitems__"):
             return digest_of(self._dataset.__getitems__([index]))
@@ -198,8 +198,8 @@ def digest_of(sample: Any) -> Digest | None:
     Returns None if it has neither, or cannot be inspected.
     """
     try:
-        values = list(_values(sample, 0))
-        leaves = tuple(_leaf(value) for value in values if isinstance(value, np.ndarray))
+        values = list(_iterate_values(sample, 0))
+        leaves = tuple(_digest_array(value) for value in values if isinstance(value, np.ndarray))
     except Exception:  # a user's object that cannot be inspected
         return None
     if leaves:
@@ -210,7 +210,7 @@ def digest_of(sample: Any) -> Digest | None:
     return Digest((), digest.hexdigest()) if values else None
 
 
-def _leaf(array: np.ndarray[Any, Any]) -> Leaf:
+def _digest_array(array: np.ndarray[Any, Any]) -> Leaf:
     flat = array.reshape(-1)
     integers = flat.dtype.kind in "biu"
     if integers and (flat.size == 1 or flat.itemsize > _MEASURED_BYTES or flat.dtype.kind == "b"):
@@ -223,20 +223,20 @@ def _leaf(array: np.ndarray[Any, Any]) -> Leaf:
     return Leaf(array.shape, None, tuple(float(block.mean()) for block in blocks))
 
 
-def _values(value: Any, depth: int) -> Iterator[Any]:
+def _iterate_values(value: Any, depth: int) -> Iterator[Any]:
     """Yield the numbers of a sample as arrays, and its texts as bytes, in order."""
     if depth > _DEPTH or value is None:
         return
     if isinstance(value, str | PurePath | bytes | bytearray):
-        yield _text(value)
-    elif (array := _array(value)) is not None:
+        yield _encode_text(value)
+    elif (array := _to_array(value)) is not None:
         yield array
     else:
-        for one in _members(value):
-            yield from _values(one, depth + 1)
+        for one in _iterate_members(value):
+            yield from _iterate_values(one, depth + 1)
 
 
-def _text(value: str | PurePath | bytes | bytearray) -> bytes:
+def _encode_text(value: str | PurePath | bytes | bytearray) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     # Paths differ between hosts, so compare the file's name.
@@ -244,7 +244,7 @@ def _text(value: str | PurePath | bytes | bytearray) -> bytes:
     return (PurePath(value).name if named else str(value)).encode(errors="surrogatepass")
 
 
-def _array(value: Any) -> np.ndarray[Any, Any] | None:
+def _to_array(value: Any) -> np.ndarray[Any, Any] | None:
     """Return a tensor, array, image or number as a NumPy array; None for anything else."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu()
@@ -259,7 +259,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     return array if array.dtype.kind in "biufc" else None
 
 
-def _members(value: Any) -> Iterator[Any]:
+def _iterate_members(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, set | frozenset):  # their order differs between processes

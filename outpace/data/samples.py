@@ -56,7 +56,7 @@ class TokenDataset(Dataset[Batch]):
                 "they begin. Name the --tokenizer whose end-of-text token is between them, or "
                 "leave --document-attention out."
             )
-        self._mask = None if objective == "causal" else _MaskIds(tokenizer)
+        self._mask = None if objective == "causal" else _TokenMasking(tokenizer)
         self._sizes = tuple((len(stream) - 1) // seq_len for stream in self._streams)
         for stream, size in zip(self._streams, self._sizes, strict=True):
             if size < 1:
@@ -150,12 +150,12 @@ class TokenDataset(Dataset[Batch]):
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in batch.items()}
         if self._document_attention:
             numbers = [
-                self._documents(s, i, row) for (s, i, _), row in zip(keys, rows, strict=True)
+                self._document_numbers(s, i, row) for (s, i, _), row in zip(keys, rows, strict=True)
             ]
             tensors["documents"] = torch.from_numpy(np.stack(numbers))
         return tensors
 
-    def _documents(self, source: int, index: int, row: Array) -> Array:
+    def _document_numbers(self, source: int, index: int, row: Array) -> Array:
         """Return each token's document number, as recorded or by counting end-of-text tokens."""
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
@@ -165,7 +165,7 @@ class TokenDataset(Dataset[Batch]):
         return found
 
 
-class _MaskIds:
+class _TokenMasking:
     """Random masking of tokens, a pure function of (seed, position)."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

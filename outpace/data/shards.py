@@ -86,7 +86,9 @@ def ensure_entry(
                 shutil.rmtree(entry)
             for left in entry.parent.glob(f"{entry.name}.*.tmp"):
                 shutil.rmtree(left)  # left by a killed process, since this one holds the lock
-            return _build(entry, source, tokenizer, text_field, eval_fraction, processes, progress)
+            return _write_entry(
+                entry, source, tokenizer, text_field, eval_fraction, processes, progress
+            )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BadInputError(
@@ -120,7 +122,7 @@ def read_index(entry: Path) -> tuple[Index | None, str | None]:
     return index, None
 
 
-def _build(
+def _write_entry(
     entry: Path,
     source: Source,
     tokenizer: Tokenizer,
@@ -181,7 +183,7 @@ def encode_pieces(
     ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
     with Encoders(tokenizer, processes) as encoders:
-        batches = _batches(pieces(source, text_field, cut=tokenizer.cuts_texts))
+        batches = _batch_pieces(pieces(source, text_field, cut=tokenizer.cuts_texts))
         while True:
             while len(ahead) <= processes and (batch := next(batches, None)) is not None:
                 ahead.append((batch, encoders.submit([piece.text for piece in batch])))
@@ -194,7 +196,7 @@ def encode_pieces(
             progress("tokenising", done, source.total_bytes)
 
 
-def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batch_pieces(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     characters = 0
     for piece in stream:
@@ -243,7 +245,7 @@ class _SplitWriter:
         self.tokens += len(ids)
         while len(ids):
             if self._left == 0:
-                self._open_next()
+                self._open_next_shard()
             assert self._file is not None
             part = ids[: self._left].data
             self._file.write(part)
@@ -251,15 +253,15 @@ class _SplitWriter:
             self._left -= len(part)
             ids = ids[len(part) :]
 
-    def _open_next(self) -> None:
-        self._finish()
+    def _open_next_shard(self) -> None:
+        self._close_shard()
         name = shard_name(self.split, len(self.shards))
         self._file = (self.folder / name).open("wb")
         self._digest = xxhash.xxh3_128()
         self.shards.append(name)
         self._left = SHARD_TOKENS
 
-    def _finish(self) -> None:
+    def _close_shard(self) -> None:
         if self._file is not None:
             size = self._file.tell()
             self._file.close()
@@ -268,7 +270,7 @@ class _SplitWriter:
     def close(self) -> dict[str, Any]:
         """Finish the files; return this split's record for the index."""
         self._flush()
-        self._finish()
+        self._close_shard()
         name = documents_name(self.split)
         path = self.folder / name
         # numpy bypasses Python's file objects and hides the reason for an error.

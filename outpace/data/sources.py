@@ -73,14 +73,14 @@ class Source:
         if self.left_out:
             hints.append(
                 f"of {self.reference}, {len(self.files):,} files are read; "
-                f"{_first_names([file.name for file in self.left_out])} left out, because they "
+                f"{_list_names([file.name for file in self.left_out])} left out, because they "
                 "have another format or belong to another split. Name files with --data or "
                 "--eval-data to read them"
             )
         if self.outputs:
             names = [str(folder.relative_to(self.reference)) for folder in self.outputs]
             hints.append(
-                f"of {self.reference}, {_first_names(names)} left out, because they are runs or "
+                f"of {self.reference}, {_list_names(names)} left out, because they are runs or "
                 "caches that outpace wrote. Name them with --data to read them"
             )
         if self.lost:
@@ -89,13 +89,13 @@ class Source:
                 for link in self.lost
             ]
             hints.append(
-                f"of {self.reference}, {_first_names(names)} not read: a link leads to a missing "
+                f"of {self.reference}, {_list_names(names)} not read: a link leads to a missing "
                 "file, as after an interrupted download. Fetch the data again"
             )
         return tuple(hints)
 
 
-def _first_names(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     """Return up to three names and the number of further ones, followed by "is" or "are"."""
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
@@ -107,16 +107,18 @@ def open_source(reference: str, *, rows: bool = False) -> Source:
     With `rows`, files of records are preferred, even if most files have other formats.
     """
     try:
-        return _source_by_kind(reference, rows)
+        return _find_source(reference, rows)
     except OSError as error:  # forbidden folder, or name too long
         raise BadInputError(
             f"the data at {excerpt(reference)} cannot be found: {error.strerror}"
         ) from None
 
 
-def _source_by_kind(reference: str, rows: bool) -> Source:
+def _find_source(reference: str, rows: bool) -> Source:
     if reference == "stdlib":
-        return _source_of(reference, "text", _library_files(Path(sysconfig.get_path("stdlib"))))
+        return _make_source(
+            reference, "text", _list_library_files(Path(sysconfig.get_path("stdlib")))
+        )
     if reference.startswith("hf:"):
         return Source(reference, "dataset")
     path = Path(reference)
@@ -125,35 +127,36 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
             return Source(f"hf:{reference}", "dataset")
         files, outputs, lost = files_below(path)
         if not files:
-            _refuse_lost(lost)
+            _refuse_broken_links(lost)
         if outputs and not files:
             raise BadInputError(
                 f"{reference} contains only runs or a cache of outpace; is it the right folder?"
             )
-        found = _of_several(reference, files, rows)
+        found = _source_of_files(reference, files, rows)
         return replace(found, outputs=tuple(outputs), lost=tuple(lost))
     if path.is_file():
-        return _of_file(reference, path)
+        return _source_of_file(reference, path)
     prefixed = Path(f"{reference}.bin")  # Megatron's names; the prefix may contain a dot
     if prefixed.is_file() and prefixed.with_suffix(".idx").is_file():
-        return _of_file(reference, prefixed)
+        return _source_of_file(reference, prefixed)
     # pathlib's patterns cannot start at the root of the file system.
     named = [Path(match) for match in glob.glob(reference, recursive=True)]  # noqa: PTH207
-    matches = _drop_repeated(match for match in named if match.is_file())
-    lost = _drop_repeated(match for match in named if leads_nowhere(match))
+    matches = _drop_repeated_files(match for match in named if match.is_file())
+    lost = _drop_repeated_files(match for match in named if leads_nowhere(match))
     if not matches:
-        _refuse_lost(lost)
+        _refuse_broken_links(lost)
         raise BadInputError(
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
             "matches no file. For a Hugging Face dataset write hf:NAME."
         )
     one = len(matches) == 1
-    found = _of_file(reference, *matches) if one else _of_several(reference, matches, rows)
+    found = (
+        _source_of_file(reference, *matches) if one else _source_of_files(reference, matches, rows)
+    )
     return replace(found, lost=tuple(lost))
 
 
-def _refuse_lost(lost: Sequence[Path]) -> None:
-    """Raise BadInputError if there are broken links, for data without any other files."""
+def _refuse_broken_links(lost: Sequence[Path]) -> None:
     if lost:
         raise BadInputError(
             f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist, as after an "
@@ -162,25 +165,25 @@ def _refuse_lost(lost: Sequence[Path]) -> None:
         )
 
 
-def _drop_repeated(files: Iterable[Path]) -> list[Path]:
+def _drop_repeated_files(files: Iterable[Path]) -> list[Path]:
     """Return files sorted, with only the shortest of several paths to the same file."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
 
-def _of_file(reference: str, path: Path) -> Source:
+def _source_of_file(reference: str, path: Path) -> Source:
     form = form_of(path)
     if form == "tokens":
-        return _source_of(reference, "tokens", _with_indices([path]))
+        return _make_source(reference, "tokens", _add_indices([path]))
     if form == "text" and _has_rows(path):
         raise BadInputError(
             f"{path} contains JSON (an object per line, or a list of objects), whose syntax would "
             "be trained on as text. Rename it to .jsonl, so that its rows are read."
         )
-    return _source_of(reference, "text" if form == "text" else "rows", [path])
+    return _make_source(reference, "text" if form == "text" else "rows", [path])
 
 
-def _with_indices(files: Iterable[Path]) -> list[Path]:
+def _add_indices(files: Iterable[Path]) -> list[Path]:
     """Return each .bin, followed by its .idx if it has one."""
     tokens = dict.fromkeys(
         file.with_suffix(".bin") if file.suffix.lower() == ".idx" else file for file in files
@@ -189,7 +192,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
     return [one for file, index in pairs for one in (file, index)[: 1 + index.is_file()]]
 
 
-def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
+def _source_of_files(reference: str, files: list[Path], rows: bool) -> Source:
     """Return a source of the files in the format that has the most bytes."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
@@ -203,20 +206,20 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
             groups[form if form in ("text", "tokens") else "rows"].append(file)
     if rows or not any(groups.values()):
         groups["rows"] += unclear if not groups["rows"] else []
-    kind = _chosen_kind(groups, rows)
+    kind = _choose_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
-    splits = _splits_by_name(chosen)
+    splits = _splits_from_paths(chosen)
     # Source code has folders named test, so text files are split by name only if all of them name a
     # split.
     if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
         chosen = [file for file, split in splits.items() if split != "held out"] or chosen
     if kind == "tokens":
-        chosen = _with_indices(chosen)
-    found = _source_of(reference, kind, chosen)
+        chosen = _add_indices(chosen)
+    found = _make_source(reference, kind, chosen)
     return replace(found, left_out=tuple(file for file in files if file not in set(chosen)))
 
 
-def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
+def _choose_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
     """Return "rows" if requested, else the kind with the most bytes, ignoring metadata files."""
     if rows and groups["rows"]:
         return "rows"
@@ -238,10 +241,10 @@ def _has_rows(file: Path) -> bool:
         return head == b'[{"'
     with readable(file) as stream:
         lines = [line for line in stream.read(_SNIFFED_BYTES).splitlines() if line.strip()]
-    return len(lines) > 1 and all(map(_is_object, lines[:2]))
+    return len(lines) > 1 and all(map(_starts_json_object, lines[:2]))
 
 
-def _is_object(line: bytes) -> bool:
+def _starts_json_object(line: bytes) -> bool:
     """Return whether a line is a JSON object, or the start of an object that was cut off."""
     if not line.lstrip().startswith(b"{"):
         return False
@@ -284,18 +287,18 @@ def row_files_below(folder: Path) -> list[Path]:
 
 def is_held_out(file: Path) -> bool:
     """Return whether a file's name marks it as validation or test data."""
-    return _split_by_name([file.stem]) == "held out"
+    return _split_from_names([file.stem]) == "held out"
 
 
-def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
+def _splits_from_paths(files: Sequence[Path]) -> dict[Path, str | None]:
     """Return the split of each file ("train", "held out" or None) by its path's names."""
     root = Path(os.path.commonpath([file.parent for file in files]))
     return {
-        file: _split_by_name((*file.relative_to(root).parent.parts, file.stem)) for file in files
+        file: _split_from_names((*file.relative_to(root).parent.parts, file.stem)) for file in files
     }
 
 
-def _split_by_name(names: Sequence[str]) -> str | None:
+def _split_from_names(names: Sequence[str]) -> str | None:
     """Return the split indicated by the last name that indicates one, or None."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
@@ -305,7 +308,7 @@ def _split_by_name(names: Sequence[str]) -> str | None:
     return None
 
 
-def _source_of(reference: str, kind: Kind, files: list[Path]) -> Source:
+def _make_source(reference: str, kind: Kind, files: list[Path]) -> Source:
     states = tuple(map(state_of, files))
     total = sum(size for size, *_ in states)
     if total == 0:
@@ -326,17 +329,17 @@ def check_unchanged(source: Source) -> None:
             )
 
 
-def _library_files(root: Path) -> list[Path]:
+def _list_library_files(root: Path) -> list[Path]:
     return [
         path
         for path in files_below(root, _LEFT_OUT)[0]
         if path.suffix == ".py" and not path.name.startswith(_TABLES)
-        if path.stat().st_size > 0 and _decodes(path)
+        if path.stat().st_size > 0 and _is_utf8(path)
     ]
 
 
-def _decodes(path: Path) -> bool:
-    """Return whether a file is UTF-8; a few of the standard library deliberately are not."""
+def _is_utf8(path: Path) -> bool:
+    """Return whether a file is UTF-8; a few files of the standard library deliberately are not."""
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

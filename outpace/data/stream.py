@@ -66,7 +66,7 @@ class MappedTokens:
         self._map = base if isinstance(base, mmap.mmap) else None
         self.ids: Array = np.asarray(mapped)
         self._read_bytes = 0
-        self._state, self._digest = _state_of(path), self._compute_digest()
+        self._state, self._digest = _read_file_state(path), self._compute_digest()
         self._checked_s = time.monotonic()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class MappedTokens:
             return
         self._checked_s = now_s
         try:
-            state = _state_of(self.path)
+            state = _read_file_state(self.path)
         except OSError:  # deleted
             return
         if state == self._state or state[0] != self._state[0]:
@@ -131,8 +131,7 @@ class MappedTokens:
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
 
 
-def _state_of(path: Path) -> tuple[int, int, int]:
-    """Return a file's inode number, size and modification time."""
+def _read_file_state(path: Path) -> tuple[int, int, int]:
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -199,7 +198,7 @@ class Stream:
         extent = None
         if self.extent is not None and other.extent is not None:
             extent = (min(self.extent[0], other.extent[0]), max(self.extent[1], other.extent[1]))
-        return _stream((*self.shards, *other.shards), starts, extent)
+        return _make_stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:
         """Yield all tokens in blocks."""
@@ -239,7 +238,7 @@ class Stream:
         return min(low), max(high)
 
 
-def _stream(
+def _make_stream(
     shards: Sequence[MappedTokens],
     document_starts: Array | None,
     extent: tuple[int, int] | None = None,
@@ -253,7 +252,7 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
     part = index.splits[split]
     shards = [MappedTokens(entry / name, index.dtype) for name in part.shards]
     starts = np.load(entry / part.documents, mmap_mode="r", allow_pickle=False)
-    return _stream(shards, np.asarray(starts), (0, part.largest))
+    return _make_stream(shards, np.asarray(starts), (0, part.largest))
 
 
 def token_stream(files: Sequence[Path]) -> Stream:
@@ -262,7 +261,7 @@ def token_stream(files: Sequence[Path]) -> Stream:
     Raises BadInputError for a file without tokens, or one that ends within an id.
     """
     streams = [
-        megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)
+        megatron_stream(path) if path.with_suffix(".idx") in files else _open_plain_file(path)
         for path in files
         if path.suffix.lower() != ".idx"
     ]
@@ -270,10 +269,10 @@ def token_stream(files: Sequence[Path]) -> Stream:
         return reduce(Stream.concatenate, streams)
     if len(streams) == 1:
         return streams[0]
-    return _stream([shard for stream in streams for shard in stream.shards], None)
+    return _make_stream([shard for stream in streams for shard in stream.shards], None)
 
 
-def _plain_stream(path: Path) -> Stream:
+def _open_plain_file(path: Path) -> Stream:
     """Open a .bin file without an index; its document starts are unknown.
 
     llm.c's files have a header of 256 int32 values: magic number, version, number of tokens. Files
@@ -285,17 +284,17 @@ def _plain_stream(path: Path) -> Stream:
         head = stream.read(_HEADER_BYTES)
     header = np.frombuffer(head, "<i4", len(head) // 4)
     if len(header) and int(header[0]) in _LLMC_MAGIC:
-        return _llmc_stream(path, header, size)
+        return _open_llmc_file(path, header, size)
     require_tokens(path, head)
     if size % 2:
         raise BadInputError(
             f"{path} has an odd number of bytes, so it is not a file of uint16 ids like nanoGPT's, "
             "or it is truncated"
         )
-    return _stream([MappedTokens(path, _width_of(path, size))], None)
+    return _make_stream([MappedTokens(path, _detect_dtype(path, size))], None)
 
 
-def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
+def _open_llmc_file(path: Path, header: Array, size: int) -> Stream:
     """Open a file with llm.c's header (dev/data/data_common.py in llm.c).
 
     Raises BadInputError if the header does not match the file, or if there are no tokens.
@@ -314,10 +313,10 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
         )
     if not count:
         raise BadInputError(f"{path} holds no tokens")
-    return _stream([MappedTokens(path, dtype, _HEADER_BYTES)], None)
+    return _make_stream([MappedTokens(path, dtype, _HEADER_BYTES)], None)
 
 
-def _width_of(path: Path, size: int) -> str:
+def _detect_dtype(path: Path, size: int) -> str:
     """Return the dtype of the ids: the widest one for which the upper bits of all words are zero.
 
     16-bit ids look like 32-bit ids only if every second id is below 16, or, where all ids are below
@@ -328,22 +327,22 @@ def _width_of(path: Path, size: int) -> str:
         if size % width or size < least * width:
             continue
         words = np.asarray(np.memmap(path, dtype=dtype, mode="r")[:_LOOKED_AT])
-        _require_ids(path, words)
+        _require_ids_only(path, words)
         if 0 < words.max() < (_MOST_IDS if (words & 0xFFFF).max() >= 16 else 1 << 16):
             return dtype
     halves = np.fromfile(path, dtype="<u2", count=2 * _LOOKED_AT)
     _require_no_floats(path, halves)
     each = halves[:_LOOKED_AT].view("<u1").reshape(-1, 2)
-    _require_two_bytes(path, each)
+    _require_two_byte_ids(path, each)
     pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2)
     if len(pairs) >= _LEAST_PAIRS:
-        _require_no_gaps(path, pairs)
+        _require_no_header(path, pairs)
         _require_little_endian(path, pairs.view(">u4"))
         _require_lower_bytes_first(path, each)
     return "<u2"
 
 
-def _require_ids(path: Path, words: Array) -> None:
+def _require_ids_only(path: Path, words: Array) -> None:
     """Refuse 32- and 64-bit ids after a header, or with negative numbers that mark padding.
 
     They would pass for 16-bit ids, of which every second one is 0. In real 16-bit ids, the upper
@@ -364,7 +363,6 @@ def _require_ids(path: Path, words: Array) -> None:
 
 
 def _require_little_endian(path: Path, words: Array) -> None:
-    """Refuse big-endian 32- and 64-bit ids, as Java writes them."""
     low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
     if high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
         raise BadInputError(
@@ -373,7 +371,7 @@ def _require_little_endian(path: Path, words: Array) -> None:
         )
 
 
-def _require_no_gaps(path: Path, pairs: Array) -> None:
+def _require_no_header(path: Path, pairs: Array) -> None:
     """Refuse 32-bit ids after a two-byte header: nearly every second 16-bit word is below 16."""
     first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
@@ -384,7 +382,6 @@ def _require_no_gaps(path: Path, pairs: Array) -> None:
 
 
 def _require_no_floats(path: Path, halves: Array) -> None:
-    """Refuse ids stored as floating-point numbers, all of which are whole."""
     for dtype, width in (("<f8", 4), ("<f4", 2)):
         if len(halves) % width:
             continue
@@ -398,7 +395,7 @@ def _require_no_floats(path: Path, halves: Array) -> None:
             )
 
 
-def _require_two_bytes(path: Path, pairs: Array) -> None:
+def _require_two_byte_ids(path: Path, pairs: Array) -> None:
     """Refuse text and one-byte ids, which would be read in pairs.
 
     Their bytes have the same distribution at even and odd offsets, or are all below 128. In
@@ -488,4 +485,4 @@ def megatron_stream(path: Path) -> Stream:
         document_starts = starts[borders[:-1]]
     except (OSError, ValueError, IndexError, OverflowError) as error:
         raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None
-    return _stream([MappedTokens(path, dtype.str)], document_starts)
+    return _make_stream([MappedTokens(path, dtype.str)], document_starts)

@@ -40,15 +40,15 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
     `cuts_texts` ends a token anyway. Raises BadInputError if the source cannot be read.
     """
     if source.kind == "dataset":
-        yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
+        yield from _split_documents(_read_dataset_documents(source.reference, text_field), cut)
     for file in source.files:
         if source.kind == "rows":
-            yield from _all_in_pieces(_documents(file, text_field), cut)
+            yield from _split_documents(_read_documents(file, text_field), cut)
         else:
-            yield from _plain(file, cut)
+            yield from _read_plain_file(file, cut)
 
 
-def _plain(file: Path, cut: bool) -> Iterator[Piece]:
+def _read_plain_file(file: Path, cut: bool) -> Iterator[Piece]:
     """Yield a file as one document, in pieces if it is long, without loading the whole file."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
@@ -62,7 +62,7 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
                 kept = kept.removeprefix("\ufeff")  # the byte order mark is not text
             read += len(block)
             # Earlier blocks have already been searched.
-            border = _border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
+            border = _find_border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
             if cut and border:
                 yield Piece(kept[:border], first, False, read - told)
                 kept, first, told = kept[border:], False, read
@@ -84,7 +84,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
         ) from None
 
 
-def _border(text: str, begin: int, end: int) -> int:
+def _find_border(text: str, begin: int, end: int) -> int:
     """Return the last position in [begin, end) at which a text can be split; 0 if there is none.
 
     The preferred position is after a single line break between a printable character and a letter
@@ -103,17 +103,16 @@ def _border(text: str, begin: int, end: int) -> int:
     return 0
 
 
-def _all_in_pieces(documents: Iterator[tuple[str, int]], cut: bool) -> Iterator[Piece]:
+def _split_documents(documents: Iterator[tuple[str, int]], cut: bool) -> Iterator[Piece]:
     for text, consumed in documents:
         if text:
-            yield from _in_pieces(text, consumed, cut)
+            yield from _split_document(text, consumed, cut)
 
 
-def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
-    """Yield a document that is in memory, in pieces if it is long."""
+def _split_document(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
     begin = 0
     while cut and len(text) - begin > PIECE_BYTES:
-        border = _border(text, begin + _LEAST_PIECE, begin + PIECE_BYTES)
+        border = _find_border(text, begin + _LEAST_PIECE, begin + PIECE_BYTES)
         if not border:
             break
         yield Piece(text[begin:border], begin == 0, False, 0)
@@ -121,12 +120,11 @@ def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
     yield Piece(text[begin:], begin == 0, True, consumed)
 
 
-def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each record of a file with the record's size."""
+def _read_documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
     for number, (row, consumed) in enumerate(read_rows(file, columns=[field])):
         if field not in row.values:
             there = quote_names(row.values) or "no fields"
-            remedy = _remedy(row, number)
+            remedy = _advise_on_missing_field(row, number)
             raise BadInputError(f"{row.where} has no field {field!r}, but {there}{remedy}")
         text = row.values[field]
         if isinstance(text, (list, dict)) and (rows := nested_rows(row)):
@@ -134,11 +132,7 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
         yield checked_text(text, row.where, field), consumed
 
 
-def _remedy(row: Row, before: int) -> str:
-    """Return advice on a record that lacks the field, such as another task or another field.
-
-    `before` is the number of earlier records, which have the field.
-    """
+def _advise_on_missing_field(row: Row, earlier_records: int) -> str:
     if (form := describe_form(row.values)) is not None:
         return f": {form}"
     try:
@@ -146,13 +140,13 @@ def _remedy(row: Row, before: int) -> str:
     except BadInputError:
         return nested_rows(row) or (
             ". Records before it have it: correct this one, or remove it."
-            if before
+            if earlier_records
             else ". Name it with --text-field."
         )
     return ". They are conversations: --task chat trains on them."
 
 
-def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
+def _read_dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
     dataset = open_dataset(reference)
     if field not in dataset.column_names:
         form = describe_form(dataset.column_names)

@@ -26,7 +26,7 @@ def require_text(file: Path, block: bytes) -> None:
     """
     if (kind := binary_kind(block) or chunk_kind(file, block)) is not None:
         raise BadInputError(
-            f"{file} is {kind}, not text. {advice_on_binary(kind)}{_of_tokens(file)}"
+            f"{file} is {kind}, not text. {advice_on_binary(kind)}{_advise_on_ids(file)}"
         )
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return  # decoding will report it with its position
@@ -34,7 +34,7 @@ def require_text(file: Path, block: bytes) -> None:
         raise BadInputError(describe_nuls(str(file), block))
     controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
     if block.count(0) and controls * 16 > len(block):
-        encoding = _wide_encoding(block)
+        encoding = _detect_wide_encoding(block)
         remedy = (
             "so it is a binary file. Give its texts as .txt, .jsonl or Parquet, or leave it out."
             if encoding is None
@@ -43,14 +43,14 @@ def require_text(file: Path, block: bytes) -> None:
         )
         raise BadInputError(
             f"{file} is not UTF-8 text: {controls:,} of its first {len(block):,} bytes are control "
-            f"characters, the first at offset {block.find(0)}, {remedy}{_of_tokens(file)}"
+            f"characters, the first at offset {block.find(0)}, {remedy}{_advise_on_ids(file)}"
         )
 
 
-def _wide_encoding(block: bytes) -> str | None:
-    """Return the UTF-16 or UTF-32 encoding in which a block is text, or None.
+def _detect_wide_encoding(block: bytes) -> str | None:
+    """Return the UTF-16 or UTF-32 encoding in which a block without a byte order mark is text.
 
-    The block has no byte order mark.
+    Returns None if there is no such encoding.
     """
     for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
         text = block[:_PRINTABLE_BYTES].decode(encoding, errors="replace")
@@ -61,8 +61,7 @@ def _wide_encoding(block: bytes) -> str | None:
     return None
 
 
-def _of_tokens(file: Path) -> str:
-    """Return advice on token ids if the file's suffix suggests that it holds some, else ''."""
+def _advise_on_ids(file: Path) -> str:
     if file.suffix.lower() not in _RAW_SUFFIXES:
         return ""
     return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."

@@ -71,9 +71,9 @@ class Tokenizer:
             )
         self._vocab = vocab
         self._words = words_of(inner)
-        self.cuts_texts = _cuts_texts(inner)
+        self.cuts_texts = _can_cut_texts(inner)
         if eos is not None and eos not in vocab:
-            raise BadInputError(_not_in_vocabulary("eos_token", eos))
+            raise BadInputError(_describe_missing_token("eos_token", eos))
         self.eos_token = eos or next((n for n in END_NAMES if n in vocab), None)
         if self.eos_token is None:
             raise BadInputError(
@@ -82,7 +82,7 @@ class Tokenizer:
         self.eos_id: int = vocab[self.eos_token]
         self._config = dict(config or {})
         self._roles = self._find_roles()
-        self.chat_templates = _templates(self._config.get("chat_template"))
+        self.chat_templates = _read_templates(self._config.get("chat_template"))
         self.chat_template = self.chat_templates.get("default")
         self.mask_id, self.pad_id, self.cls_id, self.sep_id = (
             vocab.get(self._roles.get(f"{role}_token", ""))
@@ -94,12 +94,11 @@ class Tokenizer:
         ).hexdigest()
 
     def _find_roles(self) -> dict[str, str]:
-        """Return the token of each role that has one."""
         found = {"eos_token": str(self.eos_token)}
         for role, usual in _ROLES.items():
             named = token_text(role, self._config)
             if role in _NEEDED and named is not None and named not in self._vocab:
-                raise BadInputError(_not_in_vocabulary(role, named))
+                raise BadInputError(_describe_missing_token(role, named))
             names = (named, *usual)
             known = next((name for name in names if name in self._vocab), None)
             if known is not None:
@@ -201,7 +200,7 @@ class Tokenizer:
 
         A special token written out in the text (such as `<eos>`) becomes that token's id.
         """
-        with _refusing_panics():
+        with _convert_panics():
             if len(text) > _LONG_CHARACTERS:
                 (one,) = call_interruptibly(
                     lambda: self.inner.encode_batch_fast([text], add_special_tokens=False)
@@ -212,7 +211,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Return the ids of each text, equal to those of `encode`."""
-        with _refusing_panics():
+        with _convert_panics():
             if self._words is not None:
                 return self._words.encode_batch(texts)
             encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
@@ -237,30 +236,26 @@ class Tokenizer:
         _write_json(directory / "special_tokens_map.json", self._roles)
 
 
-def _not_in_vocabulary(role: str, token: str) -> str:
+def _describe_missing_token(role: str, token: str) -> str:
     return (
         f"its {role} {token!r} is not in its vocabulary. Name another token in "
         "tokenizer_config.json, or add the token to tokenizer.json."
     )
 
 
-def _templates(told: Any) -> dict[str, str]:
-    """Return the chat templates of a configuration by name.
-
-    Raises BadInputError if they are neither a string nor a list of named templates.
-    """
-    if told is None:
+def _read_templates(chat_template: Any) -> dict[str, str]:
+    if chat_template is None:
         return {}
-    if isinstance(told, str):
-        return {"default": told}
+    if isinstance(chat_template, str):
+        return {"default": chat_template}
     found = {}
-    for one in told if isinstance(told, list) else (None,):
+    for one in chat_template if isinstance(chat_template, list) else (None,):
         name, text = (
             (one.get("name"), one.get("template")) if isinstance(one, dict) else (None,) * 2
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadInputError(
-                f"its chat_template is {excerpt(told)}; it must be a string, or a list of "
+                f"its chat_template is {excerpt(chat_template)}; it must be a string, or a list of "
                 "templates with name and template"
             )
         found[name] = text
@@ -276,7 +271,7 @@ _BORDERS = (
 )
 
 
-def _cuts_texts(inner: tokenizers.Tokenizer) -> bool:
+def _can_cut_texts(inner: tokenizers.Tokenizer) -> bool:
     told = json.loads(inner.to_str())["normalizer"]
     steps = told["normalizers"] if told and told["type"] == "Sequence" else [told] if told else []
     if any(step["type"] not in _LOCAL_NORMALIZERS for step in steps) or not inner.pre_tokenizer:
@@ -303,8 +298,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def _refusing_panics() -> Iterator[None]:
-    """Convert a panic in `tokenizers` to BadInputError, as when a pattern would never finish."""
+def _convert_panics() -> Iterator[None]:
     try:
         yield
     except BaseException as error:

@@ -53,7 +53,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
     path = Path(reference)
     if path.is_dir():
         require_small_files(path)
-    _require_files(path)
+    _require_readable_files(path)
     try:
         found = _load(path)
         if found is not None:
@@ -85,7 +85,7 @@ def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
-    for name, number in _added_ids(told):
+    for name, number in _iterate_added_ids(told):
         if vocabulary.get(name) != number:
             raise BadInputError(
                 f"the tokenizer {path} adds {excerpt(name)} to texts under the id {number}, but "
@@ -99,24 +99,23 @@ def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
             )
 
 
-def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
-    """Yield the tokens that a post-processor adds, with the ids that it uses for them."""
-    if not isinstance(told, dict):
+def _iterate_added_ids(post_processor: Any) -> Iterator[tuple[str, int]]:
+    if not isinstance(post_processor, dict):
         return
-    for step in told.get("processors") or ():
-        yield from _added_ids(step)
+    for step in post_processor.get("processors") or ():
+        yield from _iterate_added_ids(step)
     used = [
         item["SpecialToken"]["id"]
         for name in ("single", "pair")
-        for item in told.get(name) or ()
+        for item in post_processor.get(name) or ()
         if "SpecialToken" in item
     ]
     for name in dict.fromkeys(used):
-        token = told["special_tokens"][name]
+        token = post_processor["special_tokens"][name]
         yield from zip(token["tokens"], token["ids"], strict=True)
     for role in ("sep", "cls"):
-        if isinstance(told.get(role), list):
-            name, number = told[role]
+        if isinstance(post_processor.get(role), list):
+            name, number = post_processor[role]
             yield name, number
 
 
@@ -131,7 +130,7 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
         )
 
 
-def _require_files(path: Path) -> None:
+def _require_readable_files(path: Path) -> None:
     """Refuse Git LFS pointers, and SentencePiece files without a tokenizer.json."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
@@ -152,31 +151,31 @@ def _require_files(path: Path) -> None:
 
 def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
-        return _word_pieces(path)
+        return _load_word_pieces(path)
     if path.is_file() and path.suffix == ".json":
         if path.name == "tokenizer.json":  # the files next to it belong to this tokenizer
             return _load(path.parent)
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
-    config, template_file = _config_of(path)
+    config, template_file = _read_config(path)
     if (path / "tokenizer.json").is_file():
         inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         add_tokens(inner, config, path)
-        _follow_config(inner, config)
+        _apply_config(inner, config)
         return Tokenizer(inner, token_text("eos_token", config), config, template_file)
     if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
-        return _of_class(path, config, template_file)
+        return _load_by_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
-            if _model_type(path) not in ("", "gpt2"):  # its pattern cuts texts differently
+            if _read_model_type(path) not in ("", "gpt2"):  # its pattern cuts texts differently
                 with suppress(ValueError):  # GPT-2's files, which this class does not read
-                    return _of_class(path, config, template_file)
-            return _byte_pairs(path / vocab, path / merges)
+                    return _load_by_class(path, config, template_file)
+            return _load_byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
-        return _word_pieces(path / "vocab.txt")
+        return _load_word_pieces(path / "vocab.txt")
     return None
 
 
-def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _apply_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
     """Apply the settings of tokenizer_config.json that override tokenizer.json in transformers.
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
@@ -204,13 +203,12 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
         )
 
 
-def _model_type(path: Path) -> str:
-    """Return the model_type of a config.json next to a tokenizer, or ''."""
+def _read_model_type(path: Path) -> str:
     config = path / "config.json"
     return str(read_object(config).get("model_type") or "") if config.is_file() else ""
 
 
-def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
+def _load_by_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
     """Load a tokenizer whose class, rather than a file, defines how texts are split."""
     from transformers import AutoTokenizer
 
@@ -227,7 +225,7 @@ def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) ->
     return Tokenizer(slow.backend_tokenizer, slow.eos_token, config, template_file)
 
 
-def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
+def _read_config(directory: Path) -> tuple[dict[str, Any], Path | None]:
     """Return a directory's tokenizer configuration, and the file of its chat template, if any."""
     config: dict[str, Any] = {}
     template_file = None
@@ -256,7 +254,7 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
     return config, template_file
 
 
-def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
+def _load_byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
     """Load files in GPT-2's format: a JSON vocabulary, and one merge per line."""
     inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -266,7 +264,7 @@ def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
     return Tokenizer(inner)
 
 
-def _word_pieces(vocab: Path) -> Tokenizer:
+def _load_word_pieces(vocab: Path) -> Tokenizer:
     """Load a vocabulary in BERT's format, one token per line.
 
     Texts are lower-cased unless the vocabulary contains capitals.

@@ -47,14 +47,18 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    taken = [part for text in _at_most(documents, TRAINING_CHARACTERS) for part in _cut_runs(text)]
+    taken = [
+        part
+        for text in _limit_characters(documents, TRAINING_CHARACTERS)
+        for part in _split_long_runs(text)
+    ]
     if not taken:
         raise BadInputError("there is no text to train a tokenizer on")
     call_interruptibly(lambda: inner.train_from_iterator(taken, trainer))
     return Tokenizer(inner, END_OF_TEXT)
 
 
-def _cut_runs(text: str) -> Iterator[str]:
+def _split_long_runs(text: str) -> Iterator[str]:
     """Yield the text, cut within long runs of white space or of other characters.
 
     Training time grows with the square of a word's length, so a genome or a base64 file would take
@@ -68,7 +72,7 @@ def _cut_runs(text: str) -> Iterator[str]:
         yield text[begin:]
 
 
-def _at_most(documents: Iterable[str], characters: int) -> Iterator[str]:
+def _limit_characters(documents: Iterable[str], characters: int) -> Iterator[str]:
     for text in documents:
         if text:
             yield text[:characters]

@@ -48,12 +48,15 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
     for message in messages:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
-            message = {**message, "tool_calls": [_convert(one, as_text, where) for one in calls]}
+            message = {
+                **message,
+                "tool_calls": [_convert_call(one, as_text, where) for one in calls],
+            }
         changed.append(dict(message))
     return changed
 
 
-def _convert(call: Any, as_text: bool, where: str) -> Any:
+def _convert_call(call: Any, as_text: bool, where: str) -> Any:
     """Convert the arguments of a call, which may lack the `function` level.
 
     Missing, null or empty arguments become an empty object. A string that is not a JSON object is
@@ -75,14 +78,14 @@ def _convert(call: Any, as_text: bool, where: str) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _read_arguments(told: str, where: str) -> Any:
+def _read_arguments(text: str, where: str) -> Any:
     """Parse an object from a JSON string, which may be encoded twice; else return the string."""
-    value: Any = told
+    value: Any = text
     try:
         for _ in range(2):
             value = read_value(value) if isinstance(value, str) else value
     except RepeatedKeyError as error:
         raise BadInputError(f"{where}: in the arguments of a call {error}") from None
     except (ValueError, RecursionError):
-        return told
-    return value if isinstance(value, dict) else told
+        return text
+    return value if isinstance(value, dict) else text

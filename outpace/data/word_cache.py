@@ -51,11 +51,11 @@ class Words:
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """Return the ids of each text, without adding special tokens."""
-        cut = [self._cut(text) for text in texts]
+        cut = [self._split_words(text) for text in texts]
         left = [text for text, words in zip(texts, cut, strict=True) if words is None]
         others = iter(self._inner.encode_batch_fast(left, add_special_tokens=False))
         with self._lock:  # other threads must not clear the words in the meantime
-            self._learn(set(chain.from_iterable(words for words in cut if words)))
+            self._cache_words(set(chain.from_iterable(words for words in cut if words)))
             find = self._known.__getitem__
             joined = [None if words is None else b"".join(map(find, words)) for words in cut]
         return [
@@ -65,7 +65,7 @@ class Words:
             for ids in joined
         ]
 
-    def _cut(self, text: str) -> list[str] | None:
+    def _split_words(self, text: str) -> list[str] | None:
         """Split a text into words; return None if the tokenizer itself must encode it."""
         if self._added is not None and self._added.search(text):
             return None
@@ -74,9 +74,9 @@ class Words:
         settled = _load_unicode_classes()
         if settled.unsure.search(text):
             return None
-        return _wide(self._pattern).findall(text)
+        return _compile_unicode_pattern(self._pattern).findall(text)
 
-    def _learn(self, words: set[str]) -> None:
+    def _cache_words(self, words: set[str]) -> None:
         new = list(words - self._known.keys())
         if len(self._known) + len(new) > _MOST_WORDS or self._characters > _MOST_CHARACTERS:
             self._known.clear()
@@ -96,18 +96,18 @@ def words_of(inner: tokenizers.Tokenizer) -> Words | None:
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     if model.get("type") != "BPE" or told["normalizer"] or any(model.get(name) for name in affixes):
         return None
-    pattern = _pattern_of(told["pre_tokenizer"])
+    pattern = _read_pattern(told["pre_tokenizer"])
     return Words(inner, pattern) if isinstance(pattern, str) and pattern in PATTERNS else None
 
 
-def _pattern_of(told: dict[str, Any] | None) -> Any:
+def _read_pattern(config: dict[str, Any] | None) -> Any:
     """Return the regular expression by which a pre-tokenizer splits texts.
 
     Returns None if there is none, or if the pre-tokenizer changes texts or splits them otherwise.
     """
-    if told is None:
+    if config is None:
         return None
-    steps = told["pretokenizers"] if told["type"] == "Sequence" else [told]
+    steps = config["pretokenizers"] if config["type"] == "Sequence" else [config]
     last = steps[-1]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None
@@ -155,8 +155,8 @@ class _UnicodeClasses:
                 letters.append(code)
             elif category[0] == "N":
                 numbers.append(code)
-        self.letters, self.numbers = _ranges(letters), _ranges(numbers)
-        self.unsure = re.compile(f"[^{_ranges(sure)}]")
+        self.letters, self.numbers = _format_ranges(letters), _format_ranges(numbers)
+        self.unsure = re.compile(f"[^{_format_ranges(sure)}]")
 
 
 @cache
@@ -165,17 +165,16 @@ def _load_unicode_classes() -> _UnicodeClasses:
 
 
 @cache
-def _wide(pattern: str) -> re.Pattern[str]:
+def _compile_unicode_pattern(pattern: str) -> re.Pattern[str]:
     settled = _load_unicode_classes()
     return re.compile(_expand_classes(pattern, settled.letters, settled.numbers, _SPACES))
 
 
-def _ranges(codes: list[int]) -> str:
-    """Return characters as ranges for a character class of a regular expression."""
-    return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in _runs(codes))
+def _format_ranges(codes: list[int]) -> str:
+    return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in _find_runs(codes))
 
 
-def _runs(codes: list[int]) -> Iterator[tuple[int, int]]:
+def _find_runs(codes: list[int]) -> Iterator[tuple[int, int]]:
     first = last = codes[0]
     for code in codes[1:]:
         if code != last + 1:

@@ -56,19 +56,19 @@ def starting_workers() -> Iterator[Begin]:
         with warnings.catch_warnings():
             # The user, or a probe, chooses the number of workers.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            yield partial(_begin, collects)
+            yield partial(_init_worker, collects)
     except OSError as error:
-        _abandon(error)
+        _terminate_started_workers(error)
         raise
     finally:
         if collects:
             gc.enable()
 
 
-def _abandon(error: OSError) -> None:
-    """Terminate the workers of an iterator that could not start all of them.
+def _terminate_started_workers(error: OSError) -> None:
+    """Terminate the workers of a DataLoader's iterator that could not start all of them.
 
-    Such an iterator cannot terminate them itself.
+    Such an iterator cannot terminate them itself. It is found in the frames of the error.
     """
     step = error.__traceback__
     while step is not None:
@@ -81,26 +81,26 @@ def _abandon(error: OSError) -> None:
         step = step.tb_next
 
 
-def _begin(collects: bool, worker: int) -> None:
+def _init_worker(collects: bool, worker: int) -> None:
     gc.freeze()
     if collects:
         gc.enable()
     # Otherwise, the thread that sends batches would only print its error, and training would hang.
     queue: Any = multiprocessing.queues.Queue
-    queue._on_queue_feeder_error = staticmethod(_leave)
+    queue._on_queue_feeder_error = staticmethod(_exit_worker)
 
 
-def _leave(error: BaseException, _batch: object) -> None:
+def _exit_worker(error: BaseException, _batch: object) -> None:
     """Exit this worker so that its parent notices; its batch is lost."""
     codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
-    code = codes.get(_scarce_resource(error) or "", _NOT_SENT)
+    code = codes.get(_find_scarce_resource(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
         print(f"a batch cannot be handed over: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
     os._exit(code)
 
 
-def _scarce_resource(error: BaseException) -> str | None:
+def _find_scarce_resource(error: BaseException) -> str | None:
     """Return which resource an error says is missing: "files", "memory", "socket" or "processes".
 
     Returns None for other errors.
@@ -152,37 +152,36 @@ def worker_troubles(
 
 
 def _explain_failure(
-    error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
+    error: BaseException, message: str, exit_codes: Callable[[], Sequence[int | None]]
 ) -> str | None:
     """Explain why workers delivered no batch; return None if the error has another cause."""
-    if said.startswith("DataLoader timed out"):
-        limit = said.removeprefix("DataLoader timed out after ")
+    if message.startswith("DataLoader timed out"):
+        limit = message.removeprefix("DataLoader timed out after ")
         return (
             f"no batch arrived within the time limit of {limit} (--comm-timeout-s)."
             f"{_suggest_main_guard()}"
         )
-    if said.startswith("DataLoader worker"):
-        code = _EXIT_CODE.search(said)
+    if message.startswith("DataLoader worker"):
+        code = _EXIT_CODE.search(message)
         ends = [int(code[1])] if code else [one for one in exit_codes() if one]
         if _NO_FILES in ends:
             return _SENTENCES["files"]
-        if _NO_SHARED_MEMORY in ends or "bus error" in said.lower():
+        if _NO_SHARED_MEMORY in ends or "bus error" in message.lower():
             return f"{_SENTENCES['memory']} {_describe_shared_memory()}"
         if _NO_SOCKET in ends:
             return _SENTENCES["socket"]
         if _NOT_SENT in ends:
             return "a batch could not be handed over (see above)."
-        if "is killed by signal" in said or -signal.SIGKILL in ends:
+        if "is killed by signal" in message or -signal.SIGKILL in ends:
             return _SENTENCES["killed"]
         return f"one of them exited unexpectedly.{_suggest_main_guard()}"
-    lacking = _scarce_resource(error)
+    lacking = _find_scarce_resource(error)
     if lacking is None:
         return None
     return _SENTENCES[lacking] + (f" {_describe_shared_memory()}" if lacking == "memory" else "")
 
 
 def _suggest_main_guard() -> str:
-    """Suggest the __main__ guard if each worker runs the user's script again."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -203,7 +202,6 @@ _SENTENCES = {
 
 
 def _describe_shared_memory() -> str:
-    """Describe the size of shared memory, if known, and how to need less of it."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

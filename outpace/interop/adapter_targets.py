@@ -9,25 +9,29 @@ from outpace.records.errors import BadInputError, excerpt, shorten
 
 
 def require_targets(
-    config: Mapping[str, Any], weights: Path, held: Collection[str], known: Collection[str]
+    config: Mapping[str, Any],
+    weights: Path,
+    adapter_modules: Collection[str],
+    base_modules: Collection[str],
 ) -> None:
     """Refuse an adapter whose tensors do not match the modules that its config selects.
 
-    `weights` is the adapter's file, `held` are the modules of its tensors, and `known` are the
-    modules of the base model. PEFT silently skips tensors of modules that are not selected, and
-    treats missing tensors of selected modules as zeros.
+    `weights` is the adapter's file, `adapter_modules` are the modules for which it holds tensors,
+    and `base_modules` are all modules of the base model. PEFT silently skips tensors of modules
+    that are not selected, and treats missing tensors of selected modules as zeros.
     """
-    _require_form(config, weights.with_name("adapter_config.json"))
-    targeted = _target_rule(config)
+    _require_valid_selectors(config, weights.with_name("adapter_config.json"))
+    targeted = _make_target_predicate(config)
     if targeted is None:
         return
-    extra = [name for name in held if not targeted(name)]
+    extra = [name for name in adapter_modules if not targeted(name)]
     # Module names in the adapter and in the base may have different prefixes (`model.`,
     # `transformer.`).
     lacking = [
         name
-        for name in known
-        if targeted(name) and not any(f".{one}".endswith(f".{_inner(name)}") for one in held)
+        for name in base_modules
+        if targeted(name)
+        and not any(f".{one}".endswith(f".{_strip_model_prefix(name)}") for one in adapter_modules)
     ]
     for names, found in ((extra, "holds matrices of"), (lacking, "holds no matrices of")):
         if names:
@@ -35,14 +39,13 @@ def require_targets(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise BadInputError(
                 f"{weights} {found} {shorten(names[0], 120)}{more}, which "
-                f"target_modules in adapter_config.json {contrary}{_conditions(config)}: one of "
-                "the two files belongs to another adapter or is incomplete. Restore both as they "
-                "were saved, or correct target_modules."
+                f"target_modules in adapter_config.json {contrary}{_list_conditions(config)}: "
+                "one of the two files belongs to another adapter or is incomplete. Restore both as "
+                "they were saved, or correct target_modules."
             )
 
 
-def _require_form(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse module names, patterns and layer numbers of invalid types or syntax."""
+def _require_valid_selectors(config: Mapping[str, Any], path: Path) -> None:
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
         names = value if isinstance(value, list) else [value or ""]
@@ -66,43 +69,39 @@ def _require_form(config: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _conditions(config: Mapping[str, Any]) -> str:
-    """Return, for a message, the other config keys that select modules, or ''."""
+def _list_conditions(config: Mapping[str, Any]) -> str:
+    """Name the config's other keys that select modules, to follow "target_modules" in a message."""
     keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
     found = [key for key in keys if config.get(key) not in (None, [], "")]
     return f" (with {' and '.join(found)})" if found else ""
 
 
-def _inner(module: str) -> str:
-    """Return a module's name from its layer number on, or the whole name if it has none."""
+def _strip_model_prefix(module: str) -> str:
+    """Return "3.attn.q" for "model.layers.3.attn.q"; names without a layer number are unchanged."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
 
-def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return a predicate for the modules that PEFT adapts; None if the config names no modules."""
+def _make_target_predicate(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Return a predicate for names of adapted modules; None if the config names no modules."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not targets or targets == "all-linear":
         return None
-    in_layer, exact = _layer_rule(config), targets if isinstance(targets, list) else []
+    in_layer, exact = _make_layer_predicate(config), targets if isinstance(targets, list) else []
     return lambda module: (
-        (module in exact or (_is_named(module, targets) and in_layer(module)))
-        and not (excluded and _is_named(module, excluded))
+        (module in exact or (_matches_name(module, targets) and in_layer(module)))
+        and not (excluded and _matches_name(module, excluded))
     )
 
 
-def _is_named(module: str, names: str | list[Any]) -> bool:
-    """Return whether a pattern matches a module's name, or the name ends with one in a list."""
+def _matches_name(module: str, names: str | list[Any]) -> bool:
+    """Return whether `names` has the module: a pattern of the whole name, or a list of suffixes."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in names)
 
 
-def _layer_rule(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Return a predicate for the modules in `layers_to_transform`.
-
-    Without that key, it is true for all modules.
-    """
+def _make_layer_predicate(config: Mapping[str, Any]) -> Callable[[str], bool]:
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
     if layers is None or layers == []:
         return lambda module: True

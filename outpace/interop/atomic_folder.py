@@ -21,7 +21,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
     outpace wrote are lost. Raises BadInputError if it cannot be replaced or written (disk full, no
     permission); the temporary directory is always removed.
     """
-    if directory.exists() and not _replaceable(directory, marker):
+    if directory.exists() and not _may_replace(directory, marker):
         raise BadInputError(
             f"{directory} already exists and contains something other than a model (no {marker}). "
             "Name another directory, or remove it."
@@ -33,9 +33,9 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         write_checksums(temporary)
-        _share_mode(temporary)
+        _set_default_permissions(temporary)
         sync_folder(temporary)
-        _take_name(temporary, directory)
+        _replace_folder(temporary, directory)
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise BadInputError(
@@ -45,8 +45,8 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _share_mode(folder: Path) -> None:
-    """Give all files default permissions; safetensors makes files readable only by the owner."""
+def _set_default_permissions(folder: Path) -> None:
+    """Make all files as readable as other new files; safetensors lets only the owner read them."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():
@@ -54,11 +54,11 @@ def _share_mode(folder: Path) -> None:
                 path.chmod(mode)
 
 
-def _replaceable(directory: Path, marker: str) -> bool:
+def _may_replace(directory: Path, marker: str) -> bool:
     return directory.is_dir() and ((directory / marker).exists() or not any(directory.iterdir()))
 
 
-def _take_name(temporary: Path, directory: Path) -> None:
+def _replace_folder(temporary: Path, directory: Path) -> None:
     old = directory.with_name(f"{temporary_name(directory)}.old")
     if directory.exists():
         directory.rename(old)

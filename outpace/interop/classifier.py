@@ -40,7 +40,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     given, count = values.get("id2label"), values.get("num_labels")
     if not given:  # as in transformers, regardless of label2id
         return tuple(f"LABEL_{number}" for number in range(count if type(count) is int else 2))
-    names = _names_by_number(given, directory / CONFIG_FILE)
+    names = _parse_id2label(given, directory / CONFIG_FILE)
     numbers = values.get("label2id")
     if isinstance(numbers, Mapping):
         for name, number in numbers.items():
@@ -53,16 +53,16 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     return tuple(names.values())
 
 
-def _names_by_number(given: Any, where: Path) -> dict[str, str]:
-    """Return the class names in id2label, in the order of the class numbers.
+def _parse_id2label(id2label: Any, where: Path) -> dict[str, str]:
+    """Return the class names by class number ("0", "1", and so on), in that order.
 
-    Raises BadInputError unless the numbers are 0, 1, and so on, and all names differ.
+    Raises BadInputError unless the numbers are consecutive from 0 and all names differ.
     """
-    told = given if isinstance(given, dict) else {}
+    told = id2label if isinstance(id2label, dict) else {}
     names = {key: str(told[key]) for key in map(str, range(len(told))) if key in told}
     if len(names) != len(told) or len(set(names.values())) != len(names) or not names:
         raise BadInputError(
-            f"{where}: id2label = {excerpt(given)}; it has to name the classes 0, 1 and so on, "
+            f"{where}: id2label = {excerpt(id2label)}; it has to name the classes 0, 1 and so on, "
             "each differently, in the order of the rows of the classification layer"
         )
     return names
@@ -85,8 +85,8 @@ def unsupported_task(directory: Path) -> str | None:
 
 def require_layer(directory: Path) -> None:
     """Refuse a classifier whose files lack the classification layer."""
-    used = _classifier_naming(str(read_config(directory).get("model_type")))
-    layer = f"{used.modules['classifier']}.weight"
+    naming = _classifier_naming(str(read_config(directory).get("model_type")))
+    layer = f"{naming.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):
         raise BadInputError(
             f"{directory} describes a classifier, but its weights have no {layer}: the "
@@ -103,15 +103,18 @@ def read_classifier(
     A missing pooler is initialised from `seed`. So is the classification layer, unless the
     directory has a classifier with the same labels. Raises BadInputError like `read_weights`.
     """
-    used = _classifier_naming(str(read_config(directory).get("model_type")))
+    naming = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
         model = Classifier(Transformer(spec), len(labels))
-    own = {_flat(name): name for name in model.state_dict()}
-    shapes = {_flat(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own = {_strip_backbone_prefix(name): name for name in model.state_dict()}
+    shapes = {
+        _strip_backbone_prefix(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+    }
     new = {name for name in shapes if name.startswith(("pooler.", "classifier."))}
     keeps = known_labels(directory) == tuple(labels) and unsupported_task(directory) is None
     wanted = shapes if keeps else {n: s for n, s in shapes.items() if "classifier." not in n}
-    found = read_tensors(directory, wanted, used, new, _OTHER_HEADS)
+    found = read_tensors(directory, wanted, naming, new, _OTHER_HEADS)
     drawn = {name: initial_value(seed, own[name], shapes[name]) for name in new - found.keys()}
     weights = {own[name]: tensor for name, tensor in (found | drawn).items()}
     model.load_state_dict(weights, assign=True)
@@ -127,21 +130,21 @@ def write_classifier(
 ) -> None:
     """Write a classifier in fp32 for `AutoModelForSequenceClassification.from_pretrained`."""
 
-    def change(config: Any) -> None:
+    def set_labels(config: Any) -> None:
         config.architectures = [FAMILY_TRAITS[config.model_type].classifier]
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: number for number, name in enumerate(labels)}
         config.problem_type = "single_label_classification"
 
-    flat = {_flat(name): tensor for name, tensor in state_dict.items()}
+    flat = {_strip_backbone_prefix(name): tensor for name, tensor in state_dict.items()}
     with whole_folder(directory, CONFIG_FILE) as folder:
         tokenizer_save(folder)
-        config = write_config(folder, model.spec, special_ids(folder), torch.float32, change)
+        config = write_config(folder, model.spec, special_ids(folder), torch.float32, set_labels)
         assert config is not None  # checked by require_exportable
         write_weights(folder, flat, _classifier_naming(config.model_type), torch.float32)
 
 
-def _flat(name: str) -> str:
+def _strip_backbone_prefix(name: str) -> str:
     return name.removeprefix(_INSIDE)
 
 
@@ -158,17 +161,17 @@ def require_exportable(spec: ModelSpec) -> None:
 
 
 def _classifier_naming(model_type: str) -> Naming:
-    """Return the tensor names of a family's classifier files, ignoring weights of other heads."""
-    used = tensor_naming(model_type)
-    assert used is not None  # checked by require_exportable
-    encoder = bool(used.head_bias)
+    """Return the naming of a family's classifier files; weights of other heads are ignored."""
+    naming = tensor_naming(model_type)
+    assert naming is not None  # checked by require_exportable
+    encoder = bool(naming.head_bias)
     layer = "classifier" if encoder else "score"
     own = {"classifier": layer, **({"pooler": "bert.pooler.dense"} if encoder else {})}
-    kept = tuple(pattern for pattern in used.ignored if "pooler" not in pattern)
-    others = tuple(rf"^{head}" for head in used.heads)
+    kept = tuple(pattern for pattern in naming.ignored if "pooler" not in pattern)
+    others = tuple(rf"^{head}" for head in naming.heads)
     return replace(
-        used,
-        modules={**used.modules, **own},
-        heads=(*used.heads, f"{layer}."),
+        naming,
+        modules={**naming.modules, **own},
+        heads=(*naming.heads, f"{layer}."),
         ignored=(*kept, *others),
     )

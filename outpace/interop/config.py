@@ -147,7 +147,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
         spec = spec_from_config(config, where)
     except DimensionsError as error:
         raise BadInputError(f"{error}{format_missing_dimensions(values)}") from None
-    _require_padding_row(config.config, where)
+    _require_valid_padding_id(config.config, where)
     return ConfigReading(spec=spec, notes=reading_notes(values, config, where))
 
 
@@ -172,7 +172,7 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
     try:
         config = (directory / CONFIG_FILE).read_bytes()
         place = str(directory).encode(errors="surrogateescape")  # its name is in the notes
-        for part in (config, place, version("transformers").encode(), *_source_files()):
+        for part in (config, place, version("transformers").encode(), *_read_source_code()):
             digest.update(part + b"\0")
     except (OSError, PackageNotFoundError):
         return read_spec_with_notes(directory)  # this reports the error
@@ -184,7 +184,7 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
     return reading
 
 
-def _source_files() -> Iterator[bytes]:
+def _read_source_code() -> Iterator[bytes]:
     """Yield the source of the modules that read a config; any change invalidates the cache."""
     for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
         yield Path(str(sys.modules[name].__file__)).read_bytes()
@@ -237,8 +237,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
         raise DimensionsError(str(error)) from None
 
 
-def _require_padding_row(config: Any, where: str) -> None:
-    """Refuse a padding token outside the embedding, which transformers cannot build."""
+def _require_valid_padding_id(config: Any, where: str) -> None:
     pad, rows = config.pad_token_id, config.vocab_size
     if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
         raise BadInputError(
@@ -247,8 +246,7 @@ def _require_padding_row(config: Any, where: str) -> None:
         )
 
 
-def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
-    """Refuse settings that change the model's computation in ways that a spec cannot express."""
+def _require_supported_values(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
     for name, value in allowed.items():
         found = getattr(config, name, value)
         if found != value and found is not None:
@@ -258,7 +256,7 @@ def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
             )
 
 
-def _activation(name: str, where: str) -> str:
+def _read_activation(name: str, where: str) -> str:
     if name not in _ACTIVATIONS:
         raise BadInputError(
             f"{where}: the activation {name!r} is not supported; supported: "
@@ -268,7 +266,7 @@ def _activation(name: str, where: str) -> str:
 
 
 def _read_gpt2(config: Any, where: str) -> dict[str, Any]:
-    _refuse(
+    _require_supported_values(
         config,
         where,
         {
@@ -285,14 +283,14 @@ def _read_gpt2(config: Any, where: str) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "max_positions": config.n_positions,
         "norm_eps": config.layer_norm_epsilon,
-        "activation": _activation(config.activation_function, where),
+        "activation": _read_activation(config.activation_function, where),
         "tied": config.tie_word_embeddings,
         "dropout": config.resid_pdrop,
     }
 
 
 def _read_bert(config: Any, where: str) -> dict[str, Any]:
-    _refuse(
+    _require_supported_values(
         config,
         where,
         {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
@@ -307,7 +305,7 @@ def _read_bert(config: Any, where: str) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
         "norm_eps": config.layer_norm_eps,
-        "activation": _activation(config.hidden_act, where),
+        "activation": _read_activation(config.hidden_act, where),
         "tied": config.tie_word_embeddings,
         "segments": config.type_vocab_size,
         "dropout": config.hidden_dropout_prob,
@@ -325,7 +323,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,
-        "activation": _activation(config.hidden_act, where),
+        "activation": _read_activation(config.hidden_act, where),
         "tied": config.tie_word_embeddings,
         "dropout": config.attention_dropout,
         **_read_rope(config.rope_parameters or {}, where),
@@ -335,7 +333,6 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which projections have biases, for families where the config decides this."""
     names = FAMILY_TRAITS[config.model_type].biases
     if not names:
         return {}

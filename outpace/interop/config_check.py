@@ -126,7 +126,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
         _check_dimensions(part, place, strict=strict)
         _check_rope(part, place, strict=strict)
         unknown = unknown_keys(part, kind)
-        inside = [key for key in unknown if _is_inner_model(key, part[key])]
+        inside = [key for key in unknown if _describes_model(key, part[key])]
         changing = [key for key in unknown if strict and changes_model(key, part)]
         found = inside or changing
         if found:
@@ -163,16 +163,15 @@ def config_parts(
 
 
 def _check_architectures(architectures: Any, model_type: str, where: str) -> None:
-    """Refuse architectures that do not belong to the model_type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if isinstance(architectures, str):
         architectures = [architectures]
     if not isinstance(architectures, list):
         return
-    own = _stem(CONFIG_MAPPING[model_type].__name__)
+    own = _class_name_prefix(CONFIG_MAPPING[model_type].__name__)
     for architecture in map(str, architectures):
-        if architecture in _classes_of(model_type):
+        if architecture in _find_model_classes(model_type):
             continue
         joined = architecture.lower().replace("_", "")
         rest = joined.removeprefix(own)
@@ -184,8 +183,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
             )
 
 
-def _classes_of(model_type: str) -> set[str]:
-    """Return the names of all model classes in transformers for a model_type."""
+def _find_model_classes(model_type: str) -> set[str]:
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -196,15 +194,15 @@ def _classes_of(model_type: str) -> set[str]:
     return found
 
 
-def _stem(config_class: str) -> str:
-    """Return the lower-case prefix that an architecture's class names share."""
+def _class_name_prefix(config_class: str) -> str:
+    """Return the prefix of an architecture's class names: "qwen2moe" for "Qwen2MoeConfig"."""
     return config_class.removesuffix("Config").removesuffix("Text").lower().replace("_", "")
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse dimensions that are neither a positive integer nor a list of one per layer.
+    """Refuse dimensions other than a positive integer, or a list with one integer per layer.
 
-    If `strict` is set, lists are refused too, because no trainable family has them.
+    `strict` also refuses lists, because no family that outpace trains has them.
     """
     for name in _DIMENSIONS & values.keys():
         value = values[name]
@@ -249,8 +247,8 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    These are scaling without a type or with keys that its type does not read, two types, and two
-    values for one key. `strict` is set for models that outpace is to train.
+    Examples are scaling without a type, keys that transformers does not read for the type, two
+    types, and two values for one key. `strict` is set for models that outpace is to train.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
@@ -261,11 +259,11 @@ def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
             what = "differs by type of layer, which transformers does not read for this model_type"
             _refuse_rope(name, rope, where, what)
         if not nested:
-            _check_rope_kind(name, rope, where, strict)
-    _check_rope_pair(values, where)
+            _check_rope_type(name, rope, where, strict)
+    _check_rope_versions(values, where)
 
 
-def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: bool) -> None:
+def _check_rope_type(name: str, rope: Mapping[str, Any], where: str, strict: bool) -> None:
     kinds = {str(rope[key]) for key in ("type", "rope_type") if rope.get(key) is not None}
     if len(kinds) > 1:
         _refuse_rope(name, rope, where, "has two types, of which transformers reads only one")
@@ -284,7 +282,7 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
             _refuse_rope(name, rope, where, what)
 
 
-def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
+def _check_rope_versions(values: Mapping[str, Any], where: str) -> None:
     """Refuse rope_theta or rope_scaling (transformers 4) that contradict rope_parameters (5)."""
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -322,13 +320,13 @@ def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
         for key in values
         if key not in known
         and not _NEUTRAL.search(key)
-        and not _is_neutral(key, values)
-        and not _is_turned(key, values, kind)
+        and not _has_no_effect(key, values)
+        and not _is_converted(key, values, kind)
     ]
 
 
-def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the config class converts the value of an undefined key to other keys."""
+def _is_converted(key: str, values: Mapping[str, Any], kind: Any) -> bool:
+    """Return whether the config class derives other values from a key that it does not define."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -343,8 +341,8 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
         return False
 
 
-def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has a value that means the same as leaving the key out."""
+def _has_no_effect(key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the key's value means the same as leaving the key out."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -364,13 +362,12 @@ def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
     return value == 1 and _FACTORS.search(key) is not None and not isinstance(value, bool)
 
 
-def _is_inner_model(key: str, value: Any) -> bool:
-    """Return whether a value describes a model or a layer, judging by its key or its contents."""
+def _describes_model(key: str, value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     own = {"model_type", "architectures", *_DIMENSIONS} & value.keys()
     named = _PART_CONFIG.search(key) is not None
-    return bool(own) or named or any(_is_inner_model(name, one) for name, one in value.items())
+    return bool(own) or named or any(_describes_model(name, one) for name, one in value.items())
 
 
 def changes_model(key: str, values: Mapping[str, Any]) -> bool:

@@ -39,18 +39,19 @@ def reading_notes(
     inner = read.inner("text_config")
     for part, kind, place in config_parts(values, where):
         seen = inner if place != where and inner is not None else read
-        notes += _defaults(part, seen, place) if inner is None or place != where else []
-        notes += _ignored_keys(part, kind, seen, place, every=not planned)
-    notes += _dropouts(read.config, where)
+        notes += (
+            _note_default_dimensions(part, seen, place) if inner is None or place != where else []
+        )
+        notes += _note_ignored_keys(part, kind, seen, place, every=not planned)
+    notes += _note_ignored_dropouts(read.config, where)
     if not planned:
-        notes += _custom_code_notes(values, where)
+        notes += _note_custom_code(values, where)
     else:
-        notes += _plan_limits(values, where)
+        notes += _note_unplanned_features(values, where)
     return tuple(notes)
 
 
-def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Return a note on dimensions that the file omits, so that defaults apply."""
+def _note_default_dimensions(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
     config = read.config
     aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}
@@ -73,12 +74,12 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
     ]
 
 
-def _ignored_keys(
+def _note_ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
     """Return a note on keys that the config class lacks.
 
-    Unless `every` is set, only keys that may change the layers are listed.
+    Unless `every` is set, it lists only keys that may change the layers.
     """
     names = [
         name
@@ -95,8 +96,7 @@ def _ignored_keys(
     ]
 
 
-def _dropouts(config: Any, where: str) -> list[str]:
-    """Return a note on dropouts that are ignored, because a spec has only one."""
+def _note_ignored_dropouts(config: Any, where: str) -> list[str]:
     traits = FAMILY_TRAITS.get(config.model_type)
     names = () if traits is None else (*traits.dropouts, "classifier_dropout")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -111,8 +111,7 @@ def _dropouts(config: Any, where: str) -> list[str]:
     ]
 
 
-def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return a note if the model comes with custom code, which outpace does not run."""
+def _note_custom_code(values: Mapping[str, Any], where: str) -> list[str]:
     named = values.get("auto_map")
     classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
         named, dict
@@ -125,8 +124,7 @@ def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
     ]
 
 
-def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return notes on properties of the model that plans ignore."""
+def _note_unplanned_features(values: Mapping[str, Any], where: str) -> list[str]:
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):

@@ -36,8 +36,8 @@ def hf_config(
     for family in order:
         settings = dict(ids)
         if family == given.get("model_type"):
-            settings |= _settings_beside_spec(family, given, ids, spec.vocab)
-        config = _config_of(family, spec, settings)
+            settings |= _collect_other_settings(family, given, ids, spec.vocab)
+        config = _build_config(family, spec, settings)
         if config is not None:
             config.architectures = [FAMILY_TRAITS[family].language_model]
             config.dtype = dtype
@@ -75,7 +75,7 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
         values["rope_scaling"] = None if plain else scaling
 
 
-def _settings_beside_spec(
+def _collect_other_settings(
     family: Family, given: Mapping[str, Any], ids: Mapping[str, TokenIds], vocab: int
 ) -> dict[str, Any]:
     """Return the settings of a config.json that a spec does not have, except dropouts.
@@ -98,16 +98,16 @@ def _settings_beside_spec(
     return found
 
 
-def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
-    """Return the config of a family; None if reading it back would give a different model."""
+def _build_config(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
+    """Return the family's config for a spec; None if reading it back would give another model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         with quiet_transformers():
             config_class = getattr(transformers, FAMILY_TRAITS[family].config)
-            config = config_class(**{**settings, **_write(family, spec)})
-        same = _meaning(spec_from_config(config, "")) == _meaning(spec)
+            config = config_class(**{**settings, **_spec_settings(family, spec)})
+        same = _canonical_values(spec_from_config(config, "")) == _canonical_values(spec)
     except (
         BadInputError,
         StrictDataclassError,
@@ -118,14 +118,14 @@ def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> 
     return config if same else None
 
 
-def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
+def _spec_settings(family: Family, spec: ModelSpec) -> dict[str, Any]:
     traits = FAMILY_TRAITS[family]
     writer = {"gpt2": _write_gpt2, "bert": _write_bert, "llama": _write_llama_like}[traits.form]
     return {**writer(spec, traits), **dict.fromkeys(traits.dropouts, spec.dropout)}
 
 
-def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in a canonical form, which is equal for equivalent models."""
+def _canonical_values(spec: ModelSpec) -> dict[str, Any]:
+    """Return a spec's values in a form that is equal for equivalent models."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

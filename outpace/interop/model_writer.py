@@ -108,30 +108,30 @@ def write_config(
 def write_weights(
     folder: Path,
     state_dict: Mapping[str, Tensor],
-    used: Naming | None,
+    naming: Naming | None,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write tensors under a family's stored names, in files of at most `max_shard_bytes`.
 
-    `used` is the family's naming, or None for outpace's names.
+    `naming` is the family's naming, or None for outpace's names.
     """
-    groups = group(state_dict, used)
-    if used is not None and used.head_bias and used.tied_head in groups:
+    groups = group(state_dict, naming)
+    if naming is not None and naming.head_bias and naming.tied_head in groups:
         # An untied BERT uses the decoder's bias.
         state_dict = {**state_dict, "decoder_bias": state_dict["head_bias"].clone()}
-        groups[used.tied_head.replace("weight", "bias")] = ["decoder_bias"]
+        groups[naming.tied_head.replace("weight", "bias")] = ["decoder_bias"]
     planned = {
-        stored: _join([state_dict[name].to("meta", dtype) for name in names], stored, used)
+        stored: _join_parts([state_dict[name].to("meta", dtype) for name in names], stored, naming)
         for stored, names in groups.items()
     }
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
     for file, stored_names in split.filename_to_tensors.items():
         shard = {
-            stored: _join(
-                [_cast(state_dict[name].detach(), dtype, stored) for name in groups[stored]],
+            stored: _join_parts(
+                [_cast_on_cpu(state_dict[name].detach(), dtype, stored) for name in groups[stored]],
                 stored,
-                used,
+                naming,
             )
             for stored in stored_names
         }
@@ -141,11 +141,7 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
-    """Return a tensor on the CPU in `dtype`.
-
-    Raises BadInputError if fp16 cannot represent a finite value.
-    """
+def _cast_on_cpu(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
     cast = tensor.to("cpu", dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not bool(torch.isfinite(cast).all()):
         source = tensor.cpu()
@@ -159,9 +155,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
     return cast
 
 
-def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
-    """Concatenate tensors that are stored as one; transpose them if the family stores in × out."""
+def _join_parts(parts: list[Tensor], stored: str, naming: Naming | None) -> Tensor:
+    """Concatenate tensors that are stored as one, transposed if the family stores in × out."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if used is not None and used.is_transposed(stored):
+    if naming is not None and naming.is_transposed(stored):
         whole = whole.t()
     return whole.contiguous()

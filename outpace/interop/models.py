@@ -60,10 +60,10 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
         return _open_preset(reference)
     if names_code(reference):
         return OpenedModel("own", None, None, None, load_function(reference), reference)
-    path = _place(reference)
+    path = _to_path(reference)
     if path.is_dir():
         is_run = (path / _RUN_FILE).is_file()
-        return _open_run(path, cache_dir) if is_run else _open_huggingface(path, cache_dir)
+        return _open_run_model(path, cache_dir) if is_run else _open_huggingface(path, cache_dir)
     if path.suffix in (".toml", ".json") and path.is_file():
         return OpenedModel("spec", read_spec(path), None, None, None, path.stem)
     if path.suffix == ".py" and path.is_file():
@@ -90,8 +90,7 @@ def _open_preset(name: str) -> OpenedModel:
     return OpenedModel("preset", preset(name), None, None, None, name, notes=notes)
 
 
-def _place(reference: str) -> Path:
-    """Return a reference as a path. Raises BadInputError if it is not a possible path."""
+def _to_path(reference: str) -> Path:
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -122,17 +121,16 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
     weights = path if has_weights(path) else None
     read = read_cached_spec(path, cache_dir)
     return OpenedModel(
-        "huggingface", read.spec, weights, _tokenizer(path), None, path.name, folder=path,
+        "huggingface", read.spec, weights, _find_tokenizer(path), None, path.name, folder=path,
         notes=read.notes,
     )  # fmt: skip
 
 
-def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
-    """Open the exported model of a run, to start training from it."""
+def _open_run_model(path: Path, cache_dir: Path | None) -> OpenedModel:
     model = path / "model"
     if (model / CUSTOM_MODEL_FILE).is_file():
         return OpenedModel(
-            "run", None, model, _tokenizer(model), read_custom_model(model), path.name
+            "run", None, model, _find_tokenizer(model), read_custom_model(model), path.name
         )
     if (model / ADAPTER_CONFIG).is_file():
         return _open_adapter("run", model, path.name)
@@ -142,17 +140,17 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
             f"the run {path} holds no finished model (in {model}), which is written when the run "
             "reaches its last step. To write it from the newest checkpoint, resume: "
             + resume_command(path)
-            + _newest_step(path)
+            + _advise_newest_step(path)
         )
     require_small_files(model)
     read = read_cached_spec(model, cache_dir)
     return OpenedModel(
-        "run", read.spec, model, _tokenizer(model), None, path.name, folder=model, notes=read.notes
-    )
+        "run", read.spec, model, _find_tokenizer(model), None, path.name, folder=model,
+        notes=read.notes,
+    )  # fmt: skip
 
 
-def _newest_step(path: Path) -> str:
-    """Return advice on exporting the newest checkpoint; '' if there is none."""
+def _advise_newest_step(path: Path) -> str:
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:
@@ -161,9 +159,8 @@ def _newest_step(path: Path) -> str:
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
-    """Open an adapter together with its base model."""
     base = base_of(path)
-    tokenizer = _tokenizer(path) or _tokenizer(base)
+    tokenizer = _find_tokenizer(path) or _find_tokenizer(base)
     read = read_spec_with_notes(base)
     return OpenedModel(
         kind, read.spec, base, tokenizer, None, name, path, folder=base,
@@ -171,7 +168,7 @@ def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) ->
     )  # fmt: skip
 
 
-def _tokenizer(directory: Path) -> Path | None:
+def _find_tokenizer(directory: Path) -> Path | None:
     there = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return directory if there else None
 

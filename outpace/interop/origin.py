@@ -61,7 +61,7 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
         if chat_template is not None:
             path = folder / "tokenizer_config.json"
             config = read_object(path) if path.is_file() else {}
-            _write(path, {**config, "chat_template": chat_template})
+            _write_json(path, {**config, "chat_template": chat_template})
 
     return copy
 
@@ -71,31 +71,31 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 
     `config` holds the values of config.json. Ids that it lacks come from generation_config.json.
     """
-    generation = _generation(source)
+    generation = _read_generation_config(source)
     found: dict[str, TokenIds] = {}
     for name, key in _CONFIG_IDS.items():
         value = config.get(key) if config.get(key) is not None else generation.get(key)
-        if _is_ids(value):
+        if _are_token_ids(value):
             found[name] = value
     return found
 
 
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
     """Return the ids at which transformers stops generation for the model in a directory."""
-    found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
-    return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
+    found = (config.get("eos_token_id"), _read_generation_config(source).get("eos_token_id"))
+    return {one for ids in found if _are_token_ids(ids) for one in _as_list(ids)}
 
 
 def ignored_generation_settings(source: Path) -> dict[str, Any]:
     """Return the non-neutral settings in generation_config.json that outpace generate ignores."""
     return {
         key: value
-        for key, value in _generation(source).items()
+        for key, value in _read_generation_config(source).items()
         if key in _NEUTRAL_SETTINGS and value not in (None, [], _NEUTRAL_SETTINGS[key])
     }
 
 
-def _is_ids(value: Any) -> bool:
+def _are_token_ids(value: Any) -> bool:
     return type(value) is int or (
         isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
     )
@@ -115,7 +115,7 @@ def write_generation_config(folder: Path, config: Any, source: Path | None) -> N
     """
     from transformers import GenerationConfig
 
-    kept = {} if source is None else _generation(source)
+    kept = {} if source is None else _read_generation_config(source)
     if not kept:
         GenerationConfig.from_model_config(config).save_pretrained(str(folder))
         return
@@ -126,17 +126,17 @@ def write_generation_config(folder: Path, config: Any, source: Path | None) -> N
     for key in ("bos_token_id", "pad_token_id"):
         if kept.get(key) is None and getattr(config, key) is not None:
             kept[key] = getattr(config, key)
-    _write(folder / GENERATION_FILE, kept)
+    _write_json(folder / GENERATION_FILE, kept)
 
 
 def _as_list(ids: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _generation(source: Path) -> dict[str, Any]:
+def _read_generation_config(source: Path) -> dict[str, Any]:
     path = source / GENERATION_FILE
     return read_object(path) if path.is_file() else {}
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -54,14 +54,14 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
         raise no_model_type(values, where)
     family = SAME_LAYERS.get(model_type, model_type)
     if family not in READERS:
-        raise _unknown_architecture(model_type, where)
+        raise _unknown_architecture_error(model_type, where)
     values = {**values, "model_type": family}
     if family != model_type and isinstance(values.get("architectures"), list):
         stem = model_type.replace("_", "")
         other = [one for one in values["architectures"] if not str(one).lower().startswith(stem)]
         values["architectures"] = other
     config = ReadValues(load_config(directory, values, strict=family in FAMILIES))
-    _restore_tied(config, values, where)
+    _restore_tied_embeddings(config, values, where)
     try:
         found, spec = _outline_from_config(config, where)
     except DimensionsError as error:
@@ -81,11 +81,11 @@ def outline_from_config(config: Any, where: str) -> Outline:
     Raises BadInputError if its architecture is not supported.
     """
     if config.model_type not in READERS:
-        raise _unknown_architecture(config.model_type, where)
+        raise _unknown_architecture_error(config.model_type, where)
     return _outline_from_config(config, where)[0]
 
 
-def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
+def _restore_tied_embeddings(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
     """Restore the file's tie_word_embeddings, because transformers 5 ties the head of every T5.
 
     Raises BadInputError if the config and its text_config differ, because programs disagree on
@@ -105,7 +105,7 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
                 part.tie_word_embeddings = tied
 
 
-def _unknown_architecture(model_type: str, where: str) -> BadInputError:
+def _unknown_architecture_error(model_type: str, where: str) -> BadInputError:
     library = transformers_version()
     more = (
         f", nor does transformers {library} (a newer version may)"

@@ -70,7 +70,7 @@ class ConfigValues:
 Reader = Callable[[ConfigValues], dict[str, Any]]
 
 
-def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
+def _merge_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
     """Merge equal layers into stacks with a layer count, in order of first occurrence."""
     counts: dict[Stack, int] = {}
     for layer in layers:
@@ -78,8 +78,8 @@ def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
     return tuple(layer.model_copy(update={"layers": n}) for layer, n in counts.items())
 
 
-def _windows(values: ConfigValues, layers: int) -> list[int | None]:
-    """Return the attention window of each layer, or None for full attention."""
+def _read_windows(values: ConfigValues, layers: int) -> list[int | None]:
+    """Return the attention window of each layer in tokens; None stands for full attention."""
     window = values.get("sliding_window") or None
     kinds: Sequence[str] | None = values.get("layer_types")
     if kinds is None:
@@ -92,7 +92,7 @@ def _windows(values: ConfigValues, layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _attention(values: ConfigValues, hidden: int, **more: Any) -> AttentionShape:
+def _read_attention(values: ConfigValues, hidden: int, **more: Any) -> AttentionShape:
     heads = values.positive_int("num_attention_heads")
     dim = values.head_dim(hidden, heads)
     return AttentionShape(
@@ -104,8 +104,7 @@ def _attention(values: ConfigValues, hidden: int, **more: Any) -> AttentionShape
     )
 
 
-def _rows(values: ConfigValues, positions: int | None = None) -> dict[str, Any]:
-    """Return the sizes of the embedding and the head, and the number of positions."""
+def _read_embedding_sizes(values: ConfigValues, positions: int | None = None) -> dict[str, Any]:
     vocab = values.positive_int("vocab_size")
     return {
         "vocab": vocab,
@@ -115,25 +114,26 @@ def _rows(values: ConfigValues, positions: int | None = None) -> dict[str, Any]:
     }
 
 
-def _llama_like(
+def _read_llama_like(
     values: ConfigValues,
     mlp: Callable[[int], Mlp] | None = None,
     norms: int = 2,
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return the outline of layers with RMSNorm, rotary positions and gated MLPs.
+    """Return the outline's values for layers with RMSNorm, rotary positions and gated MLPs.
 
-    `mlp` returns the MLP of a layer by its index; by default, all MLPs are dense.
+    `mlp` returns the MLP of a layer by its index; by default, all MLPs are dense. `norms` is the
+    number of norms per layer. Unless `windowed` is set, sliding_window is ignored.
     """
     hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
-    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
-    dense = _dense(values)
-    windows = _windows(values, layers) if windowed else [None] * layers
+    made = _read_attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    dense = _read_dense_mlp(values)
+    windows = _read_windows(values, layers) if windowed else [None] * layers
     stacks = (
         Stack(
-            name=_kind(window, chosen),
+            name=_name_stack(window, chosen),
             layers=1,
             attention=made.model_copy(update={"window": window}),
             mlp=chosen,
@@ -146,28 +146,28 @@ def _llama_like(
     )
     return {
         "hidden": hidden,
-        "stacks": _count_equal_layers(stacks),
+        "stacks": _merge_equal_layers(stacks),
         "outside_parameters": hidden,
-        **_rows(values),
+        **_read_embedding_sizes(values),
     }
 
 
-def _kind(window: int | None, mlp: Mlp) -> str:
+def _name_stack(window: int | None, mlp: Mlp) -> str:
     name = "layers of experts" if mlp.experts else "layers"
     return name if window is None else f"{name} with a window"
 
 
-def _dense(values: ConfigValues) -> Mlp:
+def _read_dense_mlp(values: ConfigValues) -> Mlp:
     bias = bool(values.get("mlp_bias", False))
     return Mlp(width=values.positive_int("intermediate_size"), gated=True, bias=bias)
 
 
-def _mixtral(values: ConfigValues) -> dict[str, Any]:
-    experts = _experts(values, "num_local_experts", "intermediate_size")
-    return _llama_like(values, lambda layer: experts, qkv_bias=False, out_bias=False)
+def _read_mixtral(values: ConfigValues) -> dict[str, Any]:
+    experts = _read_experts(values, "num_local_experts", "intermediate_size")
+    return _read_llama_like(values, lambda layer: experts, qkv_bias=False, out_bias=False)
 
 
-def _experts(values: ConfigValues, number: str, width: str, **more: Any) -> Mlp:
+def _read_experts(values: ConfigValues, number: str, width: str, **more: Any) -> Mlp:
     return Mlp(
         width=values.positive_int(width),
         gated=True,
@@ -177,29 +177,31 @@ def _experts(values: ConfigValues, number: str, width: str, **more: Any) -> Mlp:
     )
 
 
-def _sparse(values: ConfigValues, experts: Mlp) -> Callable[[int], Mlp]:
-    """Return a function that gives the MLP of a Qwen layer, dense or with experts, by its index."""
+def _read_qwen_mlps(values: ConfigValues, experts: Mlp) -> Callable[[int], Mlp]:
     only, step = values.get("mlp_only_layers", []), values.positive_int("decoder_sparse_step", 1)
-    dense = _dense(values)
+    dense = _read_dense_mlp(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
 
 
-def _qwen2_moe(values: ConfigValues) -> dict[str, Any]:
+def _read_qwen2_moe(values: ConfigValues) -> dict[str, Any]:
     shared = values.positive_int("shared_expert_intermediate_size")
-    experts = _experts(
+    experts = _read_experts(
         values, "num_experts", "moe_intermediate_size", shared=shared, shared_gate=True
     )
-    return _llama_like(
-        values, _sparse(values, experts), qkv_bias=values.get("qkv_bias", True), out_bias=False
+    return _read_llama_like(
+        values,
+        _read_qwen_mlps(values, experts),
+        qkv_bias=values.get("qkv_bias", True),
+        out_bias=False,
     )
 
 
-def _qwen3_moe(values: ConfigValues) -> dict[str, Any]:
-    experts = _experts(values, "num_experts", "moe_intermediate_size")
-    return _llama_like(values, _sparse(values, experts), qk_norm=True)
+def _read_qwen3_moe(values: ConfigValues) -> dict[str, Any]:
+    experts = _read_experts(values, "num_experts", "moe_intermediate_size")
+    return _read_llama_like(values, _read_qwen_mlps(values, experts), qk_norm=True)
 
 
-def _deepseek(values: ConfigValues) -> dict[str, Any]:
+def _read_deepseek(values: ConfigValues) -> dict[str, Any]:
     """Read a DeepSeek model, without its multi-token prediction layers."""
     hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     heads, bias = (
@@ -222,14 +224,14 @@ def _deepseek(values: ConfigValues) -> dict[str, Any]:
     )
     each = values.positive_int("moe_intermediate_size")
     shared = each * values.positive_int("n_shared_experts")
-    dense = _dense(values)
+    dense = _read_dense_mlp(values)
     # Experts have no biases, but the shared MLP does.
     beside = 2 * shared + hidden if dense.bias else 0
-    experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
+    experts = _read_experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
     first = values.get("first_k_dense_replace", 0)
     stacks = (
         Stack(
-            name=_kind(None, mlp),
+            name=_name_stack(None, mlp),
             layers=1,
             attention=attention,
             mlp=mlp,
@@ -241,19 +243,19 @@ def _deepseek(values: ConfigValues) -> dict[str, Any]:
     )
     return {
         "hidden": hidden,
-        "stacks": _count_equal_layers(stacks),
+        "stacks": _merge_equal_layers(stacks),
         "outside_parameters": hidden,
-        **_rows(values),
+        **_read_embedding_sizes(values),
     }
 
 
-def _gemma3_text(values: ConfigValues) -> dict[str, Any]:
+def _read_gemma3_text(values: ConfigValues) -> dict[str, Any]:
     """Read the text part of a multimodal model, without its vision tower."""
     text = ConfigValues(values.config.text_config, f"{values.where}: text_config")
-    return _llama_like(text, norms=4, qk_norm=True)
+    return _read_llama_like(text, norms=4, qk_norm=True)
 
 
-def _gpt_like(
+def _read_gpt_like(
     values: ConfigValues,
     width: int,
     *,
@@ -265,12 +267,13 @@ def _gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return the outline of layers with LayerNorm and an MLP of two matmuls.
+    """Return the outline's values for layers with LayerNorm and an MLP of two matmuls.
 
-    `outside` is the number of parameters outside the layers, except for the final norm.
+    `width` is the MLP's width, `outside` the number of parameters outside the layers (without the
+    final norm), and `stack` holds further fields of Stack.
     """
     hidden = values.positive_int("hidden_size")
-    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    made = _read_attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
     layers = Stack(
         layers=values.positive_int("num_hidden_layers"),
         attention=made,
@@ -282,11 +285,11 @@ def _gpt_like(
         "hidden": hidden,
         "stacks": (layers,),
         "outside_parameters": (2 if norm_bias else 1) * hidden + outside,
-        **_rows(values, positions),
+        **_read_embedding_sizes(values, positions),
     }
 
 
-def _gpt2(values: ConfigValues) -> dict[str, Any]:
+def _read_gpt2(values: ConfigValues) -> dict[str, Any]:
     if values.get("add_cross_attention", False):
         values.refuse(
             "add_cross_attention",
@@ -295,18 +298,20 @@ def _gpt2(values: ConfigValues) -> dict[str, Any]:
         )
     width = values.positive_int("n_inner", 4 * values.positive_int("n_embd"))
     positions = values.positive_int("n_positions")
-    read = _gpt_like(values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop"))
+    read = _read_gpt_like(
+        values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop")
+    )
     return {**read, "learned_positions": positions}
 
 
-def _bert(values: ConfigValues) -> dict[str, Any]:
+def _read_bert(values: ConfigValues) -> dict[str, Any]:
     for name in ("is_decoder", "add_cross_attention"):
         if values.get(name, False):
             values.refuse(name, True, "outpace supports BERT only as an encoder")
     hidden, vocab = values.positive_int("hidden_size"), values.positive_int("vocab_size")
     positions = values.positive_int("max_position_embeddings")
     outside = values.positive_int("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
-    read = _gpt_like(
+    read = _read_gpt_like(
         values, values.positive_int("intermediate_size"), outside=outside, causal=False,
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
         stack={"norm_last": True},
@@ -315,53 +320,53 @@ def _bert(values: ConfigValues) -> dict[str, Any]:
     return {**read, "learned_positions": positions, "head_matmuls": (transform,)}
 
 
-def _gpt_neox(values: ConfigValues) -> dict[str, Any]:
+def _read_gpt_neox(values: ConfigValues) -> dict[str, Any]:
     projected = bool(values.get("attention_bias", True))
     parallel = bool(values.get("use_parallel_residual", True))
-    return _gpt_like(
+    return _read_gpt_like(
         values, values.positive_int("intermediate_size"),
         dropouts=("hidden_dropout", "attention_dropout"),
         stack={"parallel": parallel}, qkv_bias=projected, out_bias=projected,
     )  # fmt: skip
 
 
-def _phi(values: ConfigValues) -> dict[str, Any]:
+def _read_phi(values: ConfigValues) -> dict[str, Any]:
     """Read a Phi model, which has one norm per layer and a biased head."""
     normed = bool(values.get("qk_layernorm", False))
     hidden = values.positive_int("hidden_size")
     dim = values.head_dim(hidden, values.positive_int("num_attention_heads"))
-    return _gpt_like(
+    return _read_gpt_like(
         values, values.positive_int("intermediate_size"), outside=values.positive_int("vocab_size"),
         dropouts=("resid_pdrop", "attention_dropout"), qk_norm=normed,
         stack={"parallel": True, "norms": 1, "other_parameters": 2 * dim if normed else 0},
     )  # fmt: skip
 
 
-def _bloom(values: ConfigValues) -> dict[str, Any]:
+def _read_bloom(values: ConfigValues) -> dict[str, Any]:
     """Read BLOOM, which has a norm after the embedding; its ALiBi biases have no parameters."""
     hidden = values.positive_int("hidden_size")
-    return _gpt_like(
+    return _read_gpt_like(
         values, 4 * hidden, outside=2 * hidden, positions=values.positive_int("seq_length", 2048),
         dropouts=("hidden_dropout", "attention_dropout"),
     )  # fmt: skip
 
 
-def _mpt(values: ConfigValues) -> dict[str, Any]:
+def _read_mpt(values: ConfigValues) -> dict[str, Any]:
     """Read an MPT model, which has no biases; its ALiBi biases have no parameters."""
     width = values.positive_int("expansion_ratio", 4) * values.positive_int("hidden_size")
-    return _gpt_like(
+    return _read_gpt_like(
         values, width, bias=False, norm_bias=False, positions=values.positive_int("max_seq_len"),
         dropouts=("resid_pdrop",),
     )  # fmt: skip
 
 
-def _opt(values: ConfigValues) -> dict[str, Any]:
+def _read_opt(values: ConfigValues) -> dict[str, Any]:
     """Read OPT, which has two extra rows of positions; the 350M also has a narrower embedding."""
     hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)
     affine = bool(values.get("layer_norm_elementwise_affine", True))
-    read = _gpt_like(
+    read = _read_gpt_like(
         values, values.positive_int("ffn_dim"), bias=bool(values.get("enable_bias", True)),
         norm_bias=affine, dropouts=("dropout", "attention_dropout"),
         stack={"norms": 2 if affine else 0},
@@ -376,10 +381,10 @@ def _opt(values: ConfigValues) -> dict[str, Any]:
     return read
 
 
-def _vit(values: ConfigValues) -> dict[str, Any]:
+def _read_vit(values: ConfigValues) -> dict[str, Any]:
     """Read a ViT, whose classifier reads only the class token."""
     hidden = values.positive_int("hidden_size")
-    image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
+    image, patch = (_read_pair(values, name) for name in ("image_size", "patch_size"))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if patches < 1:
         values.refuse("patch_size", patch, f"the image has {image}")
@@ -387,7 +392,7 @@ def _vit(values: ConfigValues) -> dict[str, Any]:
     bias = bool(values.get("qkv_bias", True))
     stack = Stack(
         layers=values.positive_int("num_hidden_layers"),
-        attention=_attention(values, hidden, causal=False, qkv_bias=bias, out_bias=True),
+        attention=_read_attention(values, hidden, causal=False, qkv_bias=bias, out_bias=True),
         mlp=Mlp(width=values.positive_int("intermediate_size"), bias=True),
         norm_bias=True,
         seq_len=patches + 1,
@@ -409,7 +414,7 @@ def _vit(values: ConfigValues) -> dict[str, Any]:
     }
 
 
-def _pair(values: ConfigValues, name: str) -> tuple[int, int]:
+def _read_pair(values: ConfigValues, name: str) -> tuple[int, int]:
     found = values.get(name)
     pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
     if len(pair) != 2 or not all(isinstance(one, int) and one > 0 for one in pair):
@@ -417,8 +422,7 @@ def _pair(values: ConfigValues, name: str) -> tuple[int, int]:
     return pair
 
 
-def _t5(values: ConfigValues) -> dict[str, Any]:
-    """Read a T5: an encoder, and a decoder that also attends to the encoder's output."""
+def _read_t5(values: ConfigValues) -> dict[str, Any]:
     hidden, heads = values.positive_int("d_model"), values.positive_int("num_heads")
     dim = values.positive_int("d_kv")
     attention = AttentionShape(
@@ -448,35 +452,35 @@ def _t5(values: ConfigValues) -> dict[str, Any]:
         "hidden": hidden,
         "stacks": (encoder, decoder),
         "outside_parameters": 2 * (hidden + biases),
-        **_rows(values, values.positive_int("n_positions", 512)),
+        **_read_embedding_sizes(values, values.positive_int("n_positions", 512)),
     }
 
 
 # By model_type: the name in messages, and the reader.
 READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {
-        "gpt2": ("GPT-2", _gpt2),
-        "llama": ("Llama", partial(_llama_like, windowed=False)),
-        "mistral": ("Mistral", _llama_like),
-        "qwen2": ("Qwen 2", partial(_llama_like, qkv_bias=True, out_bias=False)),
-        "qwen3": ("Qwen 3", partial(_llama_like, qk_norm=True)),
-        "bert": ("BERT", _bert),
-        "gpt_neox": ("GPT-NeoX", _gpt_neox),
-        "bloom": ("BLOOM", _bloom),
-        "mpt": ("MPT", _mpt),
-        "opt": ("OPT", _opt),
-        "mixtral": ("Mixtral", _mixtral),
-        "qwen2_moe": ("Qwen2-MoE", _qwen2_moe),
-        "qwen3_moe": ("Qwen3-MoE", _qwen3_moe),
-        "deepseek_v2": ("DeepSeek-V2", _deepseek),
-        "deepseek_v3": ("DeepSeek-V3", _deepseek),
-        "gemma": ("Gemma", partial(_llama_like, windowed=False)),
-        "gemma2": ("Gemma 2", partial(_llama_like, norms=4)),
-        "gemma3_text": ("Gemma 3", partial(_llama_like, norms=4, qk_norm=True)),
-        "gemma3": ("Gemma 3, whose vision tower is not included", _gemma3_text),
-        "phi": ("Phi", _phi),
-        "phi3": ("Phi-3", partial(_llama_like, qkv_bias=False, out_bias=False)),
-        "vit": ("ViT", _vit),
-        "t5": ("T5", _t5),
+        "gpt2": ("GPT-2", _read_gpt2),
+        "llama": ("Llama", partial(_read_llama_like, windowed=False)),
+        "mistral": ("Mistral", _read_llama_like),
+        "qwen2": ("Qwen 2", partial(_read_llama_like, qkv_bias=True, out_bias=False)),
+        "qwen3": ("Qwen 3", partial(_read_llama_like, qk_norm=True)),
+        "bert": ("BERT", _read_bert),
+        "gpt_neox": ("GPT-NeoX", _read_gpt_neox),
+        "bloom": ("BLOOM", _read_bloom),
+        "mpt": ("MPT", _read_mpt),
+        "opt": ("OPT", _read_opt),
+        "mixtral": ("Mixtral", _read_mixtral),
+        "qwen2_moe": ("Qwen2-MoE", _read_qwen2_moe),
+        "qwen3_moe": ("Qwen3-MoE", _read_qwen3_moe),
+        "deepseek_v2": ("DeepSeek-V2", _read_deepseek),
+        "deepseek_v3": ("DeepSeek-V3", _read_deepseek),
+        "gemma": ("Gemma", partial(_read_llama_like, windowed=False)),
+        "gemma2": ("Gemma 2", partial(_read_llama_like, norms=4)),
+        "gemma3_text": ("Gemma 3", partial(_read_llama_like, norms=4, qk_norm=True)),
+        "gemma3": ("Gemma 3, whose vision tower is not included", _read_gemma3_text),
+        "phi": ("Phi", _read_phi),
+        "phi3": ("Phi-3", partial(_read_llama_like, qkv_bias=False, out_bias=False)),
+        "vit": ("ViT", _read_vit),
+        "t5": ("T5", _read_t5),
     }
 )

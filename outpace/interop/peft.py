@@ -96,11 +96,11 @@ def write_adapter(
     `stop_ids` end answers, in addition to the ids that end texts. Raises BadInputError if the
     directory cannot be written.
     """
-    used = tensor_naming(str(read_config(base).get("model_type")))
-    pairs = _their_pairs(model, used)
+    naming = tensor_naming(str(read_config(base).get("model_type")))
+    pairs = _collect_pairs(model, naming)
     rank = plan.lora_rank
     assert rank is not None
-    config = _config(pairs, model.spec, used, rank, plan.lora_scale)
+    config = _build_adapter_config(pairs, model.spec, naming, rank, plan.lora_scale)
     config |= {"base_model_name_or_path": str(base.resolve()), "lora_dropout": plan.lora_dropout}
     tensors = {}
     for name, pair in pairs.items():
@@ -115,21 +115,25 @@ def write_adapter(
         note.save(folder / NOTE)
 
 
-def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by PEFT's module names; a module may join several matrices."""
+def _collect_pairs(model: Transformer, naming: Naming | None) -> dict[str, Pair]:
+    """Return the model's adapters by PEFT's module names; one module may join several matrices."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
-    for stored, names in group(shapes, used).items():
+    for stored, names in group(shapes, naming).items():
         modules = [name.removesuffix(".weight") for name in names]
         if any(module in ours for module in modules):
             parts = [ours.get(module) for module in modules]
             rows = [shapes[name][0] for name in names]
-            pairs[stored.removesuffix(".weight")] = _join(parts, rows)
+            pairs[stored.removesuffix(".weight")] = _join_adapters(parts, rows)
     return pairs
 
 
-def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
-    """Join the adapters of matrices stored as one; None means that a matrix has no adapter."""
+def _join_adapters(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
+    """Join the adapters of matrices that are stored as one matrix.
+
+    The A's are stacked, and the B's form a block diagonal. None stands for a matrix without an
+    adapter, and `rows` are the output sizes of the matrices.
+    """
     there = [part for part in parts if part is not None]
     a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
     b = torch.zeros(sum(rows), len(a))
@@ -143,10 +147,10 @@ def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> 
     return Pair(a.contiguous(), b, there[0][2])
 
 
-def _config(
-    pairs: Mapping[str, Pair], spec: ModelSpec, used: Naming | None, rank: int, scale: float
+def _build_adapter_config(
+    pairs: Mapping[str, Pair], spec: ModelSpec, naming: Naming | None, rank: int, scale: float
 ) -> dict[str, Any]:
-    known = [name.removesuffix(".weight") for name in group(expected_shapes(spec), used)]
+    known = [name.removesuffix(".weight") for name in group(expected_shapes(spec), naming)]
     joined: dict[int, list[str]] = {}
     for name, pair in pairs.items():
         if len(pair.a) != rank:
@@ -156,19 +160,19 @@ def _config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if spec.causal else None,
         "r": rank,
-        "lora_alpha": _plain(scale * rank),
+        "lora_alpha": _to_int_if_whole(scale * rank),
         "rank_pattern": ranks,
-        "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
+        "alpha_pattern": {end: _to_int_if_whole(scale * r) for end, r in ranks.items()},
         "target_modules": endings(pairs, known),
         # Whether modules store matrices as in × out, which is the same for all modules of a family.
-        "fan_in_fan_out": used is not None and bool(used.transposed),
+        "fan_in_fan_out": naming is not None and bool(naming.transposed),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
     }
 
 
-def _plain(number: float) -> int | float:
+def _to_int_if_whole(number: float) -> int | float:
     """Return a whole number as an int, as PEFT stores alphas."""
     return int(number) if number == int(number) else number
 
@@ -203,7 +207,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"{path}: {name} is {values[name]!r}, which is not supported. Merge the adapter "
                 "into its base model with peft (merge_and_unload)."
             )
-    _check_form(values, path)
+    _require_plain_update(values, path)
     _check_alphas(values, path)
     return values
 
@@ -222,7 +226,7 @@ def fingerprint_config(folder: Path) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def _check_form(values: Mapping[str, Any], path: Path) -> None:
+def _require_plain_update(values: Mapping[str, Any], path: Path) -> None:
     """Refuse adapters that do more than add B · A to the base weights."""
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
@@ -241,7 +245,6 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse alphas that `_scale` cannot use."""
     patterns = values.get("alpha_pattern") or {}
     for key, found in (("alpha_pattern", patterns), ("rank_pattern", values.get("rank_pattern"))):
         _check_patterns(key, found or {}, path)
@@ -253,7 +256,6 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_patterns(key: str, patterns: Any, path: Path) -> None:
-    """Refuse invalid module-name patterns."""
     if not isinstance(patterns, dict):
         raise BadInputError(
             f"{path}: {key} is {excerpt(patterns)}; it must be an object that maps "
@@ -274,7 +276,7 @@ def base_of(folder: Path) -> Path:
     Raises BadInputError if it is not on this machine.
     """
     named = named_base(folder)
-    base = _directory(named)
+    base = _find_directory(named)
     if base is None:
         raise BadInputError(
             f"{folder} is an adapter of {shorten(named) or 'a model that it does not name'}, "
@@ -292,10 +294,10 @@ def named_base(folder: Path) -> str:
     return str(read_adapter_config(folder).get("base_model_name_or_path") or "")
 
 
-def _directory(named: str) -> Path | None:
+def _find_directory(reference: str) -> Path | None:
     try:
-        path = Path(named).expanduser()
-        return path if named and path.is_dir() else None
+        path = Path(reference).expanduser()
+        return path if reference and path.is_dir() else None
     except (OSError, RuntimeError):  # name too long, or no home directory
         return None
 
@@ -315,14 +317,14 @@ def merge_into(
             "weights, or merge it into these anyway: outpace merge --base fp32."
         )
     if (form or (note.base if note else "fp32")) == "nf4":
-        _round(weights)
-    used = tensor_naming(str(read_config(base).get("model_type")))
-    groups = group(weights, used)
+        _round_to_nf4(weights)
+    naming = tensor_naming(str(read_config(base).get("model_type")))
+    groups = group(weights, naming)
     pairs = dict(_read_pairs(folder))
     known = [name.removesuffix(".weight") for name in groups]
     require_targets(read_adapter_config(folder), folder / ADAPTER_WEIGHTS, pairs, known)
     for module, pair in pairs.items():
-        stored = f"{module}.weight" if used is None else used.current_name(f"{module}.weight")
+        stored = f"{module}.weight" if naming is None else naming.current_name(f"{module}.weight")
         names = groups.get(stored)
         rows = [weights[name].shape[0] for name in names or ()]
         inner = weights[names[0]].shape[1:] if names else None
@@ -367,8 +369,8 @@ def read_note(folder: Path) -> AdapterNote | None:
     return AdapterNote.load(path) if path.is_file() else None
 
 
-def _round(weights: dict[str, Tensor]) -> None:
-    """Quantize the matrices of all blocks to 4 bits and dequantize them, in place."""
+def _round_to_nf4(weights: dict[str, Tensor]) -> None:
+    """Quantize the matrices of all blocks to nf4 and dequantize them, in place."""
     ends = tuple(f".{place}.weight" for place in PLACES.values())
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(ends):
@@ -377,7 +379,6 @@ def _round(weights: dict[str, Tensor]) -> None:
 
 
 def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
-    """Yield the module name and matrices of each adapter in a folder."""
     config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
     require_small_files(folder)
     require_readable(path)
@@ -408,24 +409,24 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         if held.keys() != {"A", "B"}:
             raise BadInputError(f"{path} holds only one half of the adapter of {module}.")
         rank = len(held["A"])
-        named = _of_module(config.get("rank_pattern") or {}, module, config.get("r", rank))
+        named = _match_module(config.get("rank_pattern") or {}, module, config.get("r", rank))
         if named != rank:
             raise BadInputError(
                 f"{path}: the matrices of {module} have rank {rank}, and adapter_config.json says "
                 f"{excerpt(named)}: one of the two files belongs to another adapter or was "
                 "changed. Restore both as they were saved."
             )
-        yield module, Pair(held["A"], held["B"], _scale(config, module, rank))
+        yield module, Pair(held["A"], held["B"], _lora_scale(config, module, rank))
 
 
-def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _match_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module's name, as PEFT does."""
     own = (value for end, value in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", module))
     return next(own, default)
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return α/r, or α/√r if the config uses rsLoRA (Kalajdzievski, arXiv 2312.03732)."""
     patterns = config.get("alpha_pattern") or {}
-    alpha = float(_of_module(patterns, module, config.get("lora_alpha", 8)))
+    alpha = float(_match_module(patterns, module, config.get("lora_alpha", 8)))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

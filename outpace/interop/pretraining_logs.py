@@ -49,13 +49,13 @@ def read_torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
         "clock_step_s": clock_step_s(re.compile(r"(?<!validate )step:\s*(\d{1,15})\s"), lines),
         "peak_memory_bytes": int(most * _GIB) or None,
         "memory_kind": "reserved",
-        **_torchtitan_batch(text),
-        **_torchtitan_mesh(text),
-        **_torchtitan_options(text),
+        **_read_torchtitan_batch(text),
+        **_read_torchtitan_mesh(text),
+        **_read_torchtitan_options(text),
     }
 
 
-def _torchtitan_batch(text: str) -> dict[str, Any]:
+def _read_torchtitan_batch(text: str) -> dict[str, Any]:
     """Read the batch size, which torchtitan logs in tokens since August 2026."""
     found = re.search(
         r"local batch size (\d+), global batch size (\d+), "
@@ -64,18 +64,18 @@ def _torchtitan_batch(text: str) -> dict[str, Any]:
     if found is not None:
         local, total, length = map(int, found.groups())
         told = {"micro_batch": local, "global_batch": total, "seq_len": length}
-        return told | _torchtitan_pipeline(text, local)
+        return told | _read_torchtitan_pipeline(text, local)
     found = re.search(
         r"(\d+) tokens per DP rank, (\d+) tokens per train step, gradient accumulation steps "
         r"\d+, maximum context length (\d+)", text
     )  # fmt: skip
     if found is None:
-        return _torchtitan_pipeline(text, None)
+        return _read_torchtitan_pipeline(text, None)
     local, total, length = map(int, found.groups())
     batch = {"seq_len": length}
     if not total % length and not local % length:
         batch |= {"micro_batch": local // length, "global_batch": total // length}
-    return batch | _torchtitan_pipeline(text, batch.get("micro_batch"))
+    return batch | _read_torchtitan_pipeline(text, batch.get("micro_batch"))
 
 
 # torchtitan's and torch's names for schedules.
@@ -90,7 +90,7 @@ _TORCH_SCHEDULES = {
 }
 
 
-def _torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
+def _read_torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
     """Read how a pipeline splits a rank's batch; micro_batch is None if the log does not say."""
     pp = re.search(r"parallelism: .*?\bpp=(\d+)", text)
     found = re.search(
@@ -109,7 +109,7 @@ def _torchtitan_pipeline(text: str, local_batch: int | None) -> dict[str, Any]:
     return told
 
 
-def _torchtitan_mesh(text: str) -> dict[str, int]:
+def _read_torchtitan_mesh(text: str) -> dict[str, int]:
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     named = re.search(r"device mesh with parallelism: (.*)", text)
     if named is not None:
@@ -131,8 +131,7 @@ def _torchtitan_mesh(text: str) -> dict[str, int]:
     return {**sizes, "world_size": world}
 
 
-def _torchtitan_options(text: str) -> dict[str, Any]:
-    """Read recomputation, precision, offloading and the number of parameters."""
+def _read_torchtitan_options(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     mode = re.search(r"Applied (full|selective|FullAC|SelectiveAC) activation checkpointing", text)
     if mode is not None:
@@ -168,7 +167,7 @@ _MEGATRON: Mapping[str, str] = {
 
 def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     """Return what Megatron logged; None if it logged no steps."""
-    lines, grown = _of_the_last_batch(lines)
+    lines, grown = _keep_last_batch_size(lines)
     times = find_numbers(rf"elapsed time per iteration \(ms\):\s*{NUMBER}", lines)
     if not times:
         return None
@@ -184,8 +183,8 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     batch = last_number(r"global batch size:\s*(\d+)", lines)
     length = last_number(r"actual seqlen:\s*(\d+)", lines)
     memory = find_numbers(rf"max allocated:\s*{NUMBER}", lines)
-    options = _megatron_options(said, found)
-    if said.get("deepspeed") == "True" and (stage := _deepspeed_stage(lines)) is not None:
+    options = _read_megatron_options(said, found)
+    if said.get("deepspeed") == "True" and (stage := _read_zero_stage(lines)) is not None:
         options["zero"] = stage
     return {
         "trainer": "megatron",
@@ -201,7 +200,7 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     }
 
 
-def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+def _keep_last_batch_size(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
     """Drop steps whose batch or length differs from the last step's; return a note on them.
 
     Megatron may change both during a run (rampup_batch_size, step_batch_size_schedule, curriculum).
@@ -223,37 +222,38 @@ def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, 
 _FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def _megatron_options(said: Mapping[str, str], found: Mapping[str, int]) -> dict[str, Any]:
-    """Read sharding, precision, experts and recomputation from Megatron's arguments."""
-    options: dict[str, Any] = _megatron_precision(said)
+def _read_megatron_options(
+    arguments: Mapping[str, str], sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    options: dict[str, Any] = _read_megatron_precision(arguments)
     notes = []
-    sharded = said.get("use_distributed_optimizer")
+    sharded = arguments.get("use_distributed_optimizer")
     if sharded in ("True", "False"):
         options["zero"] = int(sharded == "True")
-    if "True" in (said.get("use_megatron_fsdp"), said.get("use_custom_fsdp")):
-        options["zero"] = _FSDP_STAGES.get(said.get("data_parallel_sharding_strategy", ""), 3)
-    elif said.get("use_torch_fsdp2") == "True":
+    if "True" in (arguments.get("use_megatron_fsdp"), arguments.get("use_custom_fsdp")):
+        options["zero"] = _FSDP_STAGES.get(arguments.get("data_parallel_sharding_strategy", ""), 3)
+    elif arguments.get("use_torch_fsdp2") == "True":
         options["zero"] = 3
-    if said.get("sequence_parallel") in ("True", "False") and found.get("tp", 1) > 1:
-        options["sequence_parallel"] = said["sequence_parallel"] == "True"
-    if found.get("ep", 1) > 1 and not options.get("zero"):
+    if arguments.get("sequence_parallel") in ("True", "False") and sizes.get("tp", 1) > 1:
+        options["sequence_parallel"] = arguments["sequence_parallel"] == "True"
+    if sizes.get("ep", 1) > 1 and not options.get("zero"):
         options["zero"] = 1
         notes.append(
             "Megatron kept whole optimizer states while it divided experts over ranks; the plan "
             "shards them (ZeRO-1), which needs less memory."
         )
-    if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
+    if sizes.get("expert_tp", sizes.get("tp", 1)) != sizes.get("tp", 1):
         notes.append(
-            f"Megatron split experts over {found['expert_tp']} tensor-parallel ranks and other "
-            f"layers over {found.get('tp', 1)}; the plan splits both in the same way, or does not "
+            f"Megatron split experts over {sizes['expert_tp']} tensor-parallel ranks and other "
+            f"layers over {sizes.get('tp', 1)}; the plan splits both in the same way, or does not "
             "split experts if ep includes the ranks of tp."
         )
-    granularity = said.get("recompute_granularity")
+    granularity = arguments.get("recompute_granularity")
     if granularity == "full":
         options["checkpointing"] = "full"
-        if said.get("recompute_method") == "block":
+        if arguments.get("recompute_method") == "block":
             notes.append(
-                f"the first {said.get('recompute_num_layers')} blocks of each stage were "
+                f"the first {arguments.get('recompute_num_layers')} blocks of each stage were "
                 "recomputed; the plan recomputes all. Use --layout checkpoint_every=K to recompute "
                 "every K-th block."
             )
@@ -266,18 +266,18 @@ def _megatron_options(said: Mapping[str, str], found: Mapping[str, int]) -> dict
     return {**options, "notes": tuple(notes)}
 
 
-def _megatron_precision(said: Mapping[str, str]) -> dict[str, Any]:
-    """Read the precision and optimizer offloading; offloading implies no master weights."""
-    offloaded = said.get("optimizer_cpu_offload") == "True"
+def _read_megatron_precision(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Read precision and optimizer offloading; an offloaded optimizer keeps no master weights."""
+    offloaded = arguments.get("optimizer_cpu_offload") == "True"
     options: dict[str, Any] = {"offload_optimizer": "cpu"} if offloaded else {}
     masters = "" if offloaded else "-master"
-    if said.get("fp8", "None") not in ("None", "False"):
+    if arguments.get("fp8", "None") not in ("None", "False"):
         options["precision"] = "fp8"
-    elif said.get("bf16") == "True":
+    elif arguments.get("bf16") == "True":
         options["precision"] = f"bf16{masters}"
-    elif said.get("fp16") == "True":
+    elif arguments.get("fp16") == "True":
         options["precision"] = f"fp16{masters}"
-    elif said.get("bf16") == said.get("fp16") == "False":
+    elif arguments.get("bf16") == arguments.get("fp16") == "False":
         options["precision"] = "fp32"
     return options
 
@@ -306,20 +306,20 @@ def read_deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
     found = {name: value for name, value in whole_settings(said, _DEEPSPEED).items() if value}
     if any(_DEEPSPEED_MODEL_RANKS.search(line) for line in lines):
         found.pop("world_size", None)
-    stage = _deepspeed_stage(lines)
+    stage = _read_zero_stage(lines)
     return {
         "trainer": "deepspeed",
         "steps": max(1, len(rates) - 1),
         "samples_per_s": steady_median(rates),
-        "clock_step_s": _deepspeed_clock_s(lines, said),
+        "clock_step_s": _read_deepspeed_clock_s(lines, said),
         "peak_memory_bytes": int(most * _GIB) or None,
         **({} if stage is None else {"zero": stage}),
         **found,
-        **_deepspeed_options(lines, said),
+        **_read_deepspeed_options(lines, said),
     }
 
 
-def _deepspeed_stage(lines: Sequence[str]) -> int | None:
+def _read_zero_stage(lines: Sequence[str]) -> int | None:
     # Pipeline stages are printed as "stage=3 layers=7" when a model is built.
     return last_number(
         r'(?:"stage": ?|zero_optimization_stage \.* |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)\b'
@@ -328,7 +328,7 @@ def _deepspeed_stage(lines: Sequence[str]) -> int | None:
     )
 
 
-def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[str, Any]:
+def _read_deepspeed_options(lines: Sequence[str], settings: Mapping[str, str]) -> dict[str, Any]:
     """Read precision and offloading from DeepSpeed's settings, whose names vary by version."""
     found: dict[str, Any] = {}
     zero = " ".join(line for line in lines if "zero_config" in line)
@@ -343,14 +343,16 @@ def _deepspeed_options(lines: Sequence[str], said: Mapping[str, str]) -> dict[st
         ("bf16", ("bfloat16_enabled", "bfloat16_config")),
         ("fp16", ("fp16_enabled", "float16_config")),
     ):
-        values = [said[name] for name in names if name in said]
+        values = [settings[name] for name in names if name in settings]
         if any(value == "True" or value.startswith("enabled=True") for value in values):
             found["precision"] = f"{dtype}{masters}"
     return found
 
 
-def _deepspeed_clock_s(lines: Sequence[str], said: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return bounds of the step time, from the timestamps of lines.
+def _read_deepspeed_clock_s(
+    lines: Sequence[str], settings: Mapping[str, str]
+) -> tuple[float, float] | None:
+    """Return bounds of the step time in seconds, from the timestamps of lines.
 
     Before version 0.8, DeepSpeed counted micro-batches instead of steps, and its rate often
     excluded the optimizer.
@@ -358,7 +360,7 @@ def _deepspeed_clock_s(lines: Sequence[str], said: Mapping[str, str]) -> tuple[f
     if (clock := clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
         return clock
     micro = clock_step_s(re.compile(r"\b\d+/(\d{1,15}), (?:\w+)?SamplesPerSec="), lines)
-    passes = whole_settings(said, {"gradient_accumulation_steps": "passes"}).get("passes")
+    passes = whole_settings(settings, {"gradient_accumulation_steps": "passes"}).get("passes")
     return None if micro is None or not passes else (micro[0] * passes, micro[1] * passes)
 
 
@@ -385,25 +387,24 @@ def read_nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
         return None
     total = _read_abbreviated(rf"tokens_per_sec: {_HUMAN}", lines)
     each = _read_abbreviated(rf"tokens_per_sec_per_gpu: {_HUMAN}", lines)
-    found = _nanotron_settings("\n".join(lines))
-    if total and each and (world := _world_size(total, each)) is not None:
+    found = _read_nanotron_settings("\n".join(lines))
+    if total and each and (world := _infer_world_size(total, each)) is not None:
         found.setdefault("world_size", world)
-    batch = _nanotron_batch(lines, times, total, found)
+    batch = _read_nanotron_batch(lines, times, total, found)
     memory = _read_abbreviated(rf"cuda_max_memory_reserved: {_HUMAN}", lines)
     return {
         "trainer": "nanotron",
         "steps": max(1, len(times) - 1),
-        "step_time_s": (steady_median([_middle(time) for time in times]) or 0.0) / 1e3,
-        "tokens_per_s_per_device": steady_median([_middle(value) for value in each]) or None,
-        "peak_memory_bytes": int(max(map(_middle, memory))) if memory else None,
+        "step_time_s": (steady_median([_midpoint(time) for time in times]) or 0.0) / 1e3,
+        "tokens_per_s_per_device": steady_median([_midpoint(value) for value in each]) or None,
+        "peak_memory_bytes": int(max(map(_midpoint, memory))) if memory else None,
         "memory_kind": "reserved",
         **found,
         "global_batch": batch,
     }
 
 
-def _nanotron_settings(text: str) -> dict[str, Any]:
-    """Read the settings that nanotron prints before its first step."""
+def _read_nanotron_settings(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for theirs, name in _NANOTRON.items():
         match = re.search(rf"\b{theirs}=(\d{{1,9}})\b", text)
@@ -431,13 +432,16 @@ def _nanotron_settings(text: str) -> dict[str, Any]:
     return found
 
 
-def _nanotron_batch(
-    lines: Sequence[str], times: Sequence[Range], total: Sequence[Range], found: Mapping[str, Any]
+def _read_nanotron_batch(
+    lines: Sequence[str],
+    times_ms: Sequence[Range],
+    rates: Sequence[Range],
+    settings: Mapping[str, Any],
 ) -> int | None:
     """Return the number of sequences per step, or None if the log does not give it exactly.
 
-    Since March 2025, step lines count tokens under the same name. The rate and the time show which
-    of the two was logged.
+    The global_batch_size in a step's line counted sequences until March 2025, and has counted
+    tokens since. Rate × time shows which of the two was logged.
     """
     exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
     if exact:
@@ -446,29 +450,33 @@ def _nanotron_batch(
     if not batch:
         return None
     counted = batch[-1]
-    if total:
-        tokens = total[-1].multiply(times[-1])
+    if rates:
+        tokens = rates[-1].multiply(times_ms[-1])
         if counted.high >= tokens.low / 1e3 and counted.low <= tokens.high / 1e3:
-            length = found.get("seq_len")
+            length = settings.get("seq_len")
             if not length:
                 return None
             counted = Range(counted.low / length, counted.high / length)
     return counted.only_whole_number()
 
 
-def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
-    """Return the number of devices from total and per-device rates, or None if it is ambiguous.
+def _infer_world_size(total_rates: Sequence[Range], device_rates: Sequence[Range]) -> int | None:
+    """Return the number of devices, total rate / rate per device; None if several are possible.
 
-    Both rates of a line are rounded, so a single quotient may give a wrong number.
+    Both rates of a line are rounded, so all lines are used to narrow the quotient.
     """
-    quotients = [one.divide(part) for one, part in zip(total, each, strict=False) if part.low > 0]
+    quotients = [
+        one.divide(part)
+        for one, part in zip(total_rates, device_rates, strict=False)
+        if part.low > 0
+    ]
     if not quotients:
         return None
     low, high = max(one.low for one in quotients), min(one.high for one in quotients)
     return Range(low, high).only_whole_number() if low <= high else None
 
 
-def _middle(number: Range) -> float:
+def _midpoint(number: Range) -> float:
     return (number.low + number.high) / 2
 
 

@@ -41,7 +41,7 @@ def abbreviation_range(number: float, suffix: str) -> Range:
     value = number * POWERS[suffix]
     if not suffix and number >= 10.0**_DIGITS:
         return Range(value, value)
-    half = _half_of_last(value, _DIGITS)
+    half = _half_last_digit(value, _DIGITS)
     return Range(value - half, value + half)
 
 
@@ -49,7 +49,7 @@ def rate_range(value: float, *, printed: bool = False) -> Range:
     """Return the range of a rate from transformers' Trainer; `printed` rates have fewer digits."""
     half = 0.5 * 10.0**-_RATE_DECIMALS
     if printed:
-        half = max(half, _half_of_last(value, _PRINTED_DIGITS))
+        half = max(half, _half_last_digit(value, _PRINTED_DIGITS))
     return Range(max(0.0, value - half), value + half)
 
 
@@ -59,8 +59,8 @@ def runtime_range(value_s: float) -> Range:
     return Range(max(0.0, value_s - half), value_s + half)
 
 
-def _half_of_last(value: float, digits: int) -> float:
-    """Return half a unit of the last of a number's significant `digits`."""
+def _half_last_digit(value: float, digits: int) -> float:
+    """Return half a unit of the last digit of a value with `digits` significant digits."""
     return 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 0.0
 
 

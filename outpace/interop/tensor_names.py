@@ -73,13 +73,13 @@ def tensor_naming(model_type: str) -> Naming | None:
     return _read_namings()["llama" if traits is None else traits.form]
 
 
-def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
+def group(names: Iterable[str], naming: Naming | None) -> dict[str, list[str]]:
     """Map stored names to outpace's names, several of which may be stored as one tensor.
 
     For example, GPT-2 stores q, k and v in one tensor. Names keep their order.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        stored = name if used is None else used.stored_name(name)
+        stored = name if naming is None else naming.stored_name(name)
         groups.setdefault(stored, []).append(name)
     return groups

@@ -41,16 +41,16 @@ _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
     """Describe how transformers reads the tokenizer in `path` differently from outpace, or None."""
     folder = path if path.is_dir() else path.parent
-    if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
+    if not (folder / "tokenizer.json").is_file() or not _may_use_special_class(folder):
         return None
-    work = partial(_differ, folder, tokenizer, _probes_of(tokenizer))
-    found = _find_once(cache_dir, tokenizer, _contents(folder), work)
+    work = partial(_find_difference, folder, tokenizer, _make_probes(tokenizer))
+    found = _run_cached(cache_dir, tokenizer, _read_small_files(folder), work)
     if found is None:
         return None
     return (
         f"transformers {version('transformers')} reads the tokenizer in {folder} by its class "
         f"{found['class']}, which differs from the tokenizer.json that outpace uses and exports: "
-        f"{_quote_ids(found)}. If the model learned the ids of tokenizer.json, as with "
+        f"{_format_ids(found)}. If the model learned the ids of tokenizer.json, as with "
         "transformers 4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learned "
         "the ids of the class, replace the files first: "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -61,20 +61,19 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
     """Describe how transformers will read an exported tokenizer differently, or return None."""
     if model_type not in _BY_FAMILY:
         return None
-    work = partial(_export_differ, tokenizer, model_type, _probes_of(tokenizer))
-    found = _find_once(cache_dir, tokenizer, [model_type.encode()], work)
+    work = partial(_find_export_difference, tokenizer, model_type, _make_probes(tokenizer))
+    found = _run_cached(cache_dir, tokenizer, [model_type.encode()], work)
     if found is None:
         return None
     return (
         f"AutoTokenizer of transformers {version('transformers')} will read the exported tokenizer "
         f"by the class {found['class']}, as for every {model_type} model, which differs from this "
-        f"run: {_quote_ids(found)}. Load it with "
+        f"run: {_format_ids(found)}. Load it with "
         "PreTrainedTokenizerFast.from_pretrained(DIR) instead"
     )
 
 
-def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return texts to compare, including some with added tokens before and after words."""
+def _make_probes(tokenizer: Tokenizer) -> tuple[str, ...]:
     names = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     names = names if len(names) <= 8 else names[:4] + names[-4:]
     return (*_PROBES, *(text for name in names for text in (f"a{name} b", f"{name}a")))
@@ -94,46 +93,45 @@ def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
     inner.normalizer, inner.pre_tokenizer = frame.normalizer, frame.pre_tokenizer
 
 
-def _names_class(folder: Path) -> bool:
+def _may_use_special_class(folder: Path) -> bool:
     """Return whether transformers may use a class that does not read tokenizer.json unchanged."""
-    told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
+    told, config = (_read_object_or_empty(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
     if named is None:  # then the model's type decides; without a type, this file is not read
         return config.get("model_type") is not None
     return named not in _GENERIC or config.get("model_type") in _BY_FAMILY
 
 
-def _values(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file, or {} if it cannot be read."""
+def _read_object_or_empty(path: Path) -> Mapping[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(path.read_text(encoding="utf-8"))
         return told if isinstance(told, dict) else {}
     return {}
 
 
-def _contents(folder: Path) -> list[bytes]:
+def _read_small_files(folder: Path) -> list[bytes]:
     """Return the names and contents of all files that a tokenizer class might read."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     small = (path for path in files if path.stat().st_size <= _FILE_BYTES)
-    return [part for path in small for part in (os.fsencode(path.name), _content(path))]
+    return [part for path in small for part in (os.fsencode(path.name), _read_bytes_or_empty(path))]
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes_or_empty(path: Path) -> bytes:
     with suppress(OSError):
         return path.read_bytes()
     return b""
 
 
-def _find_once(
+def _run_cached(
     cache_dir: Path, tokenizer: Tokenizer, key: list[bytes], work: "partial[dict[str, Any] | None]"
 ) -> dict[str, Any] | None:
-    """Return the result of `work`, cached by tokenizer, since loading transformers takes seconds.
+    """Run `work` in isolation, or return its cached result, since it takes seconds.
 
-    Returns None if `work` fails.
+    The cache distinguishes tokenizers, installed versions and `key`. Returns None if `work` fails.
     """
     digest = blake2b(digest_size=16)
     versions = (version(name).encode() for name in ("transformers", "tokenizers"))
-    texts = "\0".join(_probes_of(tokenizer)).encode()
+    texts = "\0".join(_make_probes(tokenizer)).encode()
     for part in (tokenizer.fingerprint.encode(), texts, *versions, *key):
         digest.update(len(part).to_bytes(8, "little") + part)
     memo = cache_dir / "tokenizer_classes" / f"{digest.hexdigest()}.json"
@@ -149,17 +147,19 @@ def _find_once(
     return found
 
 
-def _export_differ(
+def _find_export_difference(
     tokenizer: Tokenizer, model_type: str, probes: tuple[str, ...]
 ) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         tokenizer.save(folder)
         (folder / CONFIG_FILE).write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
-        return _differ(folder, tokenizer, probes)
+        return _find_difference(folder, tokenizer, probes)
 
 
-def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
+def _find_difference(
+    folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]
+) -> dict[str, Any] | None:
     """Return the first text for which transformers gives different ids, or None.
 
     Raises BadInputError if transformers cannot load the tokenizer, or if it fails on a text and no
@@ -181,7 +181,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
         failed = None
         for text in probes:
             try:
-                found = _differ_in(text, tokenizer, theirs)
+                found = _compare_ids(text, tokenizer, theirs)
             except Exception as error:  # no difference
                 failed = BadInputError(f"{folder}: transformers cannot encode {text!r}: {error}")
                 continue
@@ -192,7 +192,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
     return None
 
 
-def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] | None:
+def _compare_ids(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] | None:
     """Return both tokenizers' ids of a text if they differ with or without special tokens."""
     pairs = (
         (tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]),
@@ -204,7 +204,6 @@ def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] |
     return None
 
 
-def _quote_ids(found: Mapping[str, Any]) -> str:
-    """Format a text with its ids from both tokenizers."""
-    here, there = (shorten(str(found[side]), 60) for side in ("here", "there"))
-    return f"{found['text']!r} is {here} here and {there} there"
+def _format_ids(difference: Mapping[str, Any]) -> str:
+    here, there = (shorten(str(difference[side]), 60) for side in ("here", "there"))
+    return f"{difference['text']!r} is {here} here and {there} there"

@@ -41,14 +41,14 @@ _READERS = (read_torchtitan, read_nanotron, read_megatron, read_deepspeed, read_
 def read_log(path: Path) -> LoggedRun:
     """Read a log or a run directory. Raises BadInputError if it has no steps of a known trainer."""
     if path.is_dir():
-        return _read_folder(path)
+        return _read_run_folder(path)
     if path.name in ("metrics.jsonl", "run.json"):
-        return _read_outpace(path.parent)
+        return _read_outpace_run(path.parent)
     text = _read_text(path)
     if path.name == STATE or (text.lstrip()[:1] == "{" and '"log_history"' in text):
         return read_trainer_state(path)
     whole = [line[:_LONGEST_LINE] for line in text.splitlines()]
-    for lines, note in _starts(whole):
+    for lines, note in _split_restarts(whole):
         for reader in _READERS:
             found = reader(lines)
             if found is not None:
@@ -76,8 +76,8 @@ _STEP = re.compile(
 )
 
 
-def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Return the lines of each start with steps, the most useful start first, with a note.
+def _split_restarts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
+    """Split a log into the starts of the job that logged steps; return each one's lines and notes.
 
     A restarted job often appends to the same file, possibly with another layout. The last start
     that has steps after the warm-up comes first; the others follow by number of steps.
@@ -121,9 +121,9 @@ def _read_text(path: Path) -> str:
     return _COLOURS.sub("", data.decode("utf-16" if wide else "utf-8-sig", errors="replace"))
 
 
-def _read_folder(path: Path) -> LoggedRun:
+def _read_run_folder(path: Path) -> LoggedRun:
     if (path / "run.json").is_file():
-        return _read_outpace(path)
+        return _read_outpace_run(path)
     states = sorted(path.glob(f"**/{STATE}"), key=lambda one: one.stat().st_mtime)
     if states:
         return read_trainer_state(states[-1])
@@ -133,9 +133,9 @@ def _read_folder(path: Path) -> LoggedRun:
     )
 
 
-def _read_outpace(path: Path) -> LoggedRun:
+def _read_outpace_run(path: Path) -> LoggedRun:
     record = RunRecord.load(path / "run.json")
-    begin = record.last_untimed_step(_finished_result(path / "result.json", record))
+    begin = record.last_untimed_step(_load_finished_result(path / "result.json", record))
     rows = []
     for line in _read_text(path / "metrics.jsonl").splitlines():
         try:
@@ -165,7 +165,6 @@ def _read_outpace(path: Path) -> LoggedRun:
     )  # fmt: skip
 
 
-def _finished_result(path: Path, record: RunRecord) -> Measurement | None:
-    """Return the result of a run if it has completed all its steps, else None."""
+def _load_finished_result(path: Path, record: RunRecord) -> Measurement | None:
     result = Measurement.load(path) if path.is_file() else None
     return result if result is not None and result.steps == record.total_steps else None

@@ -70,31 +70,31 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
     config = load_config(directory, values, strict=False)
-    text = _text_config(config, where)
+    text = _find_text_config(config, where)
     tied = [*_restore_tied_head(config, text, values, where)]
-    with _reads(type(text)) as read:
+    with _record_reads(type(text)) as read:
         built = build_on_meta(config, where, dtype)
     notes = [*built.notes, *tied]
-    notes += _names_of_defaults(values, config, text, read, where)
+    notes += _note_default_dimensions(values, config, text, read, where)
     notes += reading_notes(values, ReadValues(config), where, planned=True)
     return replace(built, notes=tuple(notes))
 
 
 @contextmanager
-def _reads(kind: Any) -> Iterator[set[str]]:
-    """Record the names of values that are read from configs of class `kind`."""
+def _record_reads(config_class: Any) -> Iterator[set[str]]:
+    """Yield a set that gets the name of every value read from configs of this class."""
     names: set[str] = set()
-    inherited = kind.__getattribute__
+    inherited = config_class.__getattribute__
 
-    def note(config: Any, name: str) -> Any:
+    def record_name(config: Any, name: str) -> Any:
         names.add(name)
         return inherited(config, name)
 
-    kind.__getattribute__ = note
+    config_class.__getattribute__ = record_name
     try:
         yield names
     finally:
-        del kind.__getattribute__
+        del config_class.__getattribute__
 
 
 def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltModel:
@@ -104,10 +104,10 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
     """
     import torch
 
-    text = _text_config(config, where)
+    text = _find_text_config(config, where)
     for part in (config, text):
-        _check_layers(part, where)
-    make, decodes, kind = _maker(config, text)
+        _check_layer_counts(part, where)
+    make, decodes, kind = _choose_builder(config, text)
     try:
         with quiet_transformers(), torch.device("meta"):
             module = make(getattr(torch, dtype))
@@ -126,16 +126,18 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
             f"{where}: only the text part ({text.model_type}) of {config.model_type} is planned; "
             "add the time and memory for images or audio."
         )
-    features = _features(module, text) if decodes else None
+    features = _longest_audio_input(module, text) if decodes else None
     if features is not None:
         name, shape = features
         notes.append(
             f"{where}: its encoder reads {name} of {' × '.join(map(str, shape))} per sample."
         )
-    return BuiltModel(module, config.model_type, _positions(text), decodes, tuple(notes), features)
+    return BuiltModel(
+        module, config.model_type, _find_max_positions(text), decodes, tuple(notes), features
+    )
 
 
-def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
+def _longest_audio_input(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
     """Return the name and shape of the longest audio input that the encoder supports, or None."""
     positions = getattr(config, "max_source_positions", None)
     if module.main_input_name != "input_features" or positions is None:
@@ -148,28 +150,31 @@ def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
 Maker = Callable[[Any], Any]
 
 
-def _maker(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return a function that builds the model in a dtype, whether it decodes, and a remark."""
+def _choose_builder(config: Any, text: Any) -> tuple[Maker, bool, str]:
+    """Return a function of the dtype that builds the model, `decodes`, and a remark for a note.
+
+    `decodes` is True for an encoder-decoder model.
+    """
     import transformers
 
-    found = _auto_class(text)
+    found = _find_head_class(text)
     if found is not None:
         decodes, chosen = found
         return lambda dtype: chosen.from_config(text, dtype=dtype), decodes, ""
-    several = _whole_class(config) if text is not config else None
+    several = _find_multimodal_class(config) if text is not config else None
     if several is not None:
-        return partial(_text_of, several, config, text), False, ""
+        return partial(_build_text_part, several, config, text), False, ""
     headless: Any = transformers.AutoModel
     return lambda dtype: headless.from_config(text, dtype=dtype), False, ", without a head"
 
 
-def _text_of(auto: Any, config: Any, text: Any, dtype: Any) -> Any:
+def _build_text_part(auto: Any, config: Any, text: Any, dtype: Any) -> Any:
     from outpace.interop.text_part import TextPart
 
     return TextPart(auto.from_config(config, dtype=dtype), text)
 
 
-def _text_config(config: Any, where: str) -> Any:
+def _find_text_config(config: Any, where: str) -> Any:
     """Return the config of the text part, which is the whole config for most models."""
     try:
         text = config.get_text_config()
@@ -178,7 +183,7 @@ def _text_config(config: Any, where: str) -> Any:
             f"{where}: {shorten(str(error))} Name the intended model by a Python function that "
             "builds it: --model file.py:build."
         ) from None
-    if getattr(config, "is_encoder_decoder", False) and _auto_class(config) is not None:
+    if getattr(config, "is_encoder_decoder", False) and _find_head_class(config) is not None:
         return config
     return text
 
@@ -201,8 +206,7 @@ def _restore_tied_head(
             )
 
 
-def _whole_class(config: Any) -> Any:
-    """Return the auto class of the multimodal model that contains a text part, or None."""
+def _find_multimodal_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -216,7 +220,7 @@ def _whole_class(config: Any) -> Any:
     return None
 
 
-def _check_layers(config: Any, where: str) -> None:
+def _check_layer_counts(config: Any, where: str) -> None:
     for name in ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"):
         value = config_value(config, name)
         if isinstance(value, int) and not 0 < value <= _MOST_LAYERS:
@@ -226,8 +230,11 @@ def _check_layers(config: Any, where: str) -> None:
             )
 
 
-def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model decodes, and its auto class with a head; None if it has no head."""
+def _find_head_class(config: Any) -> tuple[bool, Any] | None:
+    """Return whether the model is an encoder-decoder, and its auto class with a head.
+
+    Returns None if transformers has no class with a head for it.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -255,8 +262,7 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
     return None
 
 
-def _positions(config: Any) -> int | None:
-    """Return the maximum sequence length in tokens, from the config or its decoder's config."""
+def _find_max_positions(config: Any) -> int | None:
     for part in (config, getattr(config, "decoder", None)):
         for name in _POSITIONS:
             value = config_value(part, name)
@@ -265,10 +271,10 @@ def _positions(config: Any) -> int | None:
     return None
 
 
-def _names_of_defaults(
+def _note_default_dimensions(
     values: Mapping[str, Any], config: Any, text: Any, read: Collection[str], where: str
 ) -> Iterator[str]:
-    """Yield a note on dimensions that were `read` but are defaults for missing keys."""
+    """Yield a note on dimensions that were `read` although the file omits them."""
     inner = values.get("text_config") if text is not config else values
     given = inner if isinstance(inner, dict) else values  # older files have one level
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})

@@ -35,29 +35,29 @@ def read_trainer(lines: Sequence[str]) -> dict[str, Any] | None:
 
     Values are printed as numbers, and from version 5 on as strings.
     """
-    lines = _as_lines_of_results(lines)
-    ends = _ends(lines)
+    lines = _join_results(lines)
+    ends = _find_result_lines(lines)
     if not ends:
         return None
     last = lines[ends[-1]]
-    rate = _value("train_steps_per_second", last)
+    rate = _find_value("train_steps_per_second", last)
     if not rate:
         return None
     printed = "'train_steps_per_second': '" in last
     told = _read_banner(lines)
-    time = _value("train_runtime", last)
-    counted = time and _counted_steps(lines, told, time, rate_range(rate, printed=printed))
+    time = _find_value("train_runtime", last)
+    counted = time and _find_step_count(lines, told, time, rate_range(rate, printed=printed))
     if not counted:
-        _check_rounded(rate, printed=printed)
+        _require_precise_rate(rate, printed=printed)
     steps = counted or (rate * time if time else 1)
     runtime = time or steps / rate
-    epochs = _value("epoch", last)
+    epochs = _find_value("epoch", last)
     batch: int | None = told.get("global_batch")
     notes: tuple[str, ...] = ()
     if batch is None:
-        samples = _value("train_samples_per_second", last)
+        samples = _find_value("train_samples_per_second", last)
         each = steps / max(1.0, epochs or 1.0)
-        batch, notes = _batch(samples, rate, each, printed=printed)
+        batch, notes = _batch_from_rates(samples, rate, each, printed=printed)
     inside = lines[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
     evaluations = find_numbers(rf"""['"]eval\w*_runtime['"]: '?{NUMBER}""", inside)
     spent, evaluated = _subtract_evaluations(runtime, evaluations, "the console's output")
@@ -75,13 +75,13 @@ def read_trainer(lines: Sequence[str]) -> dict[str, Any] | None:
     }
 
 
-def _value(name: str, line: str) -> float | None:
+def _find_value(name: str, line: str) -> float | None:
     """Return the last value with this name in a line; None if it is missing or 0."""
     found = re.findall(rf"""['"]{name}['"]: '?{NUMBER}""", line)
     return parse_number(found[-1]) or None if found else None
 
 
-def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
+def _join_results(lines: Sequence[str]) -> Sequence[str]:
     """Put the results of a JSON file (such as all_results.json) or of a table on one line.
 
     A table is ignored if a line already contains results.
@@ -95,13 +95,13 @@ def _as_lines_of_results(lines: Sequence[str]) -> Sequence[str]:
     for line in lines:
         match = _ROW.match(line)
         if match is not None:
-            rows[match[1]] = _table_value(match[2])
+            rows[match[1]] = _parse_table_value(match[2])
     if "train_steps_per_second" not in rows:
         return lines
     return [*lines, ", ".join(f"'{name}': {value}" for name, value in rows.items())]
 
 
-def _table_value(text: str) -> float:
+def _parse_table_value(text: str) -> float:
     """Parse a number, or a time such as 1:02:03.45; return 0 for other text."""
     value = 0.0
     for part in text.replace(",", "").split(":"):
@@ -112,18 +112,17 @@ def _table_value(text: str) -> float:
     return value
 
 
-def _ends(lines: Sequence[str]) -> list[int]:
+def _find_result_lines(lines: Sequence[str]) -> list[int]:
     """Return the indices of lines with results, once per run, since logs may repeat them."""
     found: dict[tuple[float | None, ...], int] = {}
     names = ("train_runtime", "train_steps_per_second", "train_samples_per_second", "train_loss")
     for place, line in enumerate(lines):
         if _RATE.search(line):
-            found.setdefault(tuple(_value(name, line) for name in names), place)
+            found.setdefault(tuple(_find_value(name, line) for name in names), place)
     return sorted(found.values())
 
 
 def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
-    """Read the batch size and other settings that Trainer or unsloth prints at the start."""
     found = {
         name: last_number(rf"{words}\s*=\s*([\d,]+)", lines)
         for name, words in (
@@ -142,11 +141,11 @@ def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
     return told
 
 
-def _counted_steps(
-    lines: Sequence[str], told: Mapping[str, Any], runtime_s: float, rate: Range
+def _find_step_count(
+    lines: Sequence[str], banner: Mapping[str, Any], runtime_s: float, rate: Range
 ) -> int | None:
     """Return the logged number of steps that matches the rounded rate; None unless it is unique."""
-    named = {told.get("total_steps")}
+    named = {banner.get("total_steps")}
     counters = re.compile(r"\b(\d{1,9})/(\d{1,9})\b(?=['\" ]|$)|\bglobal_step=(\d{1,9})\b")
     for line in lines:
         for done, total, last in counters.findall(line[:2000]):
@@ -157,8 +156,7 @@ def _counted_steps(
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _check_rounded(rate: float, *, printed: bool) -> None:
-    """Raise BadInputError if a rate is rounded too much."""
+def _require_precise_rate(rate: float, *, printed: bool) -> None:
     within = rate_range(rate, printed=printed)
     if within.low > 0 and within.high / within.low <= (1 + _MOST_ROUNDED) ** 2:
         return
@@ -194,7 +192,7 @@ def _subtract_evaluations(
     return runtime_s - total, (note,)
 
 
-def _batch(
+def _batch_from_rates(
     samples_per_s: float | None, steps_per_s: float, steps: float, *, printed: bool
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of samples per step, if the rates determine it, and a note.
@@ -204,13 +202,16 @@ def _batch(
     if samples_per_s is None:
         return None, ()
     total = rate_range(samples_per_s, printed=printed)
-    return _noted_batch(total.divide(rate_range(steps_per_s, printed=printed)), steps)
+    return _batch_from_mean(total.divide(rate_range(steps_per_s, printed=printed)), steps)
 
 
-def _noted_batch(
+def _batch_from_mean(
     mean: Range, steps: float, multiple_of: int = 1
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the batch size for a mean, with a note if other sizes are possible."""
+    """Return the batch size for a mean number of samples per step, with a note if it is uncertain.
+
+    `steps` is the number of steps per epoch.
+    """
     batch, certain = batch_of_epochs(mean, steps, multiple_of)
     if batch is None or certain:
         return batch, ()
@@ -236,19 +237,22 @@ def read_trainer_state(path: Path) -> LoggedRun:
             "the end, or the console's output."
         )
     last = rows[ends[-1]]
-    runtime = _seconds(last, "train_runtime", path)
+    runtime = _read_seconds(last, "train_runtime", path)
     steps = values.get("global_step")
     if not isinstance(steps, int) or not is_possible(steps):
         raise BadInputError(
-            f"{path}: global_step is {_show_value(steps)}; it must be a number of steps, 1 or more."
+            f"{path}: global_step is {_format_json(steps)}; it must be a number of steps, 1 "
+            "or more."
         )
-    batch, rounded = _state_batch(values, last, runtime, steps)
+    batch, rounded = _read_state_batch(values, last, runtime, steps)
     # The last time does not include the steps before a restart.
     before = rows[ends[-2]].get("step") if len(ends) > 1 else 0
     if isinstance(before, int) and 0 < before < steps:
         steps -= before
     inside = rows[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
-    evaluations = [_seconds(row, name, path) for row in inside for name in row if _EVAL.match(name)]
+    evaluations = [
+        _read_seconds(row, name, path) for row in inside for name in row if _EVAL.match(name)
+    ]
     spent, notes = _subtract_evaluations(runtime, evaluations, str(path))
     return LoggedRun.parse(
         {
@@ -264,10 +268,9 @@ def read_trainer_state(path: Path) -> LoggedRun:
     )
 
 
-def _state_batch(
+def _read_state_batch(
     values: Mapping[str, object], last: Mapping[str, object], runtime_s: float, steps: float
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the samples per step of a trainer_state.json, and a note."""
     samples, epochs = last.get("train_samples_per_second"), last.get("epoch")
     if not is_possible(samples):
         return None, ()
@@ -276,7 +279,7 @@ def _state_batch(
     each = values.get("train_batch_size")  # of one process, in one pass
     multiple = each if isinstance(each, int) and each > 0 else 1
     passes = epochs if is_possible(epochs) and epochs > 1 else 1.0
-    return _noted_batch(mean, steps / passes, multiple)
+    return _batch_from_mean(mean, steps / passes, multiple)
 
 
 def read_trainer_rate(folder: Path) -> float | None:
@@ -291,19 +294,17 @@ def read_trainer_rate(folder: Path) -> float | None:
     )
 
 
-def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
-    """Return a time in a row of log_history. Raises BadInputError if it is invalid."""
+def _read_seconds(row: Mapping[str, object], name: str, path: Path) -> float:
     value = row[name]
     if is_possible(value):
         return value
     raise BadInputError(
-        f"{path}: {name} in log_history is {_show_value(value)}; it must be a number of seconds "
+        f"{path}: {name} in log_history is {_format_json(value)}; it must be a number of seconds "
         "above 0. If the file is damaged, give the console output instead."
     )
 
 
-def _show_value(value: object) -> str:
-    """Format the value as JSON."""
+def _format_json(value: object) -> str:
     return shorten(json.dumps(value))
 
 

@@ -25,7 +25,7 @@ def untrained_token_hints(
 ) -> list[str]:
     """Return a hint about tokens in the samples that the base model was never trained on."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
-    found = find_untrained(directory, _find_used(parts, added.keys()), added.keys())
+    found = find_untrained(directory, _find_used_tokens(parts, added.keys()), added.keys())
     if not found:
         return []
     names = first_names([repr(added[number]) for number in sorted(found)])
@@ -38,28 +38,29 @@ def untrained_token_hints(
     ]
 
 
-def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
-    """Return which of the `asked` tokens occur in the samples, reading them in chunks."""
-    is_used = np.zeros(max(asked, default=0) + 1, bool)
+def _find_used_tokens(parts: Sequence[RaggedSamples], token_ids: Collection[int]) -> set[int]:
+    is_used = np.zeros(max(token_ids, default=0) + 1, bool)
     for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
         for begin in range(0, len(values), _CHUNK):
             chunk = values[begin : begin + _CHUNK]
             is_used[chunk[(chunk >= 0) & (chunk < len(is_used))]] = True
-    return {number for number in asked if is_used[number]}
+    return {number for number in token_ids if is_used[number]}
 
 
-def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:
-    """Return the `asked` tokens whose row is zero or equal to the row of another `known` token."""
-    if not asked:
+def find_untrained(
+    directory: Path, token_ids: Collection[int], known_ids: Collection[int]
+) -> set[int]:
+    """Return which of the tokens have a row of zeros, or the same row as another known token."""
+    if not token_ids:
         return set()
-    numbers = sorted(known)
+    numbers = sorted(known_ids)
     found: set[int] = set()
     for rows in read_token_rows(directory, numbers):
         shown = [row.numpy().tobytes() for row in rows]
         found |= {
             number
             for number, row, bits in zip(numbers, rows, shown, strict=False)
-            if number in asked and (not bool(row.any()) or shown.count(bits) > 1)
+            if number in token_ids and (not bool(row.any()) or shown.count(bits) > 1)
         }
     return found
 

@@ -27,8 +27,8 @@ def load_function(reference: str) -> Callable[[], Any]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise BadInputError(f"there is no file {file} (from {reference!r})")
-    _remember(path.resolve())
-    module = _run_file(path.resolve())
+    _remember_file(path.resolve())
+    module = _import_file(path.resolve())
     functions = [
         key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
     ]
@@ -66,7 +66,7 @@ def require_named(reference: str, where: Path) -> None:
     Runs are shared, so anyone may have written the file `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
-    if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
+    if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _read_known_files():
         return
     raise BadInputError(
         f"{where} would run code from {file.resolve()}, which you have not used on this machine "
@@ -79,15 +79,15 @@ def _named_code_file() -> Path:
     return user_cache(os.environ) / "named-code.txt"
 
 
-def _known_files() -> set[str]:
+def _read_known_files() -> set[str]:
     try:
         return set(_named_code_file().read_text(encoding="utf-8").splitlines())
     except (OSError, BadInputError):  # missing, or no home directory
         return set()
 
 
-def _remember(path: Path) -> None:
-    if str(path) in _known_files() or not str(path).isprintable():
+def _remember_file(path: Path) -> None:
+    if str(path) in _read_known_files() or not str(path).isprintable():
         return
     with suppress(OSError, BadInputError):  # no home directory, or a read-only one
         _named_code_file().parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _remember(path: Path) -> None:
             file.write(f"{path}\n")
 
 
-def _run_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     """Import a file with its folder on the import path, as `python file.py` would."""
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     name = path.stem if path.stem.isidentifier() else f"own_{digest}"

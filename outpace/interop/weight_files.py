@@ -64,16 +64,17 @@ def unread_weights(directory: Path) -> list[str]:
         for path in found
         if path.suffix in _WEIGHT_SUFFIXES
         and not _NO_WEIGHTS.match(path.name)
-        and not (path.suffix == ".bin" and _may_be_data(path, below=path.parent != directory))
+        and not (
+            path.suffix == ".bin" and _may_be_data(path, in_subfolder=path.parent != directory)
+        )
         and path.is_file()
     )
 
 
-def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file holds data, judging by its name; `below` means in a subfolder."""
+def _may_be_data(path: Path, in_subfolder: bool) -> bool:
     if _MODEL_NAME.search(path.stem.lower()):
         return False
-    return below or _DATA_NAME.search(path.stem.lower()) is not None
+    return in_subfolder or _DATA_NAME.search(path.stem.lower()) is not None
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -83,7 +84,7 @@ def weight_files(directory: Path) -> list[Path]:
             _require_one_model(directory / single, directory / index)
             return [directory / single]
         if (directory / index).is_file():
-            return _shards(directory / index)
+            return _list_shards(directory / index)
     raise BadInputError(
         f"{directory} holds no weights (no {SINGLE} or {INDEX}). Use --init random to start from "
         "random weights."
@@ -97,7 +98,7 @@ def _require_one_model(single: Path, index: Path) -> None:
     """
     parts: list[Path] = []
     with suppress(BadInputError):
-        parts = _shards(index)
+        parts = _list_shards(index)
     if parts and single not in parts:
         raise BadInputError(
             f"{single.parent} holds two models, {single.name}, and {index.name} with "
@@ -127,7 +128,7 @@ def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def _shards(index: Path) -> list[Path]:
+def _list_shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except OSError as error:
@@ -153,13 +154,13 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
     require_readable(path)
     try:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
-        return [_entry(path, file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+        return [_make_stored_tensor(path, file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         said = shorten(str(error))
         raise BadInputError(f"{path} is corrupt or truncated: {said}. Fetch it again.") from None
 
 
-def _entry(path: Path, file: Any, name: str) -> StoredTensor:
+def _make_stored_tensor(path: Path, file: Any, name: str) -> StoredTensor:
     part = file.get_slice(name)
     shape, dtype = tuple(part.get_shape()), part.get_dtype()
     return StoredTensor(path, name, shape, dtype, lambda: file.get_tensor(name))
@@ -179,20 +180,20 @@ def _open_bin(path: Path) -> list[StoredTensor]:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
             StoredTensor(
-                path, name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t)
+                path, name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_identity, t)
             )
             for name, t in values.items()
         ]
     except pickle.UnpicklingError as error:
-        raise BadInputError(_unsafe(path, str(error))) from None
+        raise BadInputError(_explain_unpickling_error(path, str(error))) from None
     except Exception as error:  # zipfile and torch raise many errors for broken files
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInputError(f"{path} cannot be read: {first}") from None
 
 
-def _unsafe(path: Path, said: str) -> str:
+def _explain_unpickling_error(path: Path, torch_message: str) -> str:
     """Explain why a pickle is not loaded; torch's own message suggests running its code."""
-    code = re.search(r"GLOBAL ([\w.]+)", said)
+    code = re.search(r"GLOBAL ([\w.]+)", torch_message)
     if code is None:
         return f"{path} cannot be read: it holds no weights that torch can read. Fetch it again."
     return (
@@ -201,7 +202,7 @@ def _unsafe(path: Path, said: str) -> str:
     )
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -218,10 +219,10 @@ def open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
                 tensors += _open_bin(path)
         if len(paths) > 1:
             tensors = _filter_by_index(directory, tensors)
-        yield _without_wrappers(tensors)
+        yield _strip_wrapper_prefixes(tensors)
 
 
-def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
+def _strip_wrapper_prefixes(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Return the tensors without the name prefixes of wrappers.
 
     A compiled model is saved with `_orig_mod.` before all names or within each block, and a

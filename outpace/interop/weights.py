@@ -48,64 +48,64 @@ def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     At most one stored tensor is in memory in addition to the result. Raises BadInputError for
     missing or corrupt files, and for tensors that are missing, unexpected or of the wrong shape.
     """
-    used = tensor_naming(str(read_config(directory).get("model_type")))
+    naming = tensor_naming(str(read_config(directory).get("model_type")))
     shapes = expected_shapes(spec)
-    groups = group(shapes, used)
+    groups = group(shapes, naming)
     with open_tensors(directory) as tensors:
-        found = _by_canonical_name(tensors, used)
-        _check_tied(found, spec, used, directory)
-        weights = _convert_all(found, groups, shapes, used, directory)
+        found = _index_by_current_name(tensors, naming)
+        _remove_tied_head(found, spec, naming, directory)
+        weights = _convert_all(found, groups, shapes, naming, directory)
     return {name: weights[name] for name in shapes}
 
 
 def read_tensors(
     directory: Path,
     shapes: dict[str, tuple[int, ...]],
-    used: Naming | None,
+    naming: Naming | None,
     optional: Collection[str],
-    passed_over: str,
+    ignored_pattern: str,
 ) -> dict[str, Tensor]:
     """Load tensors of these shapes like `read_weights`; tensors in `optional` may be missing.
 
-    All other stored tensors must match the pattern `passed_over`.
+    All other stored tensors must match `ignored_pattern`.
     """
-    groups = group(shapes, used)
+    groups = group(shapes, naming)
     with open_tensors(directory) as tensors:
-        found = _by_canonical_name(tensors, used)
-        found = {n: t for n, t in found.items() if n in groups or not re.search(passed_over, n)}
+        found = _index_by_current_name(tensors, naming)
+        found = {n: t for n, t in found.items() if n in groups or not re.search(ignored_pattern, n)}
         groups = {
             stored: names
             for stored, names in groups.items()
             if stored in found or not all(name in optional for name in names)
         }
-        return _convert_all(found, groups, shapes, used, directory)
+        return _convert_all(found, groups, shapes, naming, directory)
 
 
 def _convert_all(
     found: dict[str, StoredTensor],
     groups: dict[str, list[str]],
     shapes: dict[str, tuple[int, ...]],
-    used: Naming | None,
+    naming: Naming | None,
     directory: Path,
 ) -> dict[str, Tensor]:
     """Check that the files hold exactly the expected tensors, and convert these to outpace's."""
-    _check(found, groups, shapes, used, directory)
+    _require_expected_tensors(found, groups, shapes, naming, directory)
     weights: dict[str, Tensor] = {}
     for stored, names in groups.items():
-        weights.update(_convert(found[stored], names, shapes, used, stored, directory))
+        weights.update(_split_stored(found[stored], names, shapes, naming, stored, directory))
     return weights
 
 
-def _by_canonical_name(
-    tensors: Sequence[StoredTensor], used: Naming | None
+def _index_by_current_name(
+    tensors: Sequence[StoredTensor], naming: Naming | None
 ) -> dict[str, StoredTensor]:
     named: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        name = tensor.name if used is None else used.current_name(tensor.name)
-        if used is not None and used.is_ignored(name):
+        name = tensor.name if naming is None else naming.current_name(tensor.name)
+        if naming is not None and naming.is_ignored(name):
             continue
         other = named.setdefault(name, tensor)
-        if other is not tensor and not _equal(other, tensor):
+        if other is not tensor and not _are_equal(other, tensor):
             raise BadInputError(
                 f"{other.file} and {tensor.file} both hold {tensor.name}, with different values, "
                 "so it is unknown which to use. Fetch the model again, or leave only one of them."
@@ -116,53 +116,52 @@ def _by_canonical_name(
     return named
 
 
-def _check_tied(
-    found: dict[str, StoredTensor], spec: ModelSpec, used: Naming | None, directory: Path
+def _remove_tied_head(
+    found: dict[str, StoredTensor], spec: ModelSpec, naming: Naming | None, directory: Path
 ) -> None:
     """Remove the stored copy of a tied head. Raises BadInputError if head and embedding differ."""
-    if used is None:
+    if naming is None:
         return
-    bias = used.tied_head.replace("weight", "bias")
-    if used.head_bias and bias in found:
+    bias = naming.tied_head.replace("weight", "bias")
+    if naming.head_bias and bias in found:
         # An untied BERT uses the decoder's bias.
-        if not spec.tied or used.head_bias not in found:
-            found[used.head_bias] = found[bias]
+        if not spec.tied or naming.head_bias not in found:
+            found[naming.head_bias] = found[bias]
         del found[bias]
-    head = found.get(used.tied_head)
+    head = found.get(naming.tied_head)
     if not spec.tied or head is None:
         return
     # Some programs store a tied matrix only under the head's name.
-    embedding = found.setdefault(used.stored_name("embed.tokens.weight"), head)
-    if not _equal(head, embedding):
+    embedding = found.setdefault(naming.stored_name("embed.tokens.weight"), head)
+    if not _are_equal(head, embedding):
         raise BadInputError(
             f"{directory / CONFIG_FILE} says that the head is tied to the embedding, but "
             f"{head.name} and {embedding.name} differ. Set tie_word_embeddings to false."
         )
-    del found[used.tied_head]
+    del found[naming.tied_head]
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     alike = (one.shape, one.dtype) == (other.shape, other.dtype)
     return alike and torch.equal(one.read(), other.read())
 
 
-def _check(
+def _require_expected_tensors(
     found: dict[str, StoredTensor],
     groups: dict[str, list[str]],
     shapes: dict[str, tuple[int, ...]],
-    used: Naming | None,
+    naming: Naming | None,
     directory: Path,
 ) -> None:
-    """Raise BadInputError for missing, unexpected or misshapen tensors, naming them."""
     missing = [name for name in groups if name not in found]
     unexpected = [tensor.name for name, tensor in found.items() if name not in groups]
     wrong = []
     for name, ours in groups.items():
-        tensor, shape = found.get(name), _stored_shape(name, ours, shapes, used)
+        tensor, shape = found.get(name), _stored_shape(name, ours, shapes, naming)
         if tensor is None:
             continue
         if tensor.shape != shape:
-            wrong.append(f"{tensor.name} is {_show(tensor.shape)}, not {_show(shape)}")
+            wrong.append(f"{tensor.name} is {_show_shape(tensor.shape)}, not {_show_shape(shape)}")
         elif tensor.dtype not in _FLOATS:
             wrong.append(f"{tensor.name} is stored as {tensor.dtype}, not as floating point")
     sentences = [
@@ -180,7 +179,7 @@ def _check(
             "Save the whole model (AutoModelForCausalLM, AutoModelForMaskedLM); a classifier needs "
             "no such head (--task classify)."
         )
-    elif (prefix := _common_prefix(missing, unexpected)) is not None:
+    elif (prefix := _find_wrapper_prefix(missing, unexpected)) is not None:
         sentences.append(
             f"The files have these tensors under names that begin with {prefix!r}, as a wrapper's "
             "state_dict names them. Save the model that is inside the wrapper (after peft's "
@@ -195,8 +194,7 @@ def _check(
         raise BadInputError("\n".join(sentences))
 
 
-def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
-    """Return the prefix that all missing tensors have in the files, or None."""
+def _find_wrapper_prefix(missing: list[str], unexpected: list[str]) -> str | None:
     if not missing:
         return None
     first, there = missing[0], set(unexpected)
@@ -208,26 +206,26 @@ def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
 
 
 def _stored_shape(
-    stored: str, names: list[str], shapes: dict[str, tuple[int, ...]], used: Naming | None
+    stored: str, names: list[str], shapes: dict[str, tuple[int, ...]], naming: Naming | None
 ) -> tuple[int, ...]:
     """Return the shape of a stored tensor that joins outpace's tensors `names`."""
     first, *rest = shapes[names[0]]
     shape = (first * len(names), *rest)
-    return shape[::-1] if used is not None and used.is_transposed(stored) else shape
+    return shape[::-1] if naming is not None and naming.is_transposed(stored) else shape
 
 
-def _convert(
+def _split_stored(
     tensor: StoredTensor,
     names: list[str],
     shapes: dict[str, tuple[int, ...]],
-    used: Naming | None,
+    naming: Naming | None,
     stored: str,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Convert a stored tensor to outpace's tensors: transposed, split, copied to fp32."""
+    """Return outpace's tensors that are stored as one: transposed if needed, split, in fp32."""
     whole = tensor.read()
     require_numbers(whole, f"{directory}: {tensor.name}")
-    if used is not None and used.is_transposed(stored):
+    if naming is not None and naming.is_transposed(stored):
         whole = whole.t()
     parts = whole.split([shapes[name][0] for name in names])
     return {
@@ -256,12 +254,12 @@ def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
 
     Ids beyond the last row are skipped. Raises BadInputError if the files cannot be read.
     """
-    used = tensor_naming(str(read_config(directory).get("model_type")))
+    naming = tensor_naming(str(read_config(directory).get("model_type")))
     found = []
     with open_tensors(directory) as tensors:
-        named = _by_canonical_name(tensors, used)
+        named = _index_by_current_name(tensors, naming)
         for name in ("embed.tokens.weight", "head.weight"):
-            tensor = named.get(name if used is None else used.stored_name(name))
+            tensor = named.get(name if naming is None else naming.stored_name(name))
             if tensor is not None:
                 rows = [number for number in numbers if number < tensor.shape[0]]
                 found.append(tensor.read()[rows].float())
@@ -277,5 +275,5 @@ def stored_names(directory: Path) -> frozenset[str]:
         return frozenset(tensor.name for tensor in tensors)
 
 
-def _show(shape: tuple[int, ...]) -> str:
+def _show_shape(shape: tuple[int, ...]) -> str:
     return " × ".join(str(size) for size in shape) or "a scalar"

@@ -49,11 +49,11 @@ class ExitDeadline:
     def start(self, message: str, exit_code: int, grace_s: float) -> None:
         """End the process after `grace_s` seconds, unless it has left the context by then."""
 
-        def wait() -> None:
+        def end_if_late() -> None:
             if not self._left.wait(grace_s):
                 self.end_now(message, exit_code)
 
-        threading.Thread(target=wait, name="exit deadline", daemon=True).start()
+        threading.Thread(target=end_if_late, name="exit deadline", daemon=True).start()
 
     def end_now(self, message: str, exit_code: int) -> None:
         """Tidy up and end the process, unless it has left the context."""

@@ -84,7 +84,7 @@ def run_forked(
     ]
     try:
         failed_s: float | None = None
-        while None in (codes := [_poll(fork) for fork in forks]):
+        while None in (codes := [_poll_rank(fork) for fork in forks]):
             now_s = time.monotonic()
             if failed_s is None and any(codes):
                 failed_s = now_s
@@ -92,15 +92,15 @@ def run_forked(
                 break
             time.sleep(_LOOK_AGAIN_S)
     finally:
-        ended = [_poll(fork) for fork in forks]
+        ended = [_poll_rank(fork) for fork in forks]
         for fork in forks:
-            _end(fork)
+            _kill_rank(fork)
         if not frozen:
             gc.unfreeze()
-    return [_end_of(rank, code, folder) for rank, code in enumerate(ended)]
+    return [_read_rank_end(rank, code, folder) for rank, code in enumerate(ended)]
 
 
-def _poll(fork: Fork) -> int | None:
+def _poll_rank(fork: Fork) -> int | None:
     """Poll as `Fork.poll` does; if the rank has ended, kill all processes that it started.
 
     They are killed before the rank is reaped, because the ID of its group may be reused afterwards.
@@ -112,9 +112,8 @@ def _poll(fork: Fork) -> int | None:
     return fork.poll()
 
 
-def _end(fork: Fork) -> None:
-    """Kill a rank and all processes that it started."""
-    if _poll(fork) is None:
+def _kill_rank(fork: Fork) -> None:
+    if _poll_rank(fork) is None:
         _kill_group(fork)
         with suppress(OSError):
             os.kill(fork.pid, signal.SIGKILL)  # it may not have its own group yet
@@ -126,7 +125,7 @@ def _kill_group(fork: Fork) -> None:
         os.killpg(fork.pid, signal.SIGKILL)
 
 
-def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:
+def _read_rank_end(rank: int, code: int | None, folder: Path) -> RankEnd:
     def read(name: str) -> str:
         path = folder / f"rank-{rank}.{name}"
         return path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -138,11 +137,10 @@ def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:
 def _run_rank(
     rank: int, size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> NoReturn:
-    """Run the action on one rank, in the forked process, and exit."""
     code = _UNFINISHED
     try:
         name_rank(rank)
-        _redirect(folder / f"rank-{rank}.log")
+        _redirect_output(folder / f"rank-{rank}.log")
         end_with_parent(os.environ)
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)  # threads do not survive a fork, and ranks share the cores
@@ -200,7 +198,7 @@ def _find_cause(error: BaseException) -> BaseException:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, and more after a final colon."""
+    """Return an error's type and first line; after a colon at its end, also the next line."""
     said: list[str] = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())
@@ -209,7 +207,7 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(said)}"
 
 
-def _redirect(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     """Redirect this process's output to a file, including output from C."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

@@ -55,12 +55,12 @@ def fork_ranks(begin: Begin) -> Iterator[None]:
 
     api: Any = import_module("torch.distributed.elastic.multiprocessing.api")
 
-    class Handler(SubprocessHandler):
+    class ForkingHandler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
             return Fork(begin, env)
 
     before, frozen = api.get_subprocess_handler, gc.get_freeze_count()
-    api.get_subprocess_handler = Handler
+    api.get_subprocess_handler = ForkingHandler
     try:
         yield
     finally:
@@ -110,7 +110,7 @@ def _run_fork(
     """Run `begin` in the fork, without the launcher's session, signal handlers and sockets."""
     try:
         os.setsid()
-        _forget_handlers()
+        _restore_default_handlers()
         _close_sockets()
         atexit._clear()
         os.environ.clear()
@@ -123,8 +123,7 @@ def _run_fork(
         os._exit(1)
 
 
-def _forget_handlers() -> None:
-    """Restore Python's default signal handlers."""
+def _restore_default_handlers() -> None:
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL

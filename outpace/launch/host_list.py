@@ -21,16 +21,18 @@ def expand(text: str) -> Iterator[str]:
     their range. Raises BadInputError for malformed lists, and for some that SLURM allows (text
     after the last brackets, some boxes).
     """
-    for name in _split(text):
+    for name in _split_list(text):
         parts = list(_PART.finditer(name))
         if "".join(part[0] for part in parts) != name or not name:
-            raise _format_error(text)
-        choices = [(part[1],) if part[2] is None else _numbers(part[2], text) for part in parts]
+            raise _invalid_list_error(text)
+        choices = [
+            (part[1],) if part[2] is None else _expand_numbers(part[2], text) for part in parts
+        ]
         for chosen in product(*choices):
             yield "".join(chosen)
 
 
-def _split(text: str) -> Iterator[str]:
+def _split_list(text: str) -> Iterator[str]:
     """Yield the parts of a list between commas and spaces outside of brackets."""
     begin = depth = 0
     text = text.strip()
@@ -42,26 +44,26 @@ def _split(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def _numbers(inside: str, text: str) -> tuple[str, ...]:
+def _expand_numbers(inside: str, text: str) -> tuple[str, ...]:
     found: list[str] = []
     for part in inside.split(","):
         if (box := _BOX.fullmatch(part)) is not None:
-            found += _box(box[1], box[2], text)
+            found += _expand_box(box[1], box[2], text)
             continue
         ends = _RANGE.fullmatch(part)
         if ends is None:
-            raise _format_error(text)
+            raise _invalid_list_error(text)
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last < first + _MOST_HOSTS:
-            raise _format_error(text)
+            raise _invalid_list_error(text)
         found += [str(number).zfill(len(ends[1])) for number in range(first, last + 1)]
     return tuple(found)
 
 
-def _box(first: str, last: str, text: str) -> Iterator[str]:
+def _expand_box(first: str, last: str, text: str) -> Iterator[str]:
     """Return all coordinates in a box; each character is one coordinate in base 36."""
     if len(first) != len(last):
-        raise _format_error(text)
+        raise _invalid_list_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     ranges = [
         digits[digits.index(low) : digits.index(high) + 1]
@@ -70,7 +72,7 @@ def _box(first: str, last: str, text: str) -> Iterator[str]:
     return map("".join, product(*ranges))
 
 
-def _format_error(text: str) -> BadInputError:
+def _invalid_list_error(text: str) -> BadInputError:
     return BadInputError(
         f"environment: SLURM's list of hosts {text!r} is not of the form gpu[03-06,9],login. Set "
         "MASTER_ADDR to the host of rank 0."

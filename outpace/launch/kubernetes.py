@@ -37,29 +37,29 @@ def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any
     trainer: dict[str, Any] = {
         "image": options.image,
         # A TrainJob cannot set a working directory, so the command changes to it.
-        "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_literal((str(job.folder),))],
-        "args": [*_STARTED, *_literal(job.command)],
+        "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_escape((str(job.folder),))],
+        "args": [*_STARTED, *_escape(job.command)],
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks_per_node,
     }
-    resources = _resources(job)
+    resources = _pod_resources(job)
     if resources:
         trainer["resourcesPerNode"] = resources
     spec: dict[str, Any] = {"runtimeRef": {"name": options.runtime}, "trainer": trainer}
-    volumes, mounts = _disks(job, options)
+    volumes, mounts = _volumes_and_mounts(job, options)
     pod = {"terminationGracePeriodSeconds": _SAVE_S + 10, "volumes": volumes,
            "containers": [{"name": _NODE, "volumeMounts": mounts}]}  # fmt: skip
     node = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
     spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": patch}]
-    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, options, spec)]
+    return [_make_manifest("trainer.kubeflow.org/v1alpha1", "TrainJob", job, options, spec)]
 
 
 def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Return a headless Service and an Indexed Job with one pod per node."""
     service = {"clusterIP": "None", "selector": {"job-name": job.name},
                "publishNotReadyAddresses": True}  # fmt: skip
-    volumes, mounts = _disks(job, options)
+    volumes, mounts = _volumes_and_mounts(job, options)
     container: dict[str, Any] = {
         "name": _NODE,
         "image": options.image,
@@ -70,11 +70,11 @@ def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, A
             "--rdzv-backend=c10d", f"--rdzv-id=job-{job.name}",
             f"--rdzv-endpoint={job.name}-0.{job.name}:{_PORT}",
             f"--rdzv-conf=read_timeout={_APART_S},join_timeout={_APART_S}",
-            *_STARTED, *_literal(job.command),
+            *_STARTED, *_escape(job.command),
         ],
         "volumeMounts": mounts,
     }  # fmt: skip
-    resources = _resources(job)
+    resources = _pod_resources(job)
     if resources:
         container["resources"] = resources
     pod = {"subdomain": job.name, "restartPolicy": "Never",
@@ -90,12 +90,12 @@ def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, A
         "template": {"spec": pod},
     }
     return [
-        _object("v1", "Service", job, options, service),
-        _object("batch/v1", "Job", job, options, spec),
+        _make_manifest("v1", "Service", job, options, service),
+        _make_manifest("batch/v1", "Job", job, options, spec),
     ]
 
 
-def _object(
+def _make_manifest(
     version: str, kind: str, job: ClusterJob, options: KubernetesOptions, spec: Mapping[str, Any]
 ) -> dict[str, Any]:
     metadata = {"name": job.name}
@@ -104,7 +104,7 @@ def _object(
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
 
-def _resources(job: ClusterJob) -> dict[str, Any]:
+def _pod_resources(job: ClusterJob) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     if job.gpus_per_node:
         asked["nvidia.com/gpu"] = str(job.gpus_per_node)
@@ -113,10 +113,9 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
     return {"requests": asked, "limits": dict(asked)} if asked else {}
 
 
-def _disks(
+def _volumes_and_mounts(
     job: ClusterJob, options: KubernetesOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the pod's volumes and the container's volume mounts."""
     # Containers have 64 MiB of shared memory by default, and data workers and NCCL need more.
     volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]
@@ -126,6 +125,6 @@ def _disks(
     return volumes, mounts
 
 
-def _literal(words: tuple[str, ...]) -> list[str]:
+def _escape(words: tuple[str, ...]) -> list[str]:
     """Escape text for Kubernetes, which expands $(NAME) and reads $$ as a dollar sign."""
     return [word.replace("$", "$$") for word in words]

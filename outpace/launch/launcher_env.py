@@ -21,20 +21,20 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
     """
     for launcher in LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
-            return _read(launcher, environ)
+            return _read_ranks(launcher, environ)
     of_pmi = environ.get("PMI_SIZE", "1") != "1"
     if of_pmi and environ.get(HYDRA.local_world_size):  # even under srun, which may start Hydra
-        return _read(HYDRA, environ)
+        return _read_ranks(HYDRA, environ)
     if environ.get("SLURM_STEP_NUM_TASKS"):  # srun sets PMI's variables, too
         of_srun = slurm_env.variables(environ)
-        return _read(_SRUN, of_srun) if of_srun else None
+        return _read_ranks(_SRUN, of_srun) if of_srun else None
     if of_pmi:
-        return _read(PMI, environ)
-    _require_alone(environ)
+        return _read_ranks(PMI, environ)
+    _require_single_process(environ)
     return None
 
 
-def _require_alone(environ: Mapping[str, str]) -> None:
+def _require_single_process(environ: Mapping[str, str]) -> None:
     """Raise BadInputError if this is one of several processes, but the number is unknown."""
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
@@ -62,8 +62,10 @@ def free_port() -> int:
         return port
 
 
-def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
-    numbers = {name: _number(name, environ[name]) for name in launcher.names if environ.get(name)}
+def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
+    numbers = {
+        name: _parse_number(name, environ[name]) for name in launcher.names if environ.get(name)
+    }
     for needed in (launcher.rank, launcher.world_size):
         if needed not in numbers:
             raise BadInputError(
@@ -98,7 +100,6 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
 
 
 def _require_master_address(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise BadInputError if MASTER_ADDR or MASTER_PORT is missing or invalid."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if not missing:
         require_port(environ["MASTER_PORT"])
@@ -118,7 +119,7 @@ def _require_master_address(launcher: Launcher, environ: Mapping[str, str]) -> N
 
 def require_port(text: str) -> None:
     """Raise BadInputError for an invalid MASTER_PORT."""
-    port = _number("MASTER_PORT", text)
+    port = _parse_number("MASTER_PORT", text)
     if not 1 <= port <= _LAST_PORT:
         raise BadInputError(
             f"environment: MASTER_PORT = {text!r} is not a port: ports range from 1 to "
@@ -127,7 +128,7 @@ def require_port(text: str) -> None:
         )
 
 
-def _number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

@@ -115,25 +115,25 @@ _ALONE = HostRendezvous(1, 0, f"{LOOPBACK}:0", "", LOOPBACK)
 def start(
     nproc: int,
     command: list[str],
-    told: Callable[[], None] = lambda: None,
+    on_first_signal: Callable[[], None] = lambda: None,
     begin: Begin | None = None,
 ) -> None:
     """Run `command` once per rank, or `begin` in forks of this process, and wait for all ranks.
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
     its environment. Returns when every rank has exited with 0. Raises WorkerError with the message
-    and exit code of the rank that failed first. `told` is called when the first signal arrives.
-    Other children of this process are not affected.
+    and exit code of the rank that failed first. `on_first_signal` is called when a first signal
+    arrives. Other children of this process are not affected.
     """
     with nullcontext() if begin is None else fork_ranks(begin):
-        ended = run_ranks(nproc, command, told)
+        ended = run_ranks(nproc, command, on_first_signal)
     conclude(ended)
 
 
 def run_ranks(
     nproc: int,
     command: list[str],
-    told: Callable[[], None] = lambda: None,
+    on_first_signal: Callable[[], None] = lambda: None,
     host_rendezvous: HostRendezvous = _ALONE,
 ) -> RanksEnd:
     """Run this host's ranks as `start` does, and return how they ended."""
@@ -151,7 +151,7 @@ def run_ranks(
     rendezvous.register()
     several = host_rendezvous is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
-    with folder as logs, signals_to(_to_workers(told)) as signals:
+    with folder as logs, signals_to(_make_signal_forwarder(on_first_signal)) as signals:
         kept = Std.ALL if several else Std.NONE  # written to files, and shown line by line
         config = launch_config(
             _SHUTDOWN_S,
@@ -170,15 +170,15 @@ def run_ranks(
         )
         failures: Mapping[int, int] = {}
         try:
-            with _shut_down_in_time():
+            with _limit_shutdown_time():
                 elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            failures = _by_themselves(error.failures)
-        return RanksEnd(failures, _reports(Path(logs)), signals)
+            failures = _failed_exit_codes(error.failures)
+        return RanksEnd(failures, _read_reports(Path(logs)), signals)
 
 
 @contextmanager
-def _shut_down_in_time() -> Iterator[None]:
+def _limit_shutdown_time() -> Iterator[None]:
     """Let elastic wait `_SHUTDOWN_S` for other ranks after a failure; torch 2.13 waits 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -196,7 +196,7 @@ def _shut_down_in_time() -> Iterator[None]:
         PContext.close = whole  # type: ignore[method-assign]
 
 
-def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
+def _failed_exit_codes(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
     """Return exit codes of failed ranks, without those that elastic killed after its SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
@@ -225,23 +225,22 @@ def start_settings(
         }
         handed_over.write_text(json.dumps(values), encoding="utf-8")
         command = [*PYTHON, "-m", "outpace", "train", "--json"]
-        output, code = _run_to_end([*command, "--handed-over", str(handed_over)])
-    document = _last_document(output)
+        output, code = _run_command([*command, "--handed-over", str(handed_over)])
+    document = _parse_document(output)
     if code != 0:
         message = document.get("error", f"training ended with exit code {code}")
-        raise _error_of(str(message), code)
+        raise _error_for_exit_code(str(message), code)
     return Measurement.parse(document, "the workers' result")
 
 
-def _error_of(message: str, exit_code: int) -> OutpaceError:
-    """Return the error that training in this process would have raised."""
+def _error_for_exit_code(message: str, exit_code: int) -> OutpaceError:
     for kind in (BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError):
         if kind.exit_code == exit_code:
             return kind(message)
     return WorkerError(message, exit_code)
 
 
-def _run_to_end(command: list[str]) -> tuple[str, int]:
+def _run_command(command: list[str]) -> tuple[str, int]:
     """Run a command and return its output and exit code.
 
     Pass an interrupt on to it, wait for it as long as it takes, and raise KeyboardInterrupt.
@@ -258,7 +257,7 @@ def _run_to_end(command: list[str]) -> tuple[str, int]:
         return output, process.returncode
 
 
-def _last_document(output: str) -> dict[str, Any]:
+def _parse_document(output: str) -> dict[str, Any]:
     with suppress(ValueError):
         document = json.loads(output)
         if isinstance(document, dict):
@@ -291,16 +290,18 @@ def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]
             signal.signal(signum, handler)
 
 
-def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
+def _make_signal_forwarder(on_first_signal: Callable[[], None]) -> Callable[[int, list[int]], None]:
     """Return a handler that passes signals on to child processes started from now on."""
     others = set(psutil.Process().children())
 
     def pass_on(signum: int, received: list[int]) -> None:
         if len(received) == 1:
-            told()
+            on_first_signal()
         workers = set(psutil.Process().children()) - others
         if not workers:
-            raise WorkerError(f"stopped by {_name(signum)} before training started", 128 + signum)
+            raise WorkerError(
+                f"stopped by {_signal_name(signum)} before training started", 128 + signum
+            )
         for worker in workers:
             with suppress(psutil.NoSuchProcess):
                 worker.send_signal(signum if len(received) == 1 else signal.SIGKILL)
@@ -308,8 +309,7 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
     return pass_on
 
 
-def _reports(logs: Path) -> list[RankReport]:
-    """Return the ranks' reports from elastic's error files, in order of time."""
+def _read_reports(logs: Path) -> list[RankReport]:
     found = []
     for path in logs.glob("**/error.json"):
         with suppress(ValueError, KeyError, TypeError, OSError):
@@ -331,7 +331,9 @@ def conclude(ended: RanksEnd) -> None:
     """Raise a WorkerError with the cause if ranks failed or were stopped; else return."""
     failures, reports, signals = ended.failures, ended.reports, ended.signals
     if len(signals) > 1:
-        raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
+        raise WorkerError(
+            f"stopped at once by a second {_signal_name(signals[1])}", 128 + signals[1]
+        )
     # If a rank crashes, the ranks that communicate with it fail because their connections break,
     # and elastic ends the rest with SIGTERM. So ranks killed by other signals (exit codes are then
     # negative) are the likeliest cause, then those with reports.
@@ -340,17 +342,17 @@ def conclude(ended: RanksEnd) -> None:
     }
     if killed:
         rank, signum = min(killed.items())
-        sentence = _killed_sentence(ended.format_rank(rank), signum)
+        sentence = _format_killed(ended.format_rank(rank), signum)
         raise WorkerError(sentence, 128 + signum, lost=not signals)
     if reports:
-        first = min(reports, key=_report_order)
+        first = min(reports, key=_cause_sort_key)
         lost = first.exit_code in (1, EXIT_HANG) and not signals
-        raise WorkerError(_attribute(first, ended), first.exit_code, lost, first.answered)
+        raise WorkerError(_format_report(first, ended), first.exit_code, lost, first.answered)
     if not failures:
         return
     if signals:
         raise WorkerError(
-            f"stopped by {_name(signals[0])} before training started", 128 + signals[0]
+            f"stopped by {_signal_name(signals[0])} before training started", 128 + signals[0]
         )
     rank, code = min(failures.items(), key=lambda item: item[1] < 0)
     code = 128 - code if code < 0 else code
@@ -358,12 +360,12 @@ def conclude(ended: RanksEnd) -> None:
     raise WorkerError(sentence, code, lost=True)
 
 
-def _report_order(report: RankReport) -> tuple[bool, float]:
+def _cause_sort_key(report: RankReport) -> tuple[bool, float]:
     """Return a sort key that puts causes first: a refusal may cause crashes, but not vice versa."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
-def _attribute(first: RankReport, ended: RanksEnd) -> str:
+def _format_report(first: RankReport, ended: RanksEnd) -> str:
     """Return a report's message, with the rank's name unless rank 0 reports the same."""
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
@@ -375,12 +377,12 @@ def _attribute(first: RankReport, ended: RanksEnd) -> str:
     return f"{who}: {first.message}"
 
 
-def _killed_sentence(who: str, signum: int) -> str:
+def _format_killed(who: str, signum: int) -> str:
     why = " (out of memory?)" if signum == signal.SIGKILL else ""
-    return f"{who} was killed by {_name(signum)}{why}; the other ranks were stopped"
+    return f"{who} was killed by {_signal_name(signum)}{why}; the other ranks were stopped"
 
 
-def _name(signum: int) -> str:
+def _signal_name(signum: int) -> str:
     with suppress(ValueError):
         return signal.Signals(signum).name
     return f"signal {signum}"

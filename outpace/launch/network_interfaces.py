@@ -71,31 +71,31 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
             os.environ.pop(variable, None)
 
 
-def listen(host: str, port: int, apart: bool) -> socket.socket | None:
+def listen(host: str, port: int, spans_hosts: bool) -> socket.socket | None:
     """Return a socket bound to the address of this host to which other ranks resolve `host`.
 
-    Return None if that address is unknown: `host` does not resolve to an address of this host, or
-    some ranks are `apart` (on other hosts) and it has several addresses, or loopback's. Raises
-    OSError if the port is in use.
+    Returns None if that address is unknown: `host` does not resolve to an address of this host, or
+    some ranks are on other hosts (`spans_hosts`) and it has several addresses, or loopback's.
+    Raises OSError if the port is in use.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return None
     places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
-    if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
+    if spans_hosts and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
         return None
     # torch's clients try IPv6 first, and use IPv4 only if there is no IPv6 address.
     for family, place in places:
         try:
-            return _bind(family, place)
+            return _bind_socket(family, place)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return None
 
 
-def _bind(family: int, place: tuple[object, ...]) -> socket.socket:
+def _bind_socket(family: int, place: tuple[object, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,10 +34,12 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
     if of_launcher or environ.get(PARENT) == str(parent):
-        threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+        threading.Thread(
+            target=_end_when_parent_ends, args=(parent,), name="parent", daemon=True
+        ).start()
 
 
-def _watch(parent: int) -> None:
+def _end_when_parent_ends(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     with suppress(OSError, ValueError, AttributeError):

@@ -64,7 +64,7 @@ def check_hosts(
     Versions are compared with `like`, or with the first host that answers. Raises BadInputError if
     the folder is not writable.
     """
-    with _token(out) as token:
+    with _marker_file(out) as token:
         asked = question.model_copy(update={"seen": (*question.seen, str(token))})
         with ThreadPoolExecutor(len(hosts)) as pool:
             answers = list(pool.map(lambda host: _query_host(host, asked), hosts))
@@ -81,7 +81,7 @@ def check_hosts(
 
 
 @contextmanager
-def _token(out: Path) -> Iterator[Path]:
+def _marker_file(out: Path) -> Iterator[Path]:
     """Create a marker file, which every host that shares the folder of `out` sees; yield its path.
 
     It is in the nearest existing parent folder, and is removed afterwards. A run that starts in the
@@ -103,15 +103,19 @@ def _token(out: Path) -> Iterator[Path]:
 def _find_obstacles(
     answer: HostFacts,
     first: tuple[Host, HostFacts],
-    between: tuple[float, float],
+    query_times_s: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield what prevents training on a host. `tokens`: folders by their marker file."""
+    """Yield what prevents training on a host.
+
+    `first` is the host whose versions are required, `query_times_s` is when the query began and
+    ended, and `tokens` maps marker files to their folders.
+    """
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
             yield f"it has {name} {its}, but {first[0].name} has {other}. Install the same version"
-    off = max(between[0] - answer.time_s, answer.time_s - between[1])
+    off = max(query_times_s[0] - answer.time_s, answer.time_s - query_times_s[1])
     if off > _CLOCK_S:
         yield f"its clock is off by {off:.0f} s. Synchronise it by NTP"
     if answer.left:

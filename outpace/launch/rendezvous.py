@@ -62,13 +62,13 @@ class StaticRendezvousHandler(RendezvousHandler):
 
         Raises RendezvousError if the store cannot be reached, or after the time limit.
         """
-        self._store = self._open()
+        self._store = self._open_store()
         store = PrefixStore(self._run_id, self._store)
-        self._await_all(store)
+        self._wait_for_hosts(store)
         known = RendezvousStoreInfo(self._host, self._store.port)
         return RendezvousInfo(store, self._place, self._hosts, known)
 
-    def _open(self) -> TCPStore:
+    def _open_store(self) -> TCPStore:
         if self._place > 0:
             try:
                 return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
@@ -79,7 +79,7 @@ class StaticRendezvousHandler(RendezvousHandler):
                     "and that no firewall blocks the port between the two hosts"
                 ) from None
         try:
-            bound = listen(self._host, self._port, apart=False)
+            bound = listen(self._host, self._port, spans_hosts=False)
         except OSError as error:
             raise RendezvousConnectionError(f"{self._format_failure()}: {error.strerror}") from None
         if bound is None:
@@ -92,7 +92,7 @@ class StaticRendezvousHandler(RendezvousHandler):
     def _format_failure(self) -> str:
         return f"cannot listen on {self._host}, port {self._port}"
 
-    def _await_all(self, store: Store) -> None:
+    def _wait_for_hosts(self, store: Store) -> None:
         """Poll until all hosts have joined; torch's own wait would not handle signals."""
         store.add("hosts", 1)
         late_s = time.monotonic() + _JOIN_S
@@ -124,9 +124,9 @@ class StaticRendezvousHandler(RendezvousHandler):
         return True
 
 
-def _make_handler(asked: RendezvousParameters) -> RendezvousHandler:
+def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return StaticRendezvousHandler(
-        asked.get("place"), asked.max_nodes, asked.endpoint, asked.run_id
+        parameters.get("place"), parameters.max_nodes, parameters.endpoint, parameters.run_id
     )
 
 

@@ -35,11 +35,11 @@ class Restarts:
                 error.exit_code,
             )
         self.done += 1
-        self.say(f"{_in_a_line(error)}. Resuming from the last checkpoint "
+        self.say(f"{_format_one_line(error)}. Resuming from the last checkpoint "
                  f"(restart {self.done} of {self.most})")  # fmt: skip
 
 
-def _in_a_line(error: WorkerError) -> str:
+def _format_one_line(error: WorkerError) -> str:
     """Return an error's message as one line; of a traceback, only the first and the last line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

@@ -24,7 +24,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     Empty outside of a step with several tasks, and in an interactive shell that srun started, where
     `--nproc` works. Raises BadInputError if one of srun's variables is missing.
     """
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _is_interactive_shell(environ):
         return {}
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE",
               "SLURM_STEP_NODELIST", "SLURM_JOB_ID")  # fmt: skip
@@ -34,7 +34,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
             f"the environment has SLURM_STEP_NUM_TASKS but not {' and '.join(missing)}. srun sets "
             "all of them; unset SLURM_STEP_NUM_TASKS to train on one process."
         )
-    counts = list(_counts(environ["SLURM_STEP_TASKS_PER_NODE"]))
+    counts = list(_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]))
     node = environ["SLURM_NODEID"]
     if not node.isdigit() or int(node) >= len(counts):
         raise BadInputError(
@@ -47,11 +47,11 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(counts[int(node)]),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or next(expand(environ["SLURM_STEP_NODELIST"])),
-        "MASTER_PORT": environ.get("MASTER_PORT") or _port(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or _choose_port(environ),
     }
 
 
-def _in_shell(environ: Mapping[str, str]) -> bool:
+def _is_interactive_shell(environ: Mapping[str, str]) -> bool:
     """Return whether this task of srun is an interactive shell.
 
     `srun --pty -n 4 bash` starts four shells, of which only task 0 has the terminal. A shell that
@@ -75,7 +75,7 @@ def _in_shell(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def _counts(text: str) -> Iterator[int]:
+def _tasks_per_node(text: str) -> Iterator[int]:
     """Yield the number of tasks on each node: '4(x2),3' gives 4, 4, 3."""
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
@@ -86,7 +86,7 @@ def _counts(text: str) -> Iterator[int]:
         yield from [int(found[1])] * int(found[2] or 1)
 
 
-def _port(environ: Mapping[str, str]) -> str:
+def _choose_port(environ: Mapping[str, str]) -> str:
     """Return a port reserved by srun (--resv-ports), or one derived from job and step."""
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:

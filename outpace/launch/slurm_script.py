@@ -33,7 +33,7 @@ def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
             "# lost node, and it requeues itself shortly before its time limit.",
             "stopping=",
             "trap 'stopping=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
-            *_note_newest(job),
+            *_newest_checkpoint_lines(job),
             "",
             *_start_lines(job, options),
             "running=$!",
@@ -47,8 +47,7 @@ def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
     )
 
 
-def _note_newest(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that store the name of the newest checkpoint before the job starts."""
+def _newest_checkpoint_lines(job: ClusterJob) -> Iterator[str]:
     if job.out is not None:
         checkpoints = shlex.quote(f"{job.out}/checkpoints")
         yield f"saved() {{ ls -t {checkpoints}/*/complete.json 2>/dev/null | head -n 1; }}"
@@ -102,14 +101,12 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return the number of cores per task, which is a torchrun or a rank; None for the default."""
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Yield lines that start all ranks, numbered node by node."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
     if cpus is not None:  # since 22.05, srun no longer inherits it from sbatch

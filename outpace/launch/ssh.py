@@ -82,33 +82,33 @@ def start(hosts: Sequence[Host], training: Training) -> None:
     """
     elastic = training.elastic
     answers = training.check(hosts)
-    _require_start(answers, elastic)
+    _require_ready_hosts(answers, elastic)
     kept = Path("runs") / f"output-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    _make(kept)
-    restarts, most = Restarts(elastic.max_restarts, training.out, _say), len(hosts)
+    _create_output_folder(kept)
+    restarts, most = Restarts(elastic.max_restarts, training.out, _print_status), len(hosts)
     while True:
         training = replace(training, rounds=(*training.rounds, uuid.uuid4().hex))
         using = [one for one in answers if one.ready][: min(most, elastic.max_nodes)]
         away = [one.host for one in answers if not one.ready]
-        _say(f"{_format_hosts(using, hosts)}; each rank's output is in {kept}")
+        _print_status(f"{_format_hosts(using, hosts)}; each rank's output is in {kept}")
         try:
-            back = _round(using, away, training, kept)
+            back = _run_round(using, away, training, kept)
         except WorkerError as error:
             unfit = len(training.rounds) > 1 and error.exit_code == EXIT_BAD_INPUT
             if unfit and elastic.min_nodes < len(using) < len(hosts):
                 most = len(using) - 1
-                _say(f"{error} Trying again with {most} of the hosts")
+                _print_status(f"{error} Trying again with {most} of the hosts")
             else:
                 restarts.count(error)
         else:
             if back is None:
                 return
             most = len(hosts)
-            _say(f"{back} is back and rejoins")
+            _print_status(f"{back} is back and rejoins")
         answers = _wait_for_hosts(hosts, training, using[0])
 
 
-def _make(folder: Path) -> None:
+def _create_output_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -118,7 +118,7 @@ def _make(folder: Path) -> None:
         ) from None
 
 
-def _say(sentence: str) -> None:
+def _print_status(sentence: str) -> None:
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -131,8 +131,7 @@ def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
     )
 
 
-def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
-    """Raise BadInputError if too few hosts are ready, or if one answers but cannot train."""
+def _require_ready_hosts(answers: Sequence[HostCheck], elastic: Elastic) -> None:
     problems = [one for answer in answers for one in answer.problems]
     wrong = any(answer.obstacles for answer in answers)
     ready = sum(answer.ready for answer in answers)
@@ -141,11 +140,10 @@ def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
             "the hosts are not ready, so nothing was started:\n  " + "\n  ".join(problems)
         )
     for problem in problems:
-        _say(f"{problem}. Starting without it")
+        _print_status(f"{problem}. Starting without it")
 
 
 def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) -> list[HostCheck]:
-    """Check hosts until enough are ready, and return the checks. Raises WorkerError if too late."""
     until_s, waited = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -161,12 +159,12 @@ def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) 
         if time.monotonic() > until_s:
             raise WorkerError(f"{few}\nResume with: {resume_command(training.out)}", 1)
         if not waited:
-            _say(f"waiting for hosts: {few}")
+            _print_status(f"waiting for hosts: {few}")
         waited = True
         time.sleep(_ASK_AGAIN_S)
 
 
-def _round(
+def _run_round(
     using: Sequence[HostCheck], away: Sequence[Host], training: Training, kept: Path
 ) -> str | None:
     """Run one round on these hosts, and return None if the run is finished.
@@ -175,19 +173,19 @@ def _round(
     WorkerError if it failed.
     """
     agents = _start_agents(using, training, kept)
-    asked = _EndRequest(agents)
+    end_request = _EndRequest(agents)
 
     def pass_on(signum: int, received: list[int]) -> None:
-        asked.end(signal.Signals(signum), again=len(received) > 1)
+        end_request.end(signal.Signals(signum), again=len(received) > 1)
 
     wanted = away if len(using) < training.elastic.max_nodes else ()
     with (
         signals_to(pass_on) as signals,
-        _watch_for_return(wanted, training, using[0], asked) as back,
+        _watch_for_return(wanted, training, using[0], end_request) as back,
     ):
-        _wait(agents)
+        _wait_for_agents(agents)
     try:
-        _conclude(agents, signals)
+        _raise_failure(agents, signals)
     except WorkerError as error:
         # Ranks that were still starting had nothing to save.
         ended = error.lost or error.exit_code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
@@ -232,7 +230,7 @@ def _start_agents(using: Sequence[HostCheck], training: Training, kept: Path) ->
 
 @contextmanager
 def _watch_for_return(
-    away: Sequence[Host], training: Training, like: HostCheck, asked: _EndRequest
+    away: Sequence[Host], training: Training, like: HostCheck, end_request: _EndRequest
 ) -> Iterator[list[str]]:
     """Ask the ranks to save and end when a host in `away` is ready again.
 
@@ -241,23 +239,23 @@ def _watch_for_return(
     back: list[str] = []
     said: set[str] = set()
 
-    def look() -> None:
-        while not asked.over.wait(_LOOK_OUT_S):
+    def poll_hosts() -> None:
+        while not end_request.over.wait(_LOOK_OUT_S):
             with suppress(BadInputError):  # the run's disk is gone, so a new round could not start
                 answers = training.check(away, like, during=True)
                 unfit = {problem for one in answers if one.obstacles for problem in one.problems}
                 for problem in sorted(unfit - said):
-                    _say(f"{problem}. It is back, but cannot rejoin in this state")
+                    _print_status(f"{problem}. It is back, but cannot rejoin in this state")
                 said.update(unfit)
                 ready = [one.host.name for one in answers if one.ready]
-                if ready and asked.end(signal.SIGTERM):
+                if ready and end_request.end(signal.SIGTERM):
                     back.append(ready[0])
 
-    looking = threading.Thread(target=look, name="hosts away", daemon=True)
+    looking = threading.Thread(target=poll_hosts, name="hosts away", daemon=True)
     if away:
         looking.start()
     yield back
-    asked.over.set()
+    end_request.over.set()
 
 
 def _passed_variables() -> dict[str, str]:
@@ -284,7 +282,7 @@ class _HostAgent:
         self.send_line(self.work.model_dump_json())
         outputs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self.readers = [
-            threading.Thread(target=self._read, args=pair, daemon=True) for pair in outputs
+            threading.Thread(target=self._read_output, args=pair, daemon=True) for pair in outputs
         ]
         for reader in self.readers:
             reader.start()
@@ -297,23 +295,21 @@ class _HostAgent:
 
     @property
     def failed(self) -> bool:
-        """Whether the agent has ended and its ranks failed."""
         if self.process.poll() is None:
             return False
         for reader in self.readers:
             reader.join()
         return self.ended is None or bool(self.ended["error"] or self.ended["failures"])
 
-    def _read(self, lines: IO[str], shown: IO[str]) -> None:
+    def _read_output(self, lines: IO[str], shown: IO[str]) -> None:
         for line in lines:
             if line.startswith(MARK):
                 self.ended = preflight.read_marked(line)
             elif line != "\n":
                 with suppress(OSError, ValueError):  # nobody reads the output, or the disk is full
-                    self._pass_on(line, shown)
+                    self._show_and_save(line, shown)
 
-    def _pass_on(self, line: str, shown: IO[str]) -> None:
-        """Show a line that a rank or the agent wrote, and append it to a file."""
+    def _show_and_save(self, line: str, shown: IO[str]) -> None:
         rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
         if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
             self.errors.append(line.rstrip())
@@ -331,7 +327,7 @@ class _HostAgent:
             file.write(line)
 
 
-def _wait(agents: Sequence[_HostAgent]) -> None:
+def _wait_for_agents(agents: Sequence[_HostAgent]) -> None:
     """Wait until all agents have ended; `_LEFT_S` after one has failed, end the others.
 
     They cannot save any more, since a step needs all ranks. Send heartbeats in the meantime.
@@ -347,13 +343,13 @@ def _wait(agents: Sequence[_HostAgent]) -> None:
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
             failed_s = float("inf")
-            _end(agents)
+            _end_ranks(agents)
     for agent in agents:
         for reader in agent.readers:
             reader.join()
 
 
-def _end(agents: Sequence[_HostAgent]) -> None:
+def _end_ranks(agents: Sequence[_HostAgent]) -> None:
     """End all ranks immediately, by two signals, so that they do not finish their step."""
     for agent in agents:
         agent.send_line(signal.SIGTERM.name)
@@ -362,8 +358,7 @@ def _end(agents: Sequence[_HostAgent]) -> None:
         agent.send_line(signal.SIGTERM.name)
 
 
-def _conclude(agents: Sequence[_HostAgent], signals: Sequence[int]) -> None:
-    """Raise a WorkerError with the cause if the round failed or was stopped."""
+def _raise_failure(agents: Sequence[_HostAgent], signals: Sequence[int]) -> None:
     lost = [agent for agent in agents if agent.ended is None]
     if lost and not signals:
         said = lost[0].errors[-1] if lost[0].errors else "it sent no message"
@@ -378,7 +373,7 @@ def _conclude(agents: Sequence[_HostAgent], signals: Sequence[int]) -> None:
     for agent in agents:
         if agent.ended is None:
             continue
-        # Ranks that `_end` killed did not cause the failure.
+        # Ranks that `_end_ranks` killed did not cause the failure.
         ours = len(agent.ended["signals"]) > 1
         its = {
             int(rank): code

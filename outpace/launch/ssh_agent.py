@@ -58,16 +58,15 @@ def check(asked: HostQuery) -> HostFacts:
         asked_from=client or None,
         unseen=tuple(path for path, whole in paths.items() if not whole.exists()),
         port=free_port(),
-        left=tuple(_processes_of(asked.earlier)) if asked.earlier else (),
+        left=tuple(_find_rank_processes(asked.earlier)) if asked.earlier else (),
     )
 
 
-def _processes_of(runs: Sequence[str]) -> Iterator[int]:
-    """Yield the process IDs of ranks that are running under these run IDs."""
+def _find_rank_processes(run_ids: Sequence[str]) -> Iterator[int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
-            if "RANK" in environment and environment.get("TORCHELASTIC_RUN_ID") in runs:
+            if "RANK" in environment and environment.get("TORCHELASTIC_RUN_ID") in run_ids:
                 yield process.pid
 
 
@@ -80,7 +79,7 @@ def run(work: HostCommand) -> NoReturn:
     os.chdir(work.folder)
     os.environ.update(work.environment)
     os.environ.update(variables_for(work.address, os.environ))
-    threading.Thread(target=_listen, daemon=True).start()
+    threading.Thread(target=_forward_signals, daemon=True).start()
     rendezvous = local.HostRendezvous(
         work.nodes, work.node, work.endpoint, work.run_id, work.address
     )
@@ -96,21 +95,21 @@ def run(work: HostCommand) -> NoReturn:
         error = str(found)
     except Exception as found:  # a rendezvous failure, with torch's message
         error = f"{type(found).__name__}: {found}"
-    _finish({**asdict(ended), "error": error})
+    _report_and_exit({**asdict(ended), "error": error})
 
 
-def _finish(said: dict[str, Any]) -> NoReturn:
+def _report_and_exit(outcome: dict[str, Any]) -> NoReturn:
     """Print how the ranks ended, and exit without waiting for the thread that reads input."""
     sys.stdout.flush()
-    print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
+    print("\n" + MARK + json.dumps(outcome), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()
     os._exit(0)
 
 
-def _listen() -> None:
+def _forward_signals() -> None:
     """Send the signals named on standard input to this process, which passes them to its ranks."""
     told = 0
-    for line in _lines():
+    for line in _read_lines():
         with suppress(KeyError):
             os.kill(os.getpid(), signal.Signals[line.strip()])
             told += 1
@@ -126,11 +125,13 @@ def _listen() -> None:
     for rank in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             rank.kill()
-    _finish({"failures": {}, "reports": [], "signals": [], "error": "its ranks had to be killed"})
+    _report_and_exit(
+        {"failures": {}, "reports": [], "signals": [], "error": "its ranks had to be killed"}
+    )
 
 
-def _lines() -> Iterator[str]:
-    """Yield the lines of standard input as they arrive."""
+def _read_lines() -> Iterator[str]:
+    """Yield the lines of standard input as they arrive, until SILENCE_S pass without one."""
     lines: SimpleQueue[str | None] = SimpleQueue()
 
     def read() -> None:

@@ -242,7 +242,7 @@ def test_the_launcher_adds_no_document_to_that_of_a_rank(
     with monkeypatch.context() as rank:
         rank.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
         assert command.main(["version", "--json"]) == 1
-    reports = local._reports(tmp_path)
+    reports = local._read_reports(tmp_path)
     with pytest.raises(local.WorkerError) as ended:
         local.conclude(local.RanksEnd({0: 1}, reports, []))
     assert ended.value.answered

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.data import order
-from outpace.data.loader import _Slots
+from outpace.data.loader import _MicroBatchSampler
 from outpace.data.order import block_counts, block_size_for, mixture_at, samples_at
 
 law = settings(max_examples=50)
@@ -112,5 +112,5 @@ def test_a_loader_locates_no_more_steps_at_once_than_are_few_samples():
 
     for batch, most in ((2**17, 2**17), (2**18, 2**18), (2**15, 2**17), (4, 32 * 4)):
         calls.clear()
-        next(iter(_Slots(Counted(), 0, batch, batch, 0, 1, 0, 100)))
+        next(iter(_MicroBatchSampler(Counted(), 0, batch, batch, 0, 1, 0, 100)))
         assert calls == [most]

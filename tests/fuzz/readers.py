@@ -277,26 +277,28 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.probing.hardware.nvidia_smi": (
                 "parse", "_find_header", "_parse_row", "_parse_last_fields", "_complete_matrix")}),
         Reader("tokens", documents.token_files, _tokens, {
-            "outpace.data.stream": ("_llmc_stream", "megatron_stream"),
-            "outpace.data.sources": ("_of_file", "_source_of"),
+            "outpace.data.stream": ("_open_llmc_file", "megatron_stream"),
+            "outpace.data.sources": ("_source_of_file", "_make_source"),
             "outpace.data.file_reader": ("state_of",)}),
         Reader("cache", results.caches, _cache, {
-            "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
+            "outpace.data.shards": ("read_index",),
+            "outpace.data.index": ("Index._require_consistent_files",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),
         Reader("text", documents.tables, _text, {
-            "outpace.data.text": ("pieces", "_plain", "_decode", "_border", "_all_in_pieces",
-                                  "_in_pieces"),
+            "outpace.data.text": ("pieces", "_read_plain_file", "_decode", "_find_border",
+                                  "_split_documents", "_split_document"),
             "outpace.data.row": ("checked_text",), "outpace.data.json_rows": ("json_lines",),
-            "outpace.data.row_files": ("_parquet",)}),
+            "outpace.data.row_files": ("_read_parquet",)}),
         Reader("rows", documents.tables, _rows, {
-            "outpace.data.rows": ("read_table", "_of_files", "fingerprint", "_content", "_plain"),
-            "outpace.data.row_files": ("_parquet",),
+            "outpace.data.rows": ("read_table", "_read_files", "fingerprint",
+                                  "_serialize", "_to_json_value"),
+            "outpace.data.row_files": ("_read_parquet",),
             "outpace.data.json_rows": ("json_list", "json_lines"),
             "outpace.data.delimited_rows": ("read_delimited", "_read_tabs", "_read_csv",
-                                            "_is_cola"),
+                                            "_has_cola_columns"),
             "outpace.data.chat": ("messages_of",),
-            "outpace.data.conversations": ("conversation_of", "_require_list", "_message", "_text",
-                                           "_show")}),
+            "outpace.data.conversations": ("conversation_of", "_require_list", "_read_turn",
+                                           "_read_text", "_quote")}),
         Reader("checkpoint", results.checkpoints, _checkpoint, {
             "outpace.training.checkpoint": (
                 "damage", "step_of", "whole_checkpoints", "newest_intact", "_file_checksum",
@@ -304,26 +306,29 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                keeps=False),
         Reader("model", documents.models, _model, {
             "outpace.interop.config": ("spec_from_hf", "load_config"),
-            "outpace.interop.weights": ("read_weights", "_convert_all", "_by_canonical_name",
-                                        "_check_tied", "_check", "_stored_shape", "_convert"),
+            "outpace.interop.weights": ("read_weights", "_convert_all", "_index_by_current_name",
+                                        "_remove_tied_head", "_require_expected_tensors",
+                                        "_stored_shape", "_split_stored"),
             "outpace.interop.weight_files": (
-                "open_tensors", "has_weights", "weight_files", "_shards", "_open_safetensors",
-                "_entry", "_open_bin")}),
+                "open_tensors", "has_weights", "weight_files", "_list_shards", "_open_safetensors",
+                "_make_stored_tensor", "_open_bin")}),
         Reader("outline", documents.configs_of_models, _outline, {
             "outpace.interop.outline": (), "outpace.interop.outline_readers": (),
-            "outpace.interop.config": ("spec_from_config", "_refuse", "_activation", "_read_gpt2",
+            "outpace.interop.config": ("spec_from_config", "_require_supported_values",
+                                       "_read_activation", "_read_gpt2",
                                        "_read_bert", "_read_llama_like", "_read_biases",
                                        "_read_windows", "_read_rope")}),
         Reader("adapter", documents.adapters, _adapter, {
             "outpace.interop.peft": ("read_adapter_config", "base_of", "merge_into", "read_note",
-                                     "_read_pairs", "_scale", "_check_alphas", "_directory"),
+                                     "_read_pairs", "_lora_scale", "_check_alphas",
+                                     "_find_directory"),
             "outpace.interop.config": ("read_config",)}),
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
             "outpace.data.tokenizer": ("token_text", "Tokenizer.__init__",
-                                       "Tokenizer._find_roles", "_templates"),
-            "outpace.data.tokenizer_files": ("load_tokenizer", "_load", "_config_of",
-                                             "_byte_pairs", "_word_pieces"),
-            "outpace.data.word_cache": ("words_of", "_pattern_of")}),
+                                       "Tokenizer._find_roles", "_read_templates"),
+            "outpace.data.tokenizer_files": ("load_tokenizer", "_load", "_read_config",
+                                             "_load_byte_pairs", "_load_word_pieces"),
+            "outpace.data.word_cache": ("words_of", "_read_pattern")}),
         Reader("report", results.reported, _report, {
             "outpace.cli.report": ("_read_subject", "_read_record", "_make_document")}),
         Reader("run", results.runs, _report, {

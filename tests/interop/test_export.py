@@ -257,7 +257,7 @@ def test_torchtitans_qwen3_ties_and_has_heads_of_any_width() -> None:
 def test_torchtitans_formula_gives_the_width(hidden: int, ffn: int) -> None:
     """As its FeedForward reckons (0.2.2): int, times the multiplier, int, up to a multiple."""
     spec = LLAMA.model_copy(update={"hidden": hidden, "ffn": ffn})
-    multiple, multiplier = torchtitan._mlp(spec)
+    multiple, multiplier = torchtitan._mlp_multiples(spec)
     width = int(multiplier * int(2 * (4 * hidden) / 3))
     assert multiple * ((width + multiple - 1) // multiple) == ffn
 

@@ -135,9 +135,9 @@ FAMILY: Edits = {
     ],
     "interop/outline_readers.py": [
         (
-            '        "mistral": ("Mistral", _llama_like),',
-            '        "mistral": ("Mistral", _llama_like),\n'
-            '        "ministral": ("Ministral", _llama_like),',
+            '        "mistral": ("Mistral", _read_llama_like),',
+            '        "mistral": ("Mistral", _read_llama_like),\n'
+            '        "ministral": ("Ministral", _read_llama_like),',
         )
     ],
 }

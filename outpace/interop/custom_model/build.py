@@ -37,7 +37,7 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
         raise BadInputError(
             f"{name}() failed at {failure(error, getattr(code, 'co_filename', None))}"
         ) from None
-    model = _to_record(returned, name)
+    model = _to_custom_model(returned, name)
     if not isinstance(model.module, nn.Module):
         raise BadInputError(
             f"{name}() returned a {type(model.module).__name__} as the module; it must be an "
@@ -45,7 +45,7 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
         )
     _check_trainable(model, name)
     _check_loss(model.loss, name)
-    _check_split_options(model, name)
+    _check_options(model, name)
     for part in ("dataset", "eval_dataset"):
         value = getattr(model, part)
         if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
@@ -87,8 +87,7 @@ def _check_loss(loss: Any, name: str) -> None:
         )
 
 
-def _check_split_options(model: CustomModel, name: str) -> None:
-    """Refuse an optimizer or options for strategies that have the wrong type."""
+def _check_options(model: CustomModel, name: str) -> None:
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     if model.optimizer is not None and not callable(model.optimizer):
         raise BadInputError(
@@ -115,7 +114,7 @@ def _check_split_options(model: CustomModel, name: str) -> None:
         )
 
 
-def _to_record(returned: Any, name: str) -> CustomModel:
+def _to_custom_model(returned: Any, name: str) -> CustomModel:
     if isinstance(returned, CustomModel):
         return returned
     if isinstance(returned, nn.Module):

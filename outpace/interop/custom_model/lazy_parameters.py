@@ -28,7 +28,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
         return
     why = "it has no dataset from which to take a batch"
     if custom.dataset is not None:
-        why = _run(custom) or "a batch of its dataset does not reach all of them"
+        why = _run_samples(custom) or "a batch of its dataset does not reach all of them"
     if has_lazy_parameters(custom.module):
         raise BadInputError(
             f"{name}() returned a {type(custom.module).__name__} with lazy parameters, which have "
@@ -36,7 +36,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
         )
 
 
-def _run(custom: CustomModel) -> str | None:
+def _run_samples(custom: CustomModel) -> str | None:
     """Run two samples through the module; return the reason if that fails, else None."""
     assert custom.dataset is not None
     try:

@@ -63,15 +63,15 @@ class CustomObjective(nn.Module):
         Raises BadInputError if the loss or the module returns none of the forms in
         `CustomObjective`, and NoGradientError if the loss has no gradient.
         """
-        loss_sum, count = self._score_in_precision(batch)
+        loss_sum, count = self._compute_loss_under_autocast(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
             raise NoGradientError((loss_sum, count))
         return loss_sum, count
 
-    def _score_in_precision(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _compute_loss_under_autocast(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute the loss. Raises BadInputError if autocast makes an operator mix dtypes."""
         try:
-            return self._score(batch)
+            return self._compute_loss(batch)
         except RuntimeError as error:
             kind = next(self.model.parameters()).device.type
             mixed = "dtype" in str(error) and not _NOT_CAST.search(str(error))
@@ -85,7 +85,7 @@ class CustomObjective(nn.Module):
                 f'in the forward (with torch.autocast("{kind}", enabled=False)).'
             ) from error
 
-    def _score(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _compute_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         if self.loss is None and isinstance(self.model, Transformer):
             # It returns hidden states (B, S, D), which would be mistaken for logits.
             scored: tuple[Tensor, Tensor] = LanguageModelObjective(self.model)(batch)
@@ -93,26 +93,28 @@ class CustomObjective(nn.Module):
         if self.loss is not None:
             given = self.loss(self.model, batch)
             if isinstance(given, tuple | list) and len(given) == 2:
-                return _pair(_scalar(given[0], "the loss"), given[1])
-            named = _part(given, "loss")  # as returned by training steps, with numbers for a log
-            mean = _scalar(given if named is None else named, "the loss")
-            return _weight_mean(mean, _mean_over(batch))
-        output = self._call(batch)
+                return _sum_and_count(_require_scalar(given[0], "the loss"), given[1])
+            named = _get_part(given, "loss")  # returned by training steps, with numbers for a log
+            mean = _require_scalar(given if named is None else named, "the loss")
+            return _weight_mean(mean, _count_loss_targets(batch))
+        output = self._call_module(batch)
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
-        logits, loss = _logits(output), _module_loss(output)
+        logits, loss = _find_logits(output), _find_loss(output)
         if loss is not None:
-            if logits is not None and _part(output, "loss") is None:
-                self._require_targets_seen(batch)
-            return _weight_mean(_scalar(loss, "the module's loss"), self._targets(batch))
+            if logits is not None and _get_part(output, "loss") is None:
+                self._require_forward_takes_targets(batch)
+            return _weight_mean(
+                _require_scalar(loss, "the module's loss"), self._count_targets(batch)
+            )
         if logits is None or targets is None:
-            _scalar(output, "the module's output")  # reports the type
+            _require_scalar(output, "the module's output")  # reports the type
         assert logits is not None and targets is not None
-        self._check_width(logits)
+        self._require_logits(logits)
         loss_sum, count = _cross_entropy(logits, targets)
         extra = self._router_loss(output)
         return (loss_sum, count) if extra is None else (loss_sum + extra * count, count)
 
-    def _require_targets_seen(self, batch: Any) -> None:
+    def _require_forward_takes_targets(self, batch: Any) -> None:
         """Refuse (logits, scalar) from a forward without targets: the scalar is not the loss."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return  # forward used the whole batch
@@ -130,7 +132,7 @@ class CustomObjective(nn.Module):
 
         Raises BadInputError if the model does not define the coefficient.
         """
-        extra = _part(output, "aux_loss")
+        extra = _get_part(output, "aux_loss")
         if not isinstance(extra, Tensor):
             return None
         holders = (self.model, getattr(self.model, "config", None))
@@ -142,12 +144,12 @@ class CustomObjective(nn.Module):
                 "router_aux_loss_coef to scale it. Return, next to the module, a loss function "
                 "loss(module, batch) that adds it."
             )
-        return coefficient * _scalar(extra, "aux_loss")
+        return coefficient * _require_scalar(extra, "aux_loss")
 
-    def _targets(self, batch: Any) -> Tensor | int:
+    def _count_targets(self, batch: Any) -> Tensor | int:
         """Return the number of targets over which the module averages its loss."""
         if not isinstance(batch, Mapping):
-            return _samples(batch)
+            return _count_samples(batch)
         counted = batch.get("targets")
         if counted is None and isinstance(batch.get("labels"), Tensor):
             counted = batch["labels"]
@@ -156,9 +158,9 @@ class CustomObjective(nn.Module):
                 counted = counted[..., 1:]  # transformers shifts them
             else:
                 return _count_labels(batch, counted)
-        return _samples(batch) if counted is None else (counted != IGNORED).sum()
+        return _count_samples(batch) if counted is None else (counted != IGNORED).sum()
 
-    def _check_width(self, logits: Tensor) -> None:
+    def _require_logits(self, logits: Tensor) -> None:
         """Refuse hidden states, which cross-entropy would take for logits of a small vocabulary."""
         if self._vocab is not None and logits.shape[-1] < self._vocab:
             raise BadInputError(
@@ -167,8 +169,7 @@ class CustomObjective(nn.Module):
                 "sequence, vocabulary), or a loss function next to the module."
             )
 
-    def _call(self, batch: Any) -> Any:
-        """Call the module with the batch, as its forward's arguments require."""
+    def _call_module(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return self._call_with_user_batch(batch)
         accepts = self._signature.parameters
@@ -179,19 +180,15 @@ class CustomObjective(nn.Module):
 
     def _call_with_user_batch(self, batch: Any) -> Any:
         """Call the module with the user's batch, unpacked if forward accepts its entries."""
-        if isinstance(batch, Mapping) and self._accepts(**batch):
+        if isinstance(batch, Mapping) and self._forward_accepts(**batch):
             return self.model(**batch)
-        if isinstance(batch, list | tuple) and self._accepts(*batch):
+        if isinstance(batch, list | tuple) and self._forward_accepts(*batch):
             return self.model(*batch)
         if isinstance(batch, Tensor):
             return self.model(batch)
-        return self._call_whole(batch)
+        return self._call_with_whole_batch(batch)
 
-    def _call_whole(self, batch: Any) -> Any:
-        """Call the module with the batch as its only argument.
-
-        Raises BadInputError, with advice, if that fails.
-        """
+    def _call_with_whole_batch(self, batch: Any) -> Any:
         parts = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else len(batch)
         try:
             return self.model(batch)
@@ -202,7 +199,7 @@ class CustomObjective(nn.Module):
                 "batch) next to the module."
             ) from error
 
-    def _accepts(self, *arguments: Any, **keywords: Any) -> bool:
+    def _forward_accepts(self, *arguments: Any, **keywords: Any) -> bool:
         try:
             self._signature.bind(*arguments, **keywords)
         except TypeError:
@@ -210,7 +207,7 @@ class CustomObjective(nn.Module):
         return True
 
 
-def _mean_over(batch: Any) -> Tensor | int:
+def _count_loss_targets(batch: Any) -> Tensor | int:
     """Return the number of targets over which a user's loss averages, or else of samples.
 
     Targets of −100 do not count, because torch's losses skip them.
@@ -219,7 +216,7 @@ def _mean_over(batch: Any) -> Tensor | int:
         found = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(found, Tensor) and found.dim() > 1 and not found.is_floating_point():
             return _count_labels(batch, found)
-    return _samples(batch)
+    return _count_samples(batch)
 
 
 def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
@@ -240,22 +237,21 @@ def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
     """Return (mean · count, count). If the count is 0, the sum is 0 even if the mean is NaN."""
     if isinstance(count, Tensor):
-        return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
-    return _pair(mean * count, count)
+        return _sum_and_count(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
+    return _sum_and_count(mean * count, count)
 
 
-def _part(output: Any, name: str) -> Any:
-    """Return an attribute or entry of a module's output, or None."""
+def _get_part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _module_loss(output: Any) -> Tensor | None:
+def _find_loss(output: Any) -> Tensor | None:
     """Find the loss in a module's output: `.loss`, the output itself, or a scalar in a tuple.
 
     Only the first two entries of a tuple count: transformers returns (loss, logits, …), and nanoGPT
     (logits, loss).
     """
-    loss = _part(output, "loss")
+    loss = _get_part(output, "loss")
     if loss is not None:
         found: Tensor = loss
         return found
@@ -264,12 +260,12 @@ def _module_loss(output: Any) -> Tensor | None:
     return next((part for part in scalars if part.is_floating_point()), None)
 
 
-def _logits(output: Any) -> Tensor | None:
+def _find_logits(output: Any) -> Tensor | None:
     """Find the logits (B, S, V) in a module's output: `.logits`, the output itself, or in a tuple.
 
     Only the first two entries of a tuple count.
     """
-    found = _part(output, "logits")
+    found = _get_part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
     for part in candidates:
@@ -291,7 +287,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, (flat != IGNORED).sum()
 
 
-def _scalar(value: Any, what: str) -> Tensor:
+def _require_scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         # Avoid views, such as those that reshape returns, because FSDP warns about them.
         is_plain = value.dim() == 0 and not value._is_view()
@@ -313,7 +309,7 @@ def _scalar(value: Any, what: str) -> Tensor:
     )
 
 
-def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
+def _sum_and_count(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
     """Return the sum in fp32 and its count, which weighted losses may make fractional."""
     if not isinstance(count, Tensor | int | float) or (
         isinstance(count, Tensor) and count.numel() != 1
@@ -328,23 +324,23 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
     return total, number.to(total.dtype if number.is_floating_point() else torch.int64)
 
 
-def _samples(batch: Any) -> int:
+def _count_samples(batch: Any) -> int:
     """Return the number of samples: the first dimension of the first non-scalar tensor, or 1."""
-    tensors = list(_tensors(batch))
+    tensors = list(_iterate_tensors(batch))
     if tensors:
         return next((tensor.size(0) for tensor in tensors if tensor.dim()), 1)
     raise BadInputError(f"a batch of the data set contains no tensor: {type(batch).__name__}")
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _iterate_tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for value in batch:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
     elif is_dataclass(batch):
         for field in fields(batch):
-            yield from _tensors(getattr(batch, field.name))
+            yield from _iterate_tensors(getattr(batch, field.name))

@@ -17,7 +17,7 @@ def write(request: ExportRequest) -> ExportedPlan:
     """Write the YAML, with FSDP2 or DDP; with Megatron-LM for pp, or DeepSpeed for offloading."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
-    kind = _kind(request)
+    kind = _choose_distributed_type(request)
     nodes, _ = hosts(request.workers)
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -26,37 +26,37 @@ def write(request: ExportRequest) -> ExportedPlan:
         "num_processes": request.workers,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": _precision(plan, kind, notes),
+        "mixed_precision": _mixed_precision(plan, kind, notes),
         "use_cpu": False,
     }
     if plan.precision == "fp8":
         values["fp8_config"] = {"backend": "AO"}
     if kind == "FSDP":
-        values["fsdp_config"] = _fsdp(request, notes)
+        values["fsdp_config"] = _fsdp_config(request, notes)
     elif kind == "DEEPSPEED":
-        values["deepspeed_config"] = _deepspeed(request, notes)
+        values["deepspeed_config"] = _deepspeed_config(request, notes)
     elif kind == "MEGATRON_LM":
-        values["megatron_lm_config"] = _megatron(request, notes)
+        values["megatron_lm_config"] = _megatron_config(request, notes)
     if kind in ("FSDP", "MULTI_GPU"):
-        values |= _parallelism(request, kind, notes)
+        values |= _parallelism_config(request, kind, notes)
     if plan.compile:
         values["dynamo_config"] = {
             "dynamo_backend": "INDUCTOR",
             "dynamo_use_regional_compilation": True,
         }
-    notes += _in_the_script(request, kind)
+    notes += _script_edits(request, kind)
     notes += unsupported.closing_notes(
         request, _TOOL, _expressed_fields(plan, kind), "train.py stands for your script."
     )
     return ExportedPlan(
         compose=lambda: heading(_TOOL, request.title, notes) + as_yaml(values),
         file_name=_FILE,
-        command=_command(request, kind),
+        command=_launch_command(request, kind),
         notes=tuple(notes),
     )
 
 
-def _kind(request: ExportRequest) -> Kind:
+def _choose_distributed_type(request: ExportRequest) -> Kind:
     plan = request.plan
     if plan.pp > 1:
         return "MEGATRON_LM"
@@ -76,8 +76,7 @@ def _kind(request: ExportRequest) -> Kind:
     return "MULTI_GPU" if request.workers > 1 else "NO"
 
 
-def _command(request: ExportRequest, kind: Kind) -> str:
-    """Return the `accelerate launch` command, preceded by the accumulation steps if needed."""
+def _launch_command(request: ExportRequest, kind: Kind) -> str:
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
         rank = '"${MACHINE_RANK:?set it to the number of this host, from 0}"'
@@ -89,7 +88,7 @@ def _command(request: ExportRequest, kind: Kind) -> str:
     return steps + " ".join([*words, "train.py"])
 
 
-def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
+def _mixed_precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
@@ -113,7 +112,7 @@ def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
     return name[:4] if name.startswith(("fp16", "bf16")) else name
 
 
-def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _fsdp_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     again = request.stage == 3 or (request.stage == 0 and plan.cp == 1)
     if request.stage == 1:
@@ -162,7 +161,7 @@ def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
     }
 
 
-def _parallelism(request: ExportRequest, kind: Kind, notes: list[str]) -> dict[str, Any]:
+def _parallelism_config(request: ExportRequest, kind: Kind, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     if kind == "MULTI_GPU" and plan.tp == 1:
         return {}
@@ -173,7 +172,7 @@ def _parallelism(request: ExportRequest, kind: Kind, notes: list[str]) -> dict[s
     return {"parallelism_config": values}
 
 
-def _deepspeed(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _deepspeed_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     zero = deepspeed.zero_optimization(request, notes)
     values: dict[str, Any] = {
@@ -191,7 +190,7 @@ def _deepspeed(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return values
 
 
-def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _megatron_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     tool = f"{_TOOL} with Megatron-LM"
     if request.stage > 1:
@@ -233,12 +232,11 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         notes.append(
             "offloading: Megatron-LM can offload only optimizer state, and only to host memory."
         )
-    notes += unsupported.all_under_way(request, tool)
+    notes += unsupported.pipelined_accumulation(request, tool)
     return values
 
 
-def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
-    """Return notes on settings that Accelerate leaves to the user's script."""
+def _script_edits(request: ExportRequest, kind: Kind) -> list[str]:
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader yields {samples} at once"

@@ -26,10 +26,10 @@ def write(request: ExportRequest) -> ExportedPlan:
         "gradient_accumulation_steps": request.passes,
         "gradient_clipping": unsupported.clip(plan),
         "zero_optimization": zero_optimization(request, notes),
-        **_precision(plan, notes),
-        "optimizer": _optimizer(plan, notes),
-        **_activations(request, notes),
-        **_axes(request, notes),
+        **_precision_config(plan, notes),
+        "optimizer": _optimizer_config(plan, notes),
+        **_activation_config(request, notes),
+        **_parallelism_config(request, notes),
     }
     if config["optimizer"]["type"] not in ("AdamW", "Muon"):
         config["zero_allow_untested_optimizer"] = True
@@ -37,7 +37,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         config["communication_data_type"] = "bf16"
     elif plan.precision in SHARD_DTYPES and request.stage >= 2:
         config["communication_data_type"] = "fp32"
-    notes += _pipeline(request)
+    notes += _pipeline_notes(request)
     notes += unsupported.no_sequence_parallel(plan, _TOOL)
     if plan.compile:
         notes.append(
@@ -56,13 +56,12 @@ def write(request: ExportRequest) -> ExportedPlan:
     return ExportedPlan(
         compose=lambda: as_json(config),
         file_name=_FILE,
-        command=_launch(request),
+        command=_launch_command(request),
         notes=tuple(notes),
     )
 
 
-def _launch(request: ExportRequest) -> str:
-    """Return the command that launches a Trainer script, with arguments that match the JSON."""
+def _launch_command(request: ExportRequest) -> str:
     nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
     if nodes > 1:
@@ -121,7 +120,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
     """Return the zero_optimization section: stage, offloading, and hpZ for replicated shards."""
     plan = request.plan
     stage = stage_for(request, notes)
-    values: dict[str, Any] = {"stage": stage, **_default_options(stage)}
+    values: dict[str, Any] = {"stage": stage, **_default_zero_options(stage)}
     if stage and plan.dp_replicate > 1 and plan.dp_shard > 1:
         if stage == 3:
             values["zero_hpz_partition_size"] = plan.dp_shard
@@ -138,10 +137,10 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
     if plan.pp > 1 and "disk" in (state, plan.offload_parameters):
         notes.append("offloading to disk with a pipeline: DeepSpeed refuses it.")
     elif state != "none":
-        values["offload_optimizer"] = _device(state)
+        values["offload_optimizer"] = _offload_device(state)
     if plan.offload_parameters != "none":
         if stage == 3:
-            values["offload_param"] = _device(plan.offload_parameters)
+            values["offload_param"] = _offload_device(plan.offload_parameters)
         else:
             notes.append("offload_parameters: DeepSpeed offloads parameters only with ZeRO-3.")
     if "disk" in (state, plan.offload_parameters):
@@ -149,20 +148,19 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
     return values
 
 
-def _default_options(stage: int) -> dict[str, bool]:
-    """Return the options of a ZeRO stage. Under stage 3, saving gathers the weights."""
+def _default_zero_options(stage: int) -> dict[str, bool]:
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves
 
 
-def _device(where: str) -> dict[str, Any]:
+def _offload_device(where: str) -> dict[str, Any]:
     if where == "disk":
         return {"device": "nvme", "nvme_path": NVME}
     return {"device": "cpu", "pin_memory": True}
 
 
-def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
+def _precision_config(plan: Plan, notes: list[str]) -> dict[str, Any]:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
@@ -193,7 +191,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
     return {"bf16": {"enabled": True}}
 
 
-def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
+def _optimizer_config(plan: Plan, notes: list[str]) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": _AUTO, "weight_decay": _AUTO}
     kind = _OPTIMIZERS.get(plan.optimizer, "AdamW")
     if plan.optimizer == "sgd":
@@ -207,7 +205,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
     return {"type": kind, "params": params}
 
 
-def _activations(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _activation_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     done, plan = request.recomputed_blocks, request.plan
     if done.mode == "none" and plan.offload_activations != "cpu":
         return {}
@@ -233,7 +231,7 @@ def _activations(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _parallelism_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {}
     if plan.tp > 1:
@@ -250,8 +248,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return values
 
 
-def _pipeline(request: ExportRequest) -> list[str]:
-    """Say what the user's script must do for a plan with a pipeline."""
+def _pipeline_notes(request: ExportRequest) -> list[str]:
     plan = request.plan
     if plan.pp == 1:
         return []
@@ -264,4 +261,4 @@ def _pipeline(request: ExportRequest) -> list[str]:
     ]
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         sentences.append(unsupported.schedule(request, _TOOL, "1F1B with one stage per rank"))
-    return sentences + unsupported.all_under_way(request, _TOOL)
+    return sentences + unsupported.pipelined_accumulation(request, _TOOL)

@@ -51,15 +51,15 @@ def write(request: ExportRequest) -> ExportedPlan:
     """Write the JSON; the command's environment has the values of ParallelismConfig."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
-    written = _unfold(request, notes)
+    written = _axes_without_pipeline(request, notes)
     values: dict[str, Any] = {
         "output_dir": "trainer_output",
         "per_device_train_batch_size": written.micro_batch,
         "gradient_accumulation_steps": written.accumulation,
         "max_grad_norm": unsupported.clip(plan),
-        "optim": _optimizer(plan, notes),
-        **_precision(plan, notes),
-        **_recompute(request, written, notes),
+        "optim": _optimizer_name(plan, notes),
+        **_precision_arguments(plan, notes),
+        **_checkpointing_arguments(request, written, notes),
     }
     if plan.compile:
         values["torch_compile"] = True
@@ -67,7 +67,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         values["torch_empty_cache_steps"] = 1
     if written.shards or plan.offload_parameters == "cpu":
         values["fsdp"] = True
-        values["fsdp_config"] = _fsdp(request, written, notes)
+        values["fsdp_config"] = _fsdp_config(request, written, notes)
     elif written.ranks > 1:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
     if plan.ep > 1:
@@ -86,12 +86,13 @@ def write(request: ExportRequest) -> ExportedPlan:
     return ExportedPlan(
         compose=lambda: as_json(values),
         file_name=_FILE,
-        command=_environment(written, request.stage) + torchrun(written.ranks, "train.py", _FILE),
+        command=_environment_prefix(written, request.stage)
+        + torchrun(written.ranks, "train.py", _FILE),
         notes=tuple(notes),
     )
 
 
-def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
+def _axes_without_pipeline(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
     """Return the axes for FSDP, with the ranks of a pipeline turned into shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
@@ -108,7 +109,7 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
     return _WrittenAxes(sizes, micro, accumulation)
 
 
-def _environment(written: _WrittenAxes, stage: int) -> str:
+def _environment_prefix(written: _WrittenAxes, stage: int) -> str:
     """Return environment variables that configure Accelerate's axes beyond plain FSDP."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
@@ -119,7 +120,7 @@ def _environment(written: _WrittenAxes, stage: int) -> str:
     return " ".join(words) + " "
 
 
-def _optimizer(plan: Plan, notes: list[str]) -> str:
+def _optimizer_name(plan: Plan, notes: list[str]) -> str:
     name = _OPTIMIZERS.get(plan.optimizer)
     if plan.optimizer in ("adamw-foreach", "adamw-for-loop"):
         notes.append(f"optimizer {plan.optimizer}: torch chooses the implementation there.")
@@ -128,7 +129,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> str:
     return name or "adamw_torch_fused"
 
 
-def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
+def _precision_arguments(plan: Plan, notes: list[str]) -> dict[str, bool]:
     name = plan.precision
     if name in WIDE and name != "fp32":
         notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
@@ -142,7 +143,9 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
-def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
+def _checkpointing_arguments(
+    request: ExportRequest, written: _WrittenAxes, notes: list[str]
+) -> dict[str, Any]:
     """Return settings for the model's own checkpointing, since FSDP's covers all blocks or none."""
     done = request.recomputed_blocks
     if done.count == 0:
@@ -162,7 +165,7 @@ def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) 
     }
 
 
-def _fsdp(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
+def _fsdp_config(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     if request.stage == 1:
         notes.append(unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))

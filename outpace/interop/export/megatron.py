@@ -35,16 +35,16 @@ def write(request: ExportRequest) -> ExportedPlan:
     """Write the script, which supports all axes, 1F1B (also interleaved) and ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
-    notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
+    notes += unsupported.sequential_stages(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
     arguments = [
-        *_axes(request, notes),
-        *_sharding(request, notes),
-        *_batch(request),
-        *_precision(plan, notes),
-        *_recompute(request, notes),
-        *_offload(request, notes),
-        *_model(request, notes),
-        *_optimizer(request, notes),
+        *_parallelism_arguments(request, notes),
+        *_sharding_arguments(request, notes),
+        *_batch_arguments(request),
+        *_precision_arguments(plan, notes),
+        *_recompute_arguments(request, notes),
+        *_offload_arguments(request, notes),
+        *_model_arguments(request, notes),
+        *_optimizer_arguments(request, notes),
         ("--tokenizer-type", "HuggingFaceTokenizer"),
         ("--tokenizer-model", "$TOKENIZER"),
         ("--vocab-size", str(spec.vocab)),
@@ -54,7 +54,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         ("--save-interval", "$SAVE_INTERVAL"),
         ("--distributed-backend", "nccl"),
     ]
-    notes += unsupported.all_under_way(request, _TOOL)
+    notes += unsupported.pipelined_accumulation(request, _TOOL)
     notes += unsupported.closing_notes(
         request,
         _TOOL,
@@ -65,43 +65,44 @@ def write(request: ExportRequest) -> ExportedPlan:
     )
     return ExportedPlan(
         compose=lambda: (
-            "#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments)
+            "#!/bin/sh\n"
+            + heading(_TOOL, request.title, notes)
+            + _compose_script(request, arguments)
         ),
         file_name=_FILE,
-        command=" ".join([*(f"{name}=…" for name in _variables(request)), "sh", _FILE]),
+        command=" ".join([*(f"{name}=…" for name in _required_variables(request)), "sh", _FILE]),
         notes=tuple(notes),
     )
 
 
-def _variables(request: ExportRequest) -> dict[str, str]:
-    """Return the variables that the script needs, each with its meaning."""
+def _required_variables(request: ExportRequest) -> dict[str, str]:
     several = hosts(request.workers)[0] > 1
     return ({HEAD_NODE: HEAD_MEANING} if several else {}) | _YOURS
 
 
-def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
+def _compose_script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
     lines = ["    " + " ".join(map(quote, argument)) for argument in arguments]
     start = torchrun(request.workers, "pretrain_gpt.py")
     checks = "".join(
-        f': "${{{name}:?set it to {what}}}"\n' for name, what in _variables(request).items()
+        f': "${{{name}:?set it to {what}}}"\n'
+        for name, what in _required_variables(request).items()
     )
-    return checks + _connections(request) + " \\\n".join([start, *lines]) + "\n"
+    return checks + _connections_line(request) + " \\\n".join([start, *lines]) + "\n"
 
 
-def _connections(request: ExportRequest) -> str:
+def _connections_line(request: ExportRequest) -> str:
     """Return the shell line that sets CUDA_DEVICE_MAX_CONNECTIONS as Megatron requires."""
-    if _fsdp(request):
+    if _uses_fsdp(request):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
 
 
-def _fsdp(request: ExportRequest) -> bool:
+def _uses_fsdp(request: ExportRequest) -> bool:
     """Return whether to use Megatron FSDP: for ZeRO-2 and 3 without a pipeline."""
     return request.stage > 1 and request.plan.pp == 1
 
 
-def _virtual(request: ExportRequest, notes: list[str]) -> int:
-    """Return the number of stages per pipeline rank."""
+def _stages_per_rank(request: ExportRequest, notes: list[str]) -> int:
     plan = request.plan
     several = plan.stages_per_rank
     if plan.pp == 1:
@@ -121,12 +122,12 @@ def _virtual(request: ExportRequest, notes: list[str]) -> int:
     return several
 
 
-def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _parallelism_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = [
         ("--tensor-model-parallel-size", str(plan.tp)),
         ("--pipeline-model-parallel-size", str(plan.pp)),
-        *_stages(request, notes),
+        *_stage_arguments(request, notes),
         ("--context-parallel-size", str(plan.cp)),
         ("--expert-model-parallel-size", str(plan.ep)),
     ]
@@ -146,19 +147,19 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
     return found
 
 
-def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _stage_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     """Return the arguments that assign layers to stages: a number for equal stages, or a layout."""
     plan = request.plan
     if plan.pp == 1:
         return []
-    virtual = _virtual(request, notes)
+    virtual = _stages_per_rank(request, notes)
     counts = request.split_layers(plan.pp * virtual)
     if len(set(counts)) > 1:
-        return [("--pipeline-model-parallel-layout", _layout(counts))]
+        return [("--pipeline-model-parallel-layout", _format_layout(counts))]
     return [] if virtual == 1 else [("--num-layers-per-virtual-pipeline-stage", str(counts[0]))]
 
 
-def _layout(counts: Sequence[int]) -> str:
+def _format_layout(counts: Sequence[int]) -> str:
     """Format the number of layers of each stage as Megatron does: "Et*3|(t*4|)*2,t*3,L"."""
     first, *middle, last = counts
     parts = [f"Et*{first}|"]
@@ -168,7 +169,7 @@ def _layout(counts: Sequence[int]) -> str:
     return "".join([*parts, f"t*{last},L"])
 
 
-def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _sharding_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     over = plan.data_parallel * plan.cp
@@ -183,7 +184,7 @@ def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
         found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
     if over > 1:
         found.append(("--overlap-param-gather",))
-    if not _fsdp(request):
+    if not _uses_fsdp(request):
         if request.stage > 1:
             notes.append(
                 unsupported.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)", 1)
@@ -198,7 +199,7 @@ def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
     ]
 
 
-def _batch(request: ExportRequest) -> list[Argument]:
+def _batch_arguments(request: ExportRequest) -> list[Argument]:
     return [
         ("--micro-batch-size", str(request.plan.micro_batch)),
         ("--global-batch-size", str(request.global_batch)),
@@ -207,7 +208,7 @@ def _batch(request: ExportRequest) -> list[Argument]:
     ]
 
 
-def _precision(plan: Plan, notes: list[str]) -> list[Argument]:
+def _precision_arguments(plan: Plan, notes: list[str]) -> list[Argument]:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
@@ -233,7 +234,7 @@ def _precision(plan: Plan, notes: list[str]) -> list[Argument]:
     return found
 
 
-def _recompute(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _recompute_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     done, layers = request.recomputed_blocks, request.spec.layers
     if done.mode == "none":
         return []
@@ -258,7 +259,7 @@ def _recompute(request: ExportRequest, notes: list[str]) -> list[Argument]:
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
 
 
-def _offload(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _offload_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     if _offloads_state(request):
@@ -300,7 +301,7 @@ def _expressed_fields(request: ExportRequest) -> list[str]:
     return said
 
 
-def _model(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _model_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     spec = request.spec
     found: list[Argument] = [
         ("--num-layers", str(spec.layers)),
@@ -313,7 +314,7 @@ def _model(request: ExportRequest, notes: list[str]) -> list[Argument]:
         ("--norm-epsilon", f"{spec.norm_eps:g}"),
         ("--attention-dropout", f"{spec.dropout:g}"),
         ("--hidden-dropout", f"{spec.dropout:g}"),
-        *_positions(spec, notes),
+        *_position_arguments(spec, notes),
     ]
     if spec.kv_heads < spec.heads:
         found += [("--group-query-attention",), ("--num-query-groups", str(spec.kv_heads))]
@@ -331,11 +332,11 @@ def _model(request: ExportRequest, notes: list[str]) -> list[Argument]:
         found.append(("--qk-layernorm",))
     if spec.sliding_window is not None:
         found.append(("--window-size", f"{spec.sliding_window - 1},0"))
-    notes += _other_parts(spec)
+    notes += _note_missing_features(spec)
     return found
 
 
-def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
+def _position_arguments(spec: ModelSpec, notes: list[str]) -> list[Argument]:
     if spec.positions == "learned":
         return [("--position-embedding-type", "learned_absolute")]
     found: list[Argument] = [
@@ -355,8 +356,7 @@ def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
     return found
 
 
-def _other_parts(spec: ModelSpec) -> list[str]:
-    """Return notes on features of the model for which pretrain_gpt.py has no argument."""
+def _note_missing_features(spec: ModelSpec) -> list[str]:
     biases = {spec.out_bias, spec.mlp_bias}
     found = {
         "attention in both directions (pretrain_bert.py has it)": not spec.causal,
@@ -372,7 +372,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
     return [Note(f"{name}: pretrain_gpt.py has none.") for name, there in found.items() if there]
 
 
-def _optimizer(request: ExportRequest, notes: list[str]) -> list[Argument]:
+def _optimizer_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     name = "adam"
     if plan.optimizer == "sgd":

@@ -20,23 +20,23 @@ def write(request: ExportRequest) -> ExportedPlan:
     """Write the YAML, with data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
-    notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
+    notes += unsupported.sequential_stages(request, _TOOL, "a pipeline of all micro-batches")
     values = {
         "general": {"project": "outpace", "run": f"{request.spec.family}_%date", "seed": _SEED},
         "checkpoints": {
             "checkpoints_path": "checkpoints",
             "checkpoint_interval": _CHECKPOINT_STEPS,
         },
-        "parallelism": _parallelism(request, notes),
+        "parallelism": _parallelism_section(request, notes),
         "tokens": {
             "sequence_length": request.seq_len,
             "train_steps": unsupported.SET_ME,
             "micro_batch_size": plan.micro_batch,
             "batch_accumulation_per_replica": request.passes,
         },
-        "model": _model(request, notes),
+        "model": _model_section(request, notes),
         "tokenizer": {"tokenizer_name_or_path": unsupported.SET_ME},
-        "optimizer": _optimizer(request, notes),
+        "optimizer": _optimizer_section(request, notes),
         "data_stages": [
             {
                 "name": "training",
@@ -45,7 +45,7 @@ def write(request: ExportRequest) -> ExportedPlan:
             }
         ],
     }
-    notes += unsupported.all_under_way(request, _TOOL)
+    notes += unsupported.pipelined_accumulation(request, _TOOL)
     notes += unsupported.closing_notes(
         request,
         _TOOL,
@@ -66,23 +66,23 @@ def _expressed_fields(plan: Plan) -> tuple[str, ...]:
     return ("sequence_parallel", *(["bucket_mib"] if plan.strategy == "ddp" else []))
 
 
-def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _parallelism_section(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     split = plan.sequence_parallel and plan.tp > 1
     return {
         "dp": plan.data_parallel,
         "pp": plan.pp,
         "tp": plan.tp,
-        "pp_engine": _engine(request, notes),
+        "pp_engine": _pipeline_engine(request, notes),
         "tp_mode": "REDUCE_SCATTER" if split else "ALL_REDUCE",
         "tp_linear_async_communication": split,
-        "recompute_layer": _recompute(request, notes),
+        "recompute_layer": _recomputes_layers(request, notes),
         "context_parallel_size": plan.cp,
         "expert_parallel_size": plan.ep,
     }
 
 
-def _engine(request: ExportRequest, notes: list[str]) -> str:
+def _pipeline_engine(request: ExportRequest, notes: list[str]) -> str:
     plan = request.plan
     all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
     engine = "afab" if all_forward else "1f1b"
@@ -91,7 +91,7 @@ def _engine(request: ExportRequest, notes: list[str]) -> str:
     return engine
 
 
-def _recompute(request: ExportRequest, notes: list[str]) -> bool:
+def _recomputes_layers(request: ExportRequest, notes: list[str]) -> bool:
     done = request.recomputed_blocks
     some = done.count < request.spec.layers
     if done.count and (done.mode != "full" or not done.alike or some):
@@ -99,7 +99,7 @@ def _recompute(request: ExportRequest, notes: list[str]) -> bool:
     return done.count > 0
 
 
-def _optimizer(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _optimizer_section(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     stage = min(request.stage, 1)
     if request.stage > 1:
@@ -137,17 +137,17 @@ def _optimizer(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _model(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _model_section(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return {
         "ddp_bucket_cap_mb": request.plan.bucket_mib,
-        "dtype": _dtype(request.plan, notes),
+        "dtype": _model_dtype(request.plan, notes),
         "init_method": {"std": _INIT},
         "make_vocab_size_divisible_by": 1,
-        "model_config": _config(request, notes),
+        "model_config": _model_config(request, notes),
     }
 
 
-def _dtype(plan: Plan, notes: list[str]) -> str:
+def _model_dtype(plan: Plan, notes: list[str]) -> str:
     if plan.precision in WIDE:
         if plan.precision != "fp32":
             notes.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
@@ -166,11 +166,11 @@ def _dtype(plan: Plan, notes: list[str]) -> str:
     return "bfloat16"
 
 
-def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _model_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     spec = request.spec
     rotary = spec.positions == "rotary" and spec.norm == "rmsnorm" and spec.gated
     if not rotary:
-        return _starcoder(spec, notes)
+        return _starcoder_config(spec, notes)
     # nanotron's Llama has no biases or windows, and its attention does not split sequences.
     qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
     if spec.kv_heads < request.plan.tp:
@@ -198,12 +198,11 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         values |= {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 1}
     if spec.sliding_window is not None:
         values["sliding_window_size"] = spec.sliding_window
-    notes += _other_parts(spec)
+    notes += _note_missing_features(spec)
     return values
 
 
-def _other_parts(spec: ModelSpec) -> list[str]:
-    """Return notes on features of a model with rotary positions that nanotron's configs lack."""
+def _note_missing_features(spec: ModelSpec) -> list[str]:
     found = {
         f"head_dim {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
         "qk_norm": spec.qk_norm,
@@ -215,7 +214,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
     return [Note(f"{name}: nanotron's model has none.") for name, there in found.items() if there]
 
 
-def _starcoder(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
+def _starcoder_config(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
     notes.append(
         f"family {spec.family}: nanotron has no such architecture. The export has the closest one "
         "instead: its StarCoder2 (LayerNorm, GELU, rotary positions, causal attention)."

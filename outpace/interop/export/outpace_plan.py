@@ -20,7 +20,7 @@ def write(request: ExportRequest) -> ExportedPlan:
     """Write the plan as JSON, with an `outpace train` command that has the same settings."""
     plan = request.plan
     notes: list[str] = []
-    model = request.reference or _preset_of(request.model)
+    model = request.reference or _find_preset(request.model)
     if model is None:
         model = _SPEC
         notes.append(Note(f"The model is not a preset: save its ModelSpec as {_SPEC}."))
@@ -47,26 +47,25 @@ def write(request: ExportRequest) -> ExportedPlan:
     return ExportedPlan(
         compose=lambda: file.model_dump_json(indent=2) + "\n",
         file_name=_FILE,
-        command=_estimate_command(model) if untrained else _command(request, model),
+        command=_estimate_command(model) if untrained else _train_command(request, model),
         notes=tuple(notes),
     )
 
 
 def _estimate_command(model: str) -> str:
-    """Return the `outpace estimate` command for a model that outpace does not train."""
     words = ["--model", model, "--machine", "$MACHINE", "--plan", _FILE]
     return " ".join(["outpace", "estimate", *map(quote, words)])
 
 
-def _preset_of(spec: ModelSpec | Outline) -> str | None:
+def _find_preset(spec: ModelSpec | Outline) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset.spec == spec), None)
 
 
-def _command(request: ExportRequest, model: str) -> str:
+def _train_command(request: ExportRequest, model: str) -> str:
     plan = request.plan
     words = ["--model", model]
     words += ["--seq-len", str(request.seq_len), "--global-batch", str(request.global_batch)]
-    words += _flags(plan)
+    words += _plan_flags(plan)
     ranks = plan.world_size
     if ranks <= HOST:
         many = ["--nproc", str(ranks)] if ranks > 1 else []
@@ -74,7 +73,7 @@ def _command(request: ExportRequest, model: str) -> str:
     return torchrun(ranks, "outpace", "train", *words, module=True)
 
 
-def _flags(plan: Plan) -> list[str]:
+def _plan_flags(plan: Plan) -> list[str]:
     """Return flags for all fields of the plan that are settings without their default value."""
     words = ["--strategy", plan.strategy, "--micro-batch", str(plan.micro_batch)]
     words += ["--optimizer", plan.optimizer]
@@ -82,7 +81,7 @@ def _flags(plan: Plan) -> list[str]:
         words += ["--precision", plan.precision]
     for axis in AXES:
         if axis in SPLITS[plan.strategy]:
-            words += [f"--{_kebab(axis)}", str(getattr(plan, axis))]
+            words += [f"--{_to_kebab_case(axis)}", str(getattr(plan, axis))]
     if plan.pp > 1 or plan.pp_microbatches > 1:
         words += ["--pp-microbatches", str(plan.pp_microbatches)]
     if plan.strategy == "3d" and plan.pp > 1:
@@ -93,19 +92,19 @@ def _flags(plan: Plan) -> list[str]:
         value = getattr(plan, name)
         if name in written or name not in TrainSettings.model_fields or value == field.default:
             continue
-        words += _flag(name, value)
+        words += _format_flag(name, value)
     if plan.optimizer_in_backward:
         words += ["--clip", "0"]
     return words
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def _format_flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
-        return [f"--{_kebab(name)}" if value else f"--no-{_kebab(name)}"]
+        return [f"--{_to_kebab_case(name)}" if value else f"--no-{_to_kebab_case(name)}"]
     if isinstance(value, tuple):
-        return [f"--{_kebab(name)}", ",".join(map(str, value))]
-    return [f"--{_kebab(name)}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return [f"--{_to_kebab_case(name)}", ",".join(map(str, value))]
+    return [f"--{_to_kebab_case(name)}", f"{value:g}" if isinstance(value, float) else str(value)]
 
 
-def _kebab(name: str) -> str:
+def _to_kebab_case(name: str) -> str:
     return name.replace("_", "-")

@@ -65,18 +65,18 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Format tables of plain values as TOML; nested tables have dotted names."""
     parts = []
     for name, table in tables.items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+        lines = [f"{key} = {_format_toml_value(value)}" for key, value in table.items()]
         parts.append("\n".join([f"[{name}]", *lines]) + "\n")
     return "\n".join(parts)
 
 
-def _toml_value(value: Any) -> str:
+def _format_toml_value(value: Any) -> str:
     if isinstance(value, Placeholder):
         return value
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
+        return "[" + ", ".join(map(_format_toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -70,18 +70,18 @@ def write(request: ExportRequest) -> ExportedPlan:
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":
-        notes += unsupported.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
-    model, missing = _model(request.spec)
+        notes += unsupported.sequential_stages(request, _TOOL, "GPipe with one micro-batch")
+    model, missing = _model_table(request.spec)
     expressed = ["compile", "optimizer_in_backward"]
     if plan.offload_parameters == "cpu":
         expressed += ["offload_parameters", "offload_optimizer"]
     tables: dict[str, dict[str, Any]] = {
         "model": model,
-        "training": _training(request, notes),
-        "parallelism": _parallelism(request, notes),
-        "activation_checkpoint": _recompute(request, notes),
+        "training": _training_table(request, notes),
+        "parallelism": _parallelism_table(request, notes),
+        "activation_checkpoint": _checkpointing_table(request, notes),
         "compile": {"enable": plan.compile, "components": ["model"]},
-        "optimizer": _optimizer(plan, notes),
+        "optimizer": _optimizer_table(plan, notes),
         "lr_scheduler": {"warmup_steps": _SET_ME},
         "checkpoint": {"enable": True},
     }
@@ -104,7 +104,7 @@ def write(request: ExportRequest) -> ExportedPlan:
     def compose() -> str:
         newer = comments(
             [("torchtitan 0.3 and later do not read TOML. With these, use:"),
-             _flags(request, tables)],
+             _command_for_0_3(request, tables)],
             bullet="# ",
         )  # fmt: skip
         return heading(f"{_TOOL} (0.2)", request.title, notes) + as_toml(tables) + "\n" + newer
@@ -119,17 +119,17 @@ def write(request: ExportRequest) -> ExportedPlan:
     )
 
 
-def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+def _model_table(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     """Return the model's name and flavor, with notes on how to add the flavor if there is none."""
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
     qwen = spec.family == "qwen3"
     name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
     flavor = flavors.get(size) if spec.family in ("llama", "qwen3") else None
-    differs = _differences(spec, qwen)
+    differs = _note_missing_features(spec, qwen)
     if flavor is not None and not differs and _is_published(spec, flavor, qwen):
         return {"name": name, "flavor": flavor}, []
     kind = "Qwen3ModelArgs" if qwen else "TransformerModelArgs"
-    words = ", ".join(f"{key}={value}" for key, value in _arguments(spec, qwen).items())
+    words = ", ".join(f"{key}={value}" for key, value in _model_arguments(spec, qwen).items())
     which = "no model of these dimensions" if flavor is None else f"another model as its {flavor}"
     sentences: list[str] = [
         ScriptEdit(
@@ -153,7 +153,7 @@ def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
     return (spec.rope_theta, spec.norm_eps, spec.rope_scaling) == (5e5, 1e-5, _LLAMA31_SCALING)
 
 
-def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
+def _model_arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
     """Return the arguments of torchtitan's model dataclass (0.2.2, models/*/model/args.py)."""
     arguments: dict[str, Any] = {
         "dim": spec.hidden,
@@ -171,7 +171,7 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
             "hidden_dim": spec.ffn,
             "enable_weight_tying": spec.tied,
         }
-    multiple, multiplier = _mlp(spec)
+    multiple, multiplier = _mlp_multiples(spec)
     # torchtitan scales rotary frequencies of every model; a factor of 1 leaves them unchanged.
     scaling = spec.rope_scaling or _LLAMA31_SCALING.model_copy(update={"factor": 1.0})
     return arguments | {
@@ -184,7 +184,7 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
     }
 
 
-def _mlp(spec: ModelSpec) -> tuple[int, float]:
+def _mlp_multiples(spec: ModelSpec) -> tuple[int, float]:
     """Return multiple_of and ffn_dim_multiplier that give the MLP's width in torchtitan.
 
     torchtitan multiplies two thirds of 4 × dim by the multiplier, and rounds up to the multiple.
@@ -193,8 +193,7 @@ def _mlp(spec: ModelSpec) -> tuple[int, float]:
     return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
 
 
-def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Return notes on features of the model that torchtitan's architecture lacks."""
+def _note_missing_features(spec: ModelSpec, qwen: bool) -> list[str]:
     found = []
     if spec.tied and not qwen:
         found.append(
@@ -225,7 +224,7 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
     return found
 
 
-def _training(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _training_table(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {
         "dataset": _SET_ME,
@@ -256,7 +255,7 @@ def _training(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return values
 
 
-def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _parallelism_table(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
@@ -270,7 +269,7 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": _reshard(request, notes),
+        "fsdp_reshard_after_forward": _reshard_policy(request, notes),
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
@@ -279,11 +278,11 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.ep > 1 and plan.expert_tp > 1:  # its default is 1
         values["expert_tensor_parallel_degree"] = plan.expert_tp
     if plan.pp > 1:
-        values |= _pipeline(request)
+        values |= _pipeline_settings(request)
     return values
 
 
-def _reshard(request: ExportRequest, notes: list[str]) -> str:
+def _reshard_policy(request: ExportRequest, notes: list[str]) -> str:
     plan = request.plan
     if request.stage == 1:
         notes.append(unsupported.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
@@ -292,8 +291,7 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
     return "always" if request.stage == 3 else "default"
 
 
-def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """Return the settings for the schedule and for the layers of each stage."""
+def _pipeline_settings(request: ExportRequest) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
@@ -315,7 +313,7 @@ def _pipeline(request: ExportRequest) -> dict[str, Any]:
     return values | {"module_fqns_per_model_part": parts}
 
 
-def _recompute(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
+def _checkpointing_table(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     done = request.recomputed_blocks
     if done.mode == "none":
         return {"mode": "none"}
@@ -338,7 +336,7 @@ def _recompute(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
-def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
+def _optimizer_table(plan: Plan, notes: list[str]) -> dict[str, Any]:
     if plan.optimizer not in _IMPLEMENTATIONS:
         notes.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
@@ -349,8 +347,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _flags(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
-    """Return the equivalent command for torchtitan 0.3."""
+def _command_for_0_3(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
     plain = {

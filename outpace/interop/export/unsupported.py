@@ -54,7 +54,7 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
     ]  # fmt: skip
 
 
-def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
+def sequential_stages(request: ExportRequest, tool: str, instead: str) -> list[str]:
     """Explain what replaces strategy mp in a tool whose pipelines overlap micro-batches."""
     if request.plan.strategy != "mp":
         return []
@@ -64,7 +64,7 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
     ]
 
 
-def all_under_way(request: ExportRequest, tool: str) -> list[str]:
+def pipelined_accumulation(request: ExportRequest, tool: str) -> list[str]:
     """Explain that the tool's pipeline processes all micro-batches of a step in one run."""
     plan = request.plan
     if plan.pp == 1 or request.accumulation == 1:
@@ -192,7 +192,7 @@ def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None
     return sentences
 
 
-def _compress(plan: Plan) -> str | None:
+def _describe_compression(plan: Plan) -> str | None:
     if plan.compress_gradients == "none":
         return None
     of = ""
@@ -204,7 +204,7 @@ def _compress(plan: Plan) -> str | None:
     )
 
 
-def _lora(plan: Plan) -> str | None:
+def _describe_lora(plan: Plan) -> str | None:
     if plan.lora_rank is None:
         return None
     targets = "+".join(plan.lora_targets)
@@ -215,23 +215,23 @@ def _lora(plan: Plan) -> str | None:
     )
 
 
-def _bucket(plan: Plan) -> str | None:
+def _describe_buckets(plan: Plan) -> str | None:
     buckets = plan.strategy in ("ddp", "zero1", "ring")
     if not buckets or plan.bucket_mib == Plan.model_fields["bucket_mib"].default:
         return None
     return f"bucket_mib {plan.bucket_mib}: the tool chooses the size of buckets"
 
 
-def _flag(name: str, meaning: str) -> Callable[[Plan], str | None]:
+def _describe_if_set(name: str, meaning: str) -> Callable[[Plan], str | None]:
     return lambda plan: f"{name}: {meaning}" if getattr(plan, name) else None
 
 
-def _place(name: str, meaning: str) -> Callable[[Plan], str | None]:
-    def sentence(plan: Plan) -> str | None:
+def _describe_offload(name: str, meaning: str) -> Callable[[Plan], str | None]:
+    def describe(plan: Plan) -> str | None:
         where = getattr(plan, name)
         return None if where == "none" else f"{name} {where}: {meaning}"
 
-    return sentence
+    return describe
 
 
 _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
@@ -240,12 +240,16 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
         if plan.tp > 1 and not plan.sequence_parallel
         else None
     ),
-    "offload_activations": _place("offload_activations", "activations stay on the device"),
-    "offload_parameters": _place("offload_parameters", "parameters stay on the device"),
-    "offload_optimizer": _place("offload_optimizer", "optimizer state stays on the device"),
-    "empty_cache": _flag("empty_cache", "cached memory is kept between a step's phases"),
-    "compile": _flag("compile", "blocks are not compiled"),
-    "optimizer_in_backward": _flag(
+    "offload_activations": _describe_offload(
+        "offload_activations", "activations stay on the device"
+    ),
+    "offload_parameters": _describe_offload("offload_parameters", "parameters stay on the device"),
+    "offload_optimizer": _describe_offload(
+        "offload_optimizer", "optimizer state stays on the device"
+    ),
+    "empty_cache": _describe_if_set("empty_cache", "cached memory is kept between a step's phases"),
+    "compile": _describe_if_set("compile", "blocks are not compiled"),
+    "optimizer_in_backward": _describe_if_set(
         "optimizer_in_backward", "the step comes after the backward, and gradients are kept"
     ),
     "loss": lambda plan: (
@@ -253,9 +257,9 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
         if plan.loss == "chunked"
         else None
     ),
-    "compress_gradients": _compress,
-    "bucket_mib": _bucket,
-    "lora_rank": _lora,
+    "compress_gradients": _describe_compression,
+    "bucket_mib": _describe_buckets,
+    "lora_rank": _describe_lora,
 }
 
 
