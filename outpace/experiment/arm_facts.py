@@ -66,7 +66,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
         "versions": json.dumps(record.versions, sort_keys=True),
         "commit": str(record.commit),
         "uncommitted changes": record.changes or str(record.uncommitted_changes),
-        **_of_machine(record.machine, record.device),
+        **_machine_facts(record.machine, record.device),
         "variables": json.dumps(variables, sort_keys=True),
         "processes": str(record.plan.world_size),
         "threads a process": str(record.threads),
@@ -82,7 +82,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def _of_machine(machine: Machine, device: str) -> dict[str, str]:
+def _machine_facts(machine: Machine, device: str) -> dict[str, str]:
     return {
         "processor": f"{machine.cpu}, {machine.host_cores} cores",
         "devices": ", ".join(one.name for one in machine.devices) or device,
@@ -98,28 +98,26 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
         if not path.is_file():
             continue
         own = found.setdefault(name, {})
-        facts = facts_of(RunRecord.load(path), sorted(asked)) | _clocks(folder / run)
+        facts = facts_of(RunRecord.load(path), sorted(asked)) | _clock_facts(folder / run)
         for fact, value in facts.items():
             if value not in own.setdefault(fact, []):
                 own[fact].append(value)
     return found
 
 
-def _clocks(run: Path) -> dict[str, str]:
-    """Return the mean clock rates of cores and devices during training, if known."""
-    loads = _loads(run)
+def _clock_facts(run: Path) -> dict[str, str]:
+    loads = _read_loads(run)
     found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
-             "clock of devices": _devices_hz(loads)}  # fmt: skip
+             "clock of devices": _mean_device_hz(loads)}  # fmt: skip
     return {name: f"{hz / 1e9:.2f} GHz" for name, hz in found.items() if hz is not None}
 
 
-def _loads(run: Path) -> tuple[Load, ...]:
+def _read_loads(run: Path) -> tuple[Load, ...]:
     path = run / RESULT_FILE
     return Measurement.load(path).utilisation if path.is_file() else ()
 
 
-def _devices_hz(loads: Sequence[Load]) -> float | None:
-    """Return the mean clock rate of the devices that the run used."""
+def _mean_device_hz(loads: Sequence[Load]) -> float | None:
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     return _mean_hz([one.clock_hz for one in used])
 
@@ -133,7 +131,7 @@ def describe_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
     """Return a sentence if the clock rates of devices differ clearly between arms."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
-        hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
+        hz = None if one.run is None else _mean_device_hz(_read_loads(folder / one.run))
         if hz is not None:
             seen.setdefault(one.arm, []).append(hz)
     medians = {arm: median(values) for arm, values in seen.items()}
@@ -157,22 +155,22 @@ def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
         shown = "; ".join(f"{arm}: {' → '.join(seen)}" for arm, seen in values.items())
         if changed:
             told.append(f"{name} changed between runs of {' and '.join(changed)} ({shown})")
-        elif len(set(map(tuple, values.values()))) > 1 and not _is_asked(experiment.arms, asked):
+        elif len(set(map(tuple, values.values()))) > 1 and not _is_tested(experiment.arms, asked):
             told.append(f"{name} differs between arms unintentionally ({shown})")
     return told
 
 
-def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
+def _is_tested(arms: Sequence[Arm], names: Sequence[str]) -> bool:
     return any(len({repr(arm.settings.get(name)) for arm in arms}) > 1 for name in names)
 
 
 def numeric_differences(one: RunRecord, other: RunRecord) -> list[str]:
     """Return the names of differing fields that change losses and weights."""
-    mine, its = _numbers(one), _numbers(other)
+    mine, its = _numeric_fields(one), _numeric_fields(other)
     return [name for name in mine if mine[name] != its[name]]
 
 
-def _numbers(record: RunRecord) -> dict[str, Any]:
+def _numeric_fields(record: RunRecord) -> dict[str, Any]:
     of = ((record, _OF_RECORD), (record.settings, _OF_SETTINGS), (record.plan, _OF_PLAN))
     found = {name: getattr(one, name) for one, names in of for name in names}
     return {
@@ -206,13 +204,13 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
             f"{'differs from' if apart else 'agrees with'} "
             f"{old.slowdown:+.1%} ({old.low:+.1%} to {old.high:+.1%})"
         )
-    return lines + _changed_facts(stored, now)
+    return lines + _describe_changed_facts(stored, now)
 
 
-def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Return a sentence for each changed fact of machine and arms; commands have no facts."""
+def _describe_changed_facts(stored: Comparison, now: Comparison) -> list[str]:
+    """Return a sentence for each fact of the machine or of an arm that has changed."""
     then = {arm.arm: arm.facts for arm in stored.arms}
-    pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
+    pairs = [(_machine_facts(stored.machine, "none"), _machine_facts(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]
     told = [
         f"{name} was {old[name]} and is now {new[name]}"

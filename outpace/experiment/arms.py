@@ -40,11 +40,11 @@ def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
     where = f"arm {arm.name}"
     settings = TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, where)
     if settings.steps is not None and settings.steps <= WARMUP_STEPS:
-        raise BadInputError(f"{where}: {_only_warm_up(settings.steps)}")
+        raise BadInputError(f"{where}: {_explain_only_warm_up(settings.steps)}")
     return settings
 
 
-def _only_warm_up(steps: int) -> str:
+def _explain_only_warm_up(steps: int) -> str:
     return (
         f"all {steps} steps would be warm-up, which is not measured. Use --steps "
         f"{WARMUP_STEPS + 1} or more; 30 give a clearer result."
@@ -53,16 +53,16 @@ def _only_warm_up(steps: int) -> str:
 
 def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Run a training once. The outcome's value is the median step time without warm-up."""
-    where = Path("runs") / _label(experiment, arm, number)
+    where = Path("runs") / _run_name(experiment, arm, number)
     given = {**experiment.common, **arm.settings}
     config = folder / "configs" / f"{where.name}.toml"
     began_s = time.monotonic()
-    found = train_once(given, folder / where, config, arm.environment, _limit_s(experiment))
+    found = train_once(given, folder / where, config, arm.environment, _hang_limit_s(experiment))
     value, failure = None, None
     if isinstance(found, RunFailure):
         failure = found.reason
     elif found.steps <= WARMUP_STEPS:
-        failure = _only_warm_up(found.steps)
+        failure = _explain_only_warm_up(found.steps)
     else:
         value = found.step_time_s
     return Outcome(
@@ -82,7 +82,7 @@ def train_once(
 
     The settings are written to `config`.
     """
-    code, said = _run(training_command(given, run, config), environment, limit_s)
+    code, said = _run_process(training_command(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
 
@@ -91,10 +91,10 @@ def training_command(given: Mapping[str, Any], run: Path, config: Path) -> list[
     if run.is_symlink():
         run.unlink()  # the link only, not its target
     elif run.exists():
-        _require_left(run)
+        _require_not_training(run)
         shutil.rmtree(run)  # an interrupted run starts over
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
+    config.write_text(_format_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
     return [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
 
 
@@ -106,14 +106,13 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
     if code is None:
         return RunFailure(None, f"stopped at the limit of {limit_s:.0f} s")
     return (
-        RunFailure(code, _last_message(said, code))
+        RunFailure(code, _explain_exit(said, code))
         if code != 0
         else Measurement.load(run / RESULT_FILE)
     )
 
 
-def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process is still training in `run`."""
+def _require_not_training(run: Path) -> None:
     (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(
@@ -125,18 +124,18 @@ def _require_left(run: Path) -> None:
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Run a user's command once. The outcome's value is the last match of the metric."""
     assert arm.command is not None and experiment.metric is not None
-    began_s, limit_s = time.monotonic(), _limit_s(experiment)
-    code, said = _run(["sh", "-c", arm.command], arm.environment, limit_s)
-    log = folder / "logs" / f"{_label(experiment, arm, number)}.txt"
+    began_s, limit_s = time.monotonic(), _hang_limit_s(experiment)
+    code, said = _run_process(["sh", "-c", arm.command], arm.environment, limit_s)
+    log = folder / "logs" / f"{_run_name(experiment, arm, number)}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(said, encoding="utf-8")
     found: float | str
     if code is None:
         found = f"stopped after {limit_s:.0f} s; a larger --budget allows more"
     elif code != 0:
-        found = _last_message(said, code)
+        found = _explain_exit(said, code)
     else:
-        found = _figure(experiment.metric, said, log)
+        found = _read_metric(experiment.metric, said, log)
     value, failure = (None, found) if isinstance(found, str) else (found, None)
     return Outcome(
         arm=arm.name, round=number, value=value, failure=failure,
@@ -144,9 +143,9 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
     )  # fmt: skip
 
 
-def _figure(metric: str, said: str, log: Path) -> float | str:
+def _read_metric(metric: str, output: str, log: Path) -> float | str:
     """Return the last value of the metric in the output, or why it cannot be used."""
-    found = re.findall(metric, said)
+    found = re.findall(metric, output)
     try:
         value = float(found[-1])
     except (IndexError, ValueError, TypeError):
@@ -170,17 +169,17 @@ def check_metric(metric: str) -> None:
         )
 
 
-def _limit_s(experiment: Experiment) -> float:
-    """Return the time limit of one run, after which it counts as hanging."""
+def _hang_limit_s(experiment: Experiment) -> float:
     return max(_LEAST_LIMIT_S, experiment.budget_s)
 
 
-def _run(
+def _run_process(
     words: list[str], environment: Mapping[str, str], limit_s: float = math.inf
 ) -> tuple[int | None, str]:
-    """Run a command; return its exit code, None if it was stopped at the limit, and its output.
+    """Run a command; return its exit code and its output.
 
-    All its processes are ended, even if this process is interrupted.
+    The code is None if the command was stopped at the limit. All its processes are ended, even if
+    this process is interrupted.
     """
     running = ProcessTree(words, environment)
     try:
@@ -190,15 +189,15 @@ def _run(
     return code, said
 
 
-def _last_message(said: str, code: int) -> str:
+def _explain_exit(output: str, code: int) -> str:
     """Return why a run failed: its last message for the user, else its last line of output."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("outpace: ")]
-    words = _error(lines, code) or (told or lines or ["no output"])[-1]
+    words = _json_error(lines, code) or (told or lines or ["no output"])[-1]
     return f"exit code {code}: {words.removeprefix('outpace: ')[-_TOLD:]}"
 
 
-def _error(lines: list[str], code: int) -> str | None:
+def _json_error(lines: list[str], code: int) -> str | None:
     """Return the first line of the error in `--json` output; of a traceback, the last line."""
     written = [line for line in lines if line.startswith('{"error"')]
     with suppress(ValueError, KeyError, TypeError, IndexError):
@@ -207,7 +206,7 @@ def _error(lines: list[str], code: int) -> str | None:
     return None
 
 
-def _label(experiment: Experiment, arm: Arm, number: int) -> str:
+def _run_name(experiment: Experiment, arm: Arm, number: int) -> str:
     """Return a run's file name; the arm's number keeps the names of different arms distinct."""
     return f"{experiment.arms.index(arm)}-{file_name(arm.name)}-{number + 1:03d}"
 
@@ -217,7 +216,7 @@ def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
 
 
-def _toml(values: Mapping[str, Any]) -> str:
+def _format_toml(values: Mapping[str, Any]) -> str:
     """Return settings without nesting as TOML; their values as JSON are valid TOML."""
     known = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]

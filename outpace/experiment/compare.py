@@ -21,7 +21,7 @@ _NARROW = 0.5
 
 
 class Run(Protocol):
-    """One run of an arm."""
+    """A function that runs an arm once, in round `number`, with its files in `folder`."""
 
     def __call__(self, experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome: ...
 
@@ -65,7 +65,7 @@ def compare(
         found = verdicts(experiment, outcomes)
         if all(is_clear(found[arm.name], experiment.within) for arm in arms[1:]):
             return ComparisonEnd(tuple(outcomes), "the verdict is clear")
-        for arm in _order(experiment, arms, number):
+        for arm in _shuffle_arms(experiment, arms, number):
             outcome = run(experiment, arm, number, folder)
             outcomes.append(outcome)
             told(outcome, verdicts(experiment, outcomes))
@@ -96,7 +96,10 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
 
 
 def is_clear(one: Verdict, within: float) -> bool:
-    """Return whether a difference is claimed and precise enough, or too small to matter."""
+    """Return whether a difference is claimed and precise enough, or too small to matter.
+
+    Relative differences of at most `within` do not matter.
+    """
     if one.low is None or one.high is None or one.slowdown is None:
         return False
     if max(abs(one.low), abs(one.high)) <= within:
@@ -119,6 +122,6 @@ def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
+def _shuffle_arms(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
     """Return a round's arms in random order, which is the same when the experiment is repeated."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

@@ -31,15 +31,18 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     `runs` are folders by arm, in the order of `results`.
     """
     records = [RunRecord.load(run / RUN_FILE) for run in runs.values()]
-    found = _values(records)
-    told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
+    found = _find_differing_values(records)
+    told = ", ".join(f"{name} {_format_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "No recorded difference between the runs."
-    rest = (*_part(results), *_slow_steps(runs, results), *_other_programs(runs))
-    return first, *_resume_notes(runs, records), *rest
+    rest = (
+        *_describe_slowest_part(results),
+        *_describe_slow_steps(runs, results),
+        *_describe_other_load(runs),
+    )
+    return first, *_describe_resumes(runs, records), *rest
 
 
-def _resume_notes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> list[str]:
-    """Return a sentence for each run whose times leave out the steps before a resume."""
+def _describe_resumes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> list[str]:
     told = []
     for (name, run), record in zip(runs.items(), records, strict=True):
         if begin := record.last_untimed_step(result_of(run, record)):
@@ -51,14 +54,13 @@ def _resume_notes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> lis
     return told
 
 
-def _change(values: Sequence[str]) -> str:
+def _format_change(values: Sequence[str]) -> str:
     short = [one if len(one) <= _LONG else f"{one[: _LONG - 1]}…" for one in values]
     return " → ".join(short)
 
 
-def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Return the values that differ between runs, by name, in the order of the runs."""
-    rows = [_values_of(record) for record in records]
+def _find_differing_values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
+    rows = [_describe_run(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
     return {name: values for name, values in found.items() if _differs_clearly(name, values)}
@@ -72,7 +74,7 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
     return len(set(values)) > 1
 
 
-def _values_of(record: RunRecord) -> dict[str, str]:
+def _describe_run(record: RunRecord) -> dict[str, str]:
     """Return plan, settings and facts of a run as text, likely explanations first."""
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
@@ -102,8 +104,7 @@ def _show_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
 
 
-def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Return a sentence on the part of a step in which the slowest run loses the most time."""
+def _describe_slowest_part(results: Sequence[ArmResult]) -> list[str]:
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []
@@ -116,8 +117,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
     return [f"The difference is largest in {part}: {' → '.join(map(show_seconds, most))} a step."]
 
 
-def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Return a sentence for each run that lost much time in steps slower than the median."""
+def _describe_slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = step_times_of(run, warm_up=True)
@@ -133,8 +133,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
     return told
 
 
-def _other_programs(runs: Mapping[str, Path]) -> list[str]:
-    """Return a sentence for each run during which other programs used cores."""
+def _describe_other_load(runs: Mapping[str, Path]) -> list[str]:
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE

@@ -26,9 +26,9 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
     """
     for run in runs:
         require_run(run)
-    given = [_repeat_settings(RunRecord.load(run / RUN_FILE)) for run in runs]
+    given = [_settings_to_repeat(RunRecord.load(run / RUN_FILE)) for run in runs]
     alike = {name for name in given[0] if all(one[name] == given[0][name] for one in given)}
-    names = _names(runs)
+    names = _distinct_names(runs)
     return Experiment.parse(
         {
             "common": {name: given[0][name] for name in sorted(alike)},
@@ -43,14 +43,14 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
     )
 
 
-def _repeat_settings(record: RunRecord) -> dict[str, Any]:
+def _settings_to_repeat(record: RunRecord) -> dict[str, Any]:
     """Return the settings that repeat a run, with `nproc` even if a launcher started its ranks."""
     given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
     world = record.plan.world_size
     return given | ({"nproc": world} if world > 1 else {})
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
+def _distinct_names(runs: Sequence[Path]) -> list[str]:
     """Return the runs' folder names if they differ, otherwise their paths."""
     last = [run.resolve().name for run in runs]
     return last if len(set(last)) == len(last) else [str(run) for run in runs]

@@ -78,9 +78,9 @@ def train_in_turn(
     """
     until_s = time.monotonic() + limit_s
     with ExitStack() as stack:
-        started = [stack.enter_context(_start(one, turns)) for one in trainings]
+        started = [stack.enter_context(_start_run(one, turns)) for one in trainings]
         stack.enter_context(_resume_if_killed([one.running.pid for one in started]))
-        _warm(started, until_s)
+        _warm_up(started, until_s)
         for turn in range(turns):
             last = turn == turns - 1
             for place in range(len(started)):
@@ -88,7 +88,7 @@ def train_in_turn(
         return [one.finish(limit_s, until_s) for one in started]
 
 
-def _warm(started: Sequence["_Process"], until_s: float) -> None:
+def _warm_up(started: Sequence["_SuspendableRun"], until_s: float) -> None:
     """Wait until each run has warmed up, and suspend it then."""
     left = list(started)
     while left and time.monotonic() < until_s:
@@ -102,8 +102,8 @@ def _warm(started: Sequence["_Process"], until_s: float) -> None:
 
 
 @dataclass
-class _Process:
-    """A started training run; `turns` are ranges of counted steps."""
+class _SuspendableRun:
+    """A training run that can be suspended; `turns` has (begin, end) in counted steps."""
 
     training: TurnTraining
     running: ProcessTree
@@ -123,12 +123,10 @@ class _Process:
         self.turns.append((begin, self.steps_done()))
 
     def steps_done(self) -> int:
-        """Return the number of steps that the run has logged."""
         path = self.training.run / METRICS_FILE
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def finish(self, limit_s: float, until_s: float) -> TurnResult:
-        """Wait for the run until `until_s`, end it if necessary, and return its result."""
         code, run = self.running.wait(until_s), self.training.run
         found = outcome(run, code, self.running.end(), limit_s)
         took_s = [float(step["step_time_s"]) for step in steps_of(run)]
@@ -136,12 +134,12 @@ class _Process:
 
 
 @contextmanager
-def _start(training: TurnTraining, turns: int) -> Iterator[_Process]:
+def _start_run(training: TurnTraining, turns: int) -> Iterator[_SuspendableRun]:
     """Start a training run; when the context ends, end all its processes."""
     given = {**training.given, "steps": training.steps(turns), "comm_timeout_s": _WAIT_S}
     running = ProcessTree(training_command(given, training.run, training.config), {})
     try:
-        yield _Process(training, running)
+        yield _SuspendableRun(training, running)
     finally:
         running.end()
 

@@ -95,9 +95,9 @@ class ModuleTrial:
 
     def batch(self, step: int) -> Any:
         """Return the global batch of a step, counting from 1."""
-        return tree_map(self._wide, self.batches[step - 1])
+        return tree_map(self._widen, self.batches[step - 1])
 
-    def _wide(self, leaf: Any) -> Any:
+    def _widen(self, leaf: Any) -> Any:
         wide = self.double and isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.double() if wide else leaf
 
@@ -161,7 +161,7 @@ def reference(
         find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
         for alone in (True, False)
     ]
-    facts.communicates = _communicates(objective, trial.batch(1))
+    facts.communicates = _calls_collectives(objective, trial.batch(1))
     facts.cut_cause = find_cut_cause(objective, StepHooks(), True, trial.batch(1), SINGLE.cut)
     facts.has_batchnorm = bool(batch_norms(module))
     if trial.custom.sync_batchnorm and facts.has_batchnorm:
@@ -181,7 +181,7 @@ def reference(
             watch = stack.enter_context(MovedParameters(named.items())) if step == 1 else None
             drawn = random_state(CPU)
             together = facts.shared_norms or facts.communicates
-            run = _pass_together if together else _pass_in_shares
+            run = _run_shares_together if together else _run_shares
             totals = run(objective, trial.batch(step), shares, pieces)
             commit(module)
             facts.draws |= not same_random_state(drawn, random_state(CPU))
@@ -196,15 +196,14 @@ def reference(
         norm = nn.utils.clip_grad_norm_(named.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        course.steps.append(_step(totals, kept, norm))
+        course.steps.append(_step_tensors(totals, kept, norm))
     course.state = {name: t.clone() for name, t in module.state_dict().items() if _is_tensor(t)}
     counted = {*facts.counted} - course.state.keys()
     course.unsaved = {n: b.clone() for n, b in module.named_buffers() if n in counted}
     return course
 
 
-def _communicates(objective: CustomObjective, batch: Any) -> bool:
-    """Return whether a forward of a few samples calls collectives."""
+def _calls_collectives(objective: CustomObjective, batch: Any) -> bool:
     watch = MovedParameters(())
     with suppress(Exception), keep_values(objective.named_parameters()), watch:
         total_of(objective, StepHooks(), True, [take_first(batch, 2)], alike=True)
@@ -228,35 +227,41 @@ def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
         raise BadInputError(reasons[0])
 
 
-def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run forward and backward share by share; return the loss sum and the target count."""
-    first, *others = _cut(batch, shares)
+def _run_shares(objective: CustomObjective, batch: Any, shares: int, micro_batches: int) -> Tensor:
+    """Run forward and backward of each share by itself; return the loss sum and the target count.
+
+    Changes to buffers and parameters are kept of the first share only.
+    """
+    first, *others = _cut_batch(batch, shares)
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
-        totals += _pass_aside(objective, share, pieces)
-    return totals + _pass(objective, _cut(first, pieces))
+        totals += _run_in_isolation(objective, share, micro_batches)
+    return totals + _run_micro_batches(objective, _cut_batch(first, micro_batches))
 
 
-def _pass_together(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run the k-th micro-batches of all shares together; return loss sum and target count."""
-    if pieces == 1:
-        return _pass(objective, [batch])
-    parts = [_cut(share, pieces) for share in _cut(batch, shares)]
-    return _pass(objective, [reduce(_join, several) for several in zip(*parts, strict=True)])
+def _run_shares_together(
+    objective: CustomObjective, batch: Any, shares: int, micro_batches: int
+) -> Tensor:
+    if micro_batches == 1:
+        return _run_micro_batches(objective, [batch])
+    parts = [_cut_batch(share, micro_batches) for share in _cut_batch(batch, shares)]
+    return _run_micro_batches(
+        objective, [reduce(_concatenate, several) for several in zip(*parts, strict=True)]
+    )
 
 
-def _join(one: Any, other: Any) -> Any:
+def _concatenate(one: Any, other: Any) -> Any:
     joined = concatenate(one, other)
     if joined is None:
         raise BadInputError("the batch's parts cannot be concatenated")
     return joined
 
 
-def _cut(batch: Any, parts: int) -> Sequence[Any]:
+def _cut_batch(batch: Any, parts: int) -> Sequence[Any]:
     return cut(batch, parts) if parts > 1 else [batch]
 
 
-def _pass(objective: CustomObjective, pieces: Sequence[Any]) -> Tensor:
+def _run_micro_batches(objective: CustomObjective, pieces: Sequence[Any]) -> Tensor:
     totals = torch.zeros(2, dtype=torch.float64)
     for piece in pieces:
         loss_sum, count = objective(piece)
@@ -265,14 +270,14 @@ def _pass(objective: CustomObjective, pieces: Sequence[Any]) -> Tensor:
     return totals
 
 
-def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
+def _run_in_isolation(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
     """Run a share and add its gradients, but undo all other changes to the model.
 
     Each share thus starts from the same buffers, counters and parameters, as each rank does.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
-        totals = _pass(objective, _cut(share, pieces))
+        totals = _run_micro_batches(objective, _cut_batch(share, pieces))
         made = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, made, strict=True):
         if gradient is not None:
@@ -285,7 +290,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _step(
+def _step_tensors(
     totals: Tensor, gradients: dict[str, Tensor], norm: Tensor
 ) -> dict[str, dict[str, Tensor]]:
     return {
@@ -317,7 +322,10 @@ class RankFindings:
 
 
 class PlannedRun:
-    """One rank's training under a plan; `at` is called with each phase."""
+    """One rank's training under a plan, compared with the references in each step.
+
+    `at` is called with a description of each phase that begins.
+    """
 
     def __init__(
         self,
@@ -370,7 +378,7 @@ class PlannedRun:
             rank=ranks.rank,
             group=dist.new_group(backend="gloo"),
             on_whole=lambda path: None,
-            on_trouble=_fail,
+            on_trouble=_raise,
         )
 
     def train(self) -> None:
@@ -408,13 +416,13 @@ class PlannedRun:
 
     def _train_step(self, step: int, when: str) -> None:
         self._at(f"step {step}{when}")
-        share = self._share(self._trial.batch(step))
+        share = self._list_micro_batches(self._trial.batch(step))
         self._gradients.clear()
         self._summed.clear()
         self._stepper.begin()
         with without_dropout(self.layout.objective):
             raw = self._run_step(step, share)
-        held = _step(raw.totals.double(), dict(self._gradients), raw.grad_norm)
+        held = _step_tensors(raw.totals.double(), dict(self._gradients), raw.grad_norm)
         if step == 1:
             self.found.held = set(held["gradient"])
             wanted = self._references["whole"].steps[0]["gradient"]
@@ -428,7 +436,7 @@ class PlannedRun:
                 self._record_differences(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
-        """Run a step. Raises BadInputError if the backward needs values that a forward changed."""
+        """Run a step. Raises BadInputError if a backward needs values that a forward overwrote."""
         versions = {name: p._version for name, p in self.layout.named_parameters()}
         try:
             return self._stepper.run(step, LR, share, lambda: False)
@@ -442,8 +450,7 @@ class PlannedRun:
                 said = explain_lost_value((), self._plan.strategy)
             raise BadInputError(said) from error
 
-    def _share(self, batch: Any) -> list[Any]:
-        """Return this rank's micro-batches of a global batch."""
+    def _list_micro_batches(self, batch: Any) -> list[Any]:
         plan = self._plan
         number = plan.data_rank(self._ranks.rank) or 0
         share = cut(batch, plan.data_parallel)[number] if plan.data_parallel > 1 else batch
@@ -488,26 +495,25 @@ class PlannedRun:
 
     def _record_differences(
         self,
-        which: str,
+        reference_name: str,
         kind: str,
         step: int,
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Record the relative difference of each tensor from the reference."""
-        noted = self.found.whole if which == "whole" else self.found.cut
+        noted = self.found.whole if reference_name == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():
             noted[kind, name, step] = relative(tensor, wanted.get(name), of.get(name, 0.0))
-            if which == "whole" and noted[kind, name, step] is None:
+            if reference_name == "whole" and noted[kind, name, step] is None:
                 self.found.unmatched[kind, name, step] = mismatch(tensor, wanted.get(name))
-            if which == "whole" and kind == "gradient" and noted[kind, name, step]:
+            if reference_name == "whole" and kind == "gradient" and noted[kind, name, step]:
                 explained = explain(name, tensor, wanted)
                 if explained is not None:
                     self.found.notes[kind, name, step] = explained
 
 
-def _fail(sentence: str) -> None:
+def _raise(sentence: str) -> None:
     raise RuntimeError(sentence)
 
 

@@ -44,8 +44,8 @@ def verdict_of(
     world: int,
 ) -> ParityVerdict:
     """Return the verdict on a plan that ran to its end: what differs, and the likely cause."""
-    whole = _worst(one.whole for one in found)
-    cut = _worst(one.cut for one in found)
+    whole = _merge_worst(one.whole for one in found)
+    cut = _merge_worst(one.cut for one in found)
     unmatched = {key: why for one in found for key, why in one.unmatched.items()}
     held = set().union(*(one.held for one in found[:world]))
     for name in set(course.steps[0]["gradient"]) - held:
@@ -58,9 +58,9 @@ def verdict_of(
     for one in found:
         notes |= one.notes
     numbers = [off for off in whole.values() if off is not None and off < float("inf")]
-    worst_key = max(whole, key=lambda key: _size(whole[key]))
+    worst_key = max(whole, key=lambda key: _deviation(whole[key]))
     worst = max(numbers, default=0.0)
-    note = _explain_attributes(course, plan)
+    note = _note_attributes(course, plan)
     if not wrong:
         return make_verdict(plan, allowed, worst=worst, worst_key=worst_key, cause=note)
     if not faults and course.facts.cut_cause == "places":
@@ -92,9 +92,9 @@ def verdict_of(
         )
     parts = [name for name, off in found[0].summed.items() if _is_allowed(off, allowed)]
     known = known or _explain_split(plan, listed, unmatched, parts, notes)
-    cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
-    largest = max(listed, key=lambda key: _size(named[key]))
-    off = _size(named[largest])
+    cause = known or _guess_cause(plan, listed, unmatched, notes, attributes)
+    largest = max(listed, key=lambda key: _deviation(named[key]))
+    off = _deviation(named[largest])
     told = [listed[0]] if largest == listed[0] else [listed[0], largest]
     commas = ["", ","]  # "a is off by 0.1; the worst, b, is off by 0.9"
     first, *worst_of = [
@@ -111,7 +111,7 @@ def verdict_of(
     )  # fmt: skip
 
 
-def _explain_attributes(course: ReferenceRun, plan: Plan) -> str | None:
+def _note_attributes(course: ReferenceRun, plan: Plan) -> str | None:
     """Return a note on plain attributes that count only one rank's samples, or None."""
     names = sorted({*course.facts.counted} - course.state.keys() - course.unsaved.keys())
     if not names or plan.data_parallel == 1:
@@ -159,7 +159,7 @@ def _format_deviation(relative: float | None) -> str:
     return f"is off by {relative:.2g} of its scale"
 
 
-def _size(relative: float | None) -> float:
+def _deviation(relative: float | None) -> float:
     return float("inf") if relative is None else relative
 
 
@@ -167,14 +167,14 @@ def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
     return relative is not None and relative <= allowed.relative
 
 
-def _worst(
+def _merge_worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
     """Return the largest deviation of each tensor over the findings of all ranks."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
-            if key not in merged or _size(off) > _size(merged[key]):
+            if key not in merged or _deviation(off) > _deviation(merged[key]):
                 merged[key] = off
     return merged
 
@@ -184,7 +184,7 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
     kind, _, step = key
     resumed = kind.endswith(" after resuming")
     kind = kind.removesuffix(" after resuming")
-    return resumed, step, _KINDS.index(kind), -_size(off)
+    return resumed, step, _KINDS.index(kind), -_deviation(off)
 
 
 def _known_cause(
@@ -235,7 +235,7 @@ def _explain_split(
     return None if said is None else said.removesuffix(".")
 
 
-def _likely_cause(
+def _guess_cause(
     plan: Plan,
     listed: Sequence[tuple[str, str, int]],
     unmatched: Mapping[tuple[str, str, int], str],

@@ -126,14 +126,14 @@ def verify_custom(
 
     `name` replaces the class name in the certificate. `spoil` plants a fault, for tests.
     """
-    _check(custom.module)
-    batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
+    _require_verifiable(custom.module)
+    batches = [_to_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
-    custom = _host_copy(custom)
+    custom = _copy_to_host(custom)
     # With shared BatchNorm statistics, only steps without accumulation equal the whole batch.
     accumulates = not (custom.sync_batchnorm and batch_norms(custom.module))
-    asked, skipped = _plans(plans, nproc, samples, accumulates)
-    double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
+    asked, skipped = _choose_plans(plans, nproc, samples, accumulates)
+    double = len(parameter_dtypes(custom.module)) == 1 and min(_element_bytes(custom.module)) > 2
     trial = ModuleTrial(custom, batches, samples, double, spoil)
     with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
         with warnings.catch_warnings():  # torch's warnings about its own code
@@ -162,7 +162,7 @@ def verify_custom(
     )
 
 
-def _check(module: nn.Module) -> None:
+def _require_verifiable(module: nn.Module) -> None:
     if sys.platform != "linux":
         raise BadInputError("verifying a module forks processes, which works on Linux only.")
     if dist.is_initialized():
@@ -178,15 +178,15 @@ def _check(module: nn.Module) -> None:
     require_plain(module)
 
 
-def _bytes(module: nn.Module) -> list[int]:
+def _element_bytes(module: nn.Module) -> list[int]:
     return [dtype.itemsize for dtype in parameter_dtypes(module)] or [4]
 
 
-def _on_cpu(batch: Any) -> Any:
+def _to_cpu(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _host_copy(custom: CustomModel) -> CustomModel:
+def _copy_to_host(custom: CustomModel) -> CustomModel:
     """Return the model on the CPU, without a copy if it is already there, since forks copy it."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom
@@ -195,14 +195,14 @@ def _host_copy(custom: CustomModel) -> CustomModel:
     return replace(custom, module=copy.deepcopy(custom.module).cpu())
 
 
-def _plans(
-    asked: Sequence[Plan | str] | str | None, nproc: int, samples: int, accumulates: bool
+def _choose_plans(
+    requested: Sequence[Plan | str] | str | None, nproc: int, samples: int, accumulates: bool
 ) -> tuple[list[Plan], dict[str, str]]:
     """Return the plans to verify, and the skipped strategies with reasons if all were asked for."""
-    if isinstance(asked, str):
-        asked = None if asked == "all" else asked.split(",")
-    if asked is not None:
-        return [_resolve_plan(one, nproc, samples, accumulates) for one in asked], {}
+    if isinstance(requested, str):
+        requested = None if requested == "all" else requested.split(",")
+    if requested is not None:
+        return [_resolve_plan(one, nproc, samples, accumulates) for one in requested], {}
     skipped: dict[str, str] = {}
     plans = []
     for name in STRATEGIES:
@@ -273,12 +273,10 @@ _WHOLE: _Cut = (1, 1, False)
 
 
 class _Verifier:
-    """Runner of plans and their references, which keeps all results in `folder`."""
-
     def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
         self._trial, self._folder, self._limit_s = trial, folder, limit_s
         self._numbers = iter(range(1_000_000))
-        self._courses: dict[_Cut, Path] = {}
+        self._reference_paths: dict[_Cut, Path] = {}
         self._floor = DOUBLE.floor
 
     def run_reference(self) -> tuple[ComparisonLimits, list[str]]:
@@ -287,12 +285,12 @@ class _Verifier:
         Raises BadInputError if one process cannot train the module.
         """
         notes = []
-        end = self._reference(_WHOLE)
+        end = self._train_reference(_WHOLE)
         if not end.fine and self._trial.double:
             why = end.said or "it ended"
             self._trial = replace(self._trial, double=False)
             notes.append(f"in fp32, since its forward fails in float64 ({why.splitlines()[0]})")
-            end = self._reference(_WHOLE)
+            end = self._train_reference(_WHOLE)
         if end.refused and end.said:
             raise BadInputError(end.said)
         if not end.fine:
@@ -300,9 +298,9 @@ class _Verifier:
             raise BadInputError(
                 f"one process cannot train {model} on this batch: {_format_end(end, self._limit_s)}"
             )
-        facts = self._course().facts
+        facts = self._load_reference().facts
         dtypes = parameter_dtypes(self._trial.custom.module)
-        self._refuse_changes(facts)
+        self._refuse_unsupported(facts)
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.custom.module).__name__} draws random numbers other than "
@@ -327,8 +325,7 @@ class _Verifier:
         self._floor = allowed.floor
         return allowed, notes
 
-    def _refuse_changes(self, facts: ReferenceFacts) -> None:
-        """Raise BadInputError if forwards add or reshape parameters, or run backward passes."""
+    def _refuse_unsupported(self, facts: ReferenceFacts) -> None:
         if facts.made:
             raise BadInputError(explain_new_parameters(facts.made))
         if facts.state.reshaped:
@@ -336,64 +333,61 @@ class _Verifier:
         if facts.state.backwards:
             raise BadInputError(explain_backwards(facts.state.backwards))
 
-    def _reference(self, way: _Cut) -> RankEnd:
-        folder = self._next()
+    def _train_reference(self, cut: _Cut) -> RankEnd:
+        folder = self._next_folder()
         path = folder / "course.pt"
         trial = self._trial
 
         def act(rank: ForkedRank) -> None:
             rank.note_phase("training in one process")
-            torch.save(reference(trial, *way), path)
+            torch.save(reference(trial, *cut), path)
 
-        self._courses[way] = path
+        self._reference_paths[cut] = path
         return run_forked(1, act, self._limit_s, folder)[0]
 
-    def _course(self) -> ReferenceRun:
-        course: ReferenceRun = torch.load(self._courses[_WHOLE], weights_only=False)
+    def _load_reference(self) -> ReferenceRun:
+        course: ReferenceRun = torch.load(self._reference_paths[_WHOLE], weights_only=False)
         return course
 
-    def _next(self) -> Path:
+    def _next_folder(self) -> Path:
         return self._folder / f"job-{next(self._numbers)}"
 
     def compare(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
-        """Run a plan and return how it compares with a single process."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
         averages = plan.pp > 1 and bool(batch_norms(self._trial.custom.module))
-        way = (plan.data_parallel, self._pieces(plan), averages)
-        cut_too = way[:2] != (1, 1) and self._cut_reference(way)
-        names = {"whole": _WHOLE} | ({"cut": way} if cut_too else {})
+        cut = (plan.data_parallel, self._count_micro_batches(plan), averages)
+        cut_too = cut[:2] != (1, 1) and self._can_train_cut(cut)
+        names = {"whole": _WHOLE} | ({"cut": cut} if cut_too else {})
         found: list[RankFindings] = []
         for phase in ("train", "resume"):
             if phase == "train":
-                place = self._next()
+                place = self._next_folder()
             folder = place / phase
-            paths = {name: self._courses[one] for name, one in names.items()}
-            act = partial(_on_rank, self._trial, plan, place, paths, phase, self._floor)
+            paths = {name: self._reference_paths[one] for name, one in names.items()}
+            act = partial(_run_phase, self._trial, plan, place, paths, phase, self._floor)
             ends = run_forked(plan.world_size, act, self._limit_s, folder)
             if not all(end.fine for end in ends):
-                return self._unfinished_verdict(plan, allowed, ends, phase, way)
+                return self._unfinished_verdict(plan, allowed, ends, phase, cut)
             found += [
                 pickle.loads((place / f"{phase}-{rank}.found").read_bytes())
                 for rank in range(plan.world_size)
             ]
-        return verdict_of(plan, allowed, found, self._course(), plan.world_size)
+        return verdict_of(plan, allowed, found, self._load_reference(), plan.world_size)
 
-    def _pieces(self, plan: Plan) -> int:
+    def _count_micro_batches(self, plan: Plan) -> int:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
-    def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether one process can train with this split, which some modules refuse."""
-        if way not in self._courses and not self._reference(way).fine:
-            self._courses[way] = Path()
-        return self._courses[way] != Path()
+    def _can_train_cut(self, cut: _Cut) -> bool:
+        if cut not in self._reference_paths and not self._train_reference(cut).fine:
+            self._reference_paths[cut] = Path()
+        return self._reference_paths[cut] != Path()
 
-    def _fails_cut(self, way: _Cut) -> bool:
-        """Return whether one process trains on the whole batch but not on the split one."""
-        return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
+    def _fails_only_cut(self, cut: _Cut) -> bool:
+        return cut[:2] != _WHOLE[:2] and not self._can_train_cut(cut)
 
     def _unfinished_verdict(
-        self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str, way: _Cut
+        self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str, cut: _Cut
     ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:
@@ -401,14 +395,14 @@ class _Verifier:
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
         # Ranks that lost a peer come last: the reason is with the rank that failed first.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
-        failed.sort(key=lambda one: _of_peers(one[1]))
+        failed.sort(key=lambda one: _has_lost_peer(one[1]))
         if failed:
             rank, end = failed[0]
             said = f"rank {rank} failed in {end.at}: {_format_end(end, self._limit_s)}"
         else:
             where = "; ".join(f"rank {rank} was in {end.at}" for rank, end in late)
             said = f"it hangs: no end within {self._limit_s:.0f} s ({where})"
-        if failed and self._fails_cut(way):
+        if failed and self._fails_only_cut(cut):
             why = explain_lengths(self._trial.batches[0]) or f"{RUNS_WHOLE}."
             return make_verdict(plan, allowed, reason=f"{said}: {why}", refused=True)
         if failed and plan.tp > 1 and end.at == "step 1" and end.said:  # no signal
@@ -420,15 +414,15 @@ class _Verifier:
 
 
 # Words in the errors of ranks that lost a peer.
-_WORDS_OF_PEERS = ("connection closed", "connection reset", "gloo", "another rank")
+_LOST_PEER_WORDS = ("connection closed", "connection reset", "gloo", "another rank")
 
 
-def _of_peers(end: RankEnd) -> bool:
+def _has_lost_peer(end: RankEnd) -> bool:
     said = (end.said or "").lower()
-    return any(word in said for word in _WORDS_OF_PEERS)
+    return any(word in said for word in _LOST_PEER_WORDS)
 
 
-def _on_rank(
+def _run_phase(
     trial: ModuleTrial,
     plan: Plan,
     place: Path,
@@ -437,7 +431,7 @@ def _on_rank(
     floor: float,
     rank: ForkedRank,
 ) -> None:
-    """Run one phase of a plan on one rank, and write the rank's findings to `place`."""
+    """Run `phase` ("train" or "resume") of a plan on one rank; write its findings to `place`."""
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }

@@ -100,11 +100,11 @@ class Trial:
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
         add_adapters(model, plan, self.seed)
-        self._begin_adapters(model)
+        self._randomise_adapters(model)
         return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision], plan.compile)
 
     @torch.no_grad()
-    def _begin_adapters(self, model: Transformer) -> None:
+    def _randomise_adapters(self, model: Transformer) -> None:
         """Give adapters a random B, since A has no effect and no gradient if B is zero."""
         for name, (_, b, _) in adapters(model).items():
             drawn = torch.empty(b.shape, dtype=torch.float32)
@@ -161,12 +161,12 @@ def reference(trial: Trial, plan: Plan) -> Trace:
         norm = nn.utils.clip_grad_norm_(parameters.values(), trial.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        held = _step_of(used, loss_sum.detach(), count, gradients, norm)
-        trace.steps.append({**held, **_state(parameters.items(), optimizer)})
+        held = _step_tensors(used, loss_sum.detach(), count, gradients, norm)
+        trace.steps.append({**held, **_gather_state(parameters.items(), optimizer)})
     return trace
 
 
-def _step_of(
+def _step_tensors(
     used: dict[str, Tensor],
     loss_sum: Tensor,
     count: Tensor,
@@ -181,13 +181,13 @@ def _step_of(
     }
 
 
-def _state(
+def _gather_state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return unsharded copies of parameters and optimizer moments, by kind and name.
+    """Return unsharded copies of parameters and optimizer moments, by kind and name. Collective.
 
-    Of a parameter with an fp32 copy, return the copy; skip trained 16-bit parameters without one.
-    Every rank must call this.
+    A parameter with an fp32 copy is represented by this copy. Trained 16-bit parameters without one
+    are left out.
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
@@ -263,8 +263,10 @@ def train_under_plan(
         stepper.begin()
         with wire if step == trial.steps else nullcontext():
             raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
-        held = _step_of(dict(use.found), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
-        trace.steps.append({**held, **_state(*_checkpoint_parts(layout, optimizer))})
+        held = _step_tensors(
+            dict(use.found), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm
+        )
+        trace.steps.append({**held, **_gather_state(*_checkpoint_parts(layout, optimizer))})
     return trace
 
 
@@ -340,13 +342,13 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
                     )
                     continue
                 rounded = kind == "used parameter" and tensor.dtype != known.dtype
-                apart = _distance(tensor, known, allowed.gathered if rounded else 0.0)
+                apart = _largest_distance(tensor, known, allowed.gathered if rounded else 0.0)
                 # `max` ignores NaN, so treat NaN as infinite.
                 relative = apart / scales[name] if apart == apart else math.inf
                 yield Difference(number, kind, name, relative)
 
 
-def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
+def _largest_distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
     """Return the largest distance of `tensor` from `known` beyond its relative `roundoff`."""
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
@@ -358,7 +360,7 @@ def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """Return the scale of each tensor, by which its difference is divided (see Tolerance)."""
+    """Return each tensor's scale, by which its difference is divided (see Tolerance)."""
     if kind == "loss":  # the token count must be exact
         return {"mean": float(known["mean"]), "tokens": 1.0}
     # 4-bit weights are codes, whose largest value means nothing.

@@ -81,7 +81,7 @@ def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
     # os.path.realpath, since Path.resolve raises for circular links.
     found = {
         os.path.realpath(where): read_past_run(where, trouble)
-        for where, trouble in _places(folders)
+        for where, trouble in _find_run_folders(folders)
     }
     runs = mark_running(found.values())
     return sorted(runs, key=lambda one: one.row.started or "", reverse=True)
@@ -89,19 +89,19 @@ def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
 
 def count_runs(folders: Iterable[Path]) -> int:
     """Return the number of runs in and below these folders, without reading them."""
-    return sum(trouble is None for _, trouble in _places(folders))
+    return sum(trouble is None for _, trouble in _find_run_folders(folders))
 
 
-def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
+def _find_run_folders(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
     """Yield folders of runs, then unreadable folders with their errors. Runs are not nested."""
-    troubles: list[OSError] = []
+    errors: list[OSError] = []
     for folder in folders:
-        for place, below, files in os.walk(folder, onerror=troubles.append):
+        for place, below, files in os.walk(folder, onerror=errors.append):
             if {RUN_FILE, METRICS_FILE} & {*below, *files}:
                 below.clear()
                 yield Path(place), None
-    for trouble in troubles:
-        yield Path(trouble.filename), trouble
+    for error in errors:
+        yield Path(error.filename), error
 
 
 def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
@@ -127,13 +127,13 @@ def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder
     )
     try:
         result = result_of(folder, record, changed.append)
-        figures = {} if result is None else _of_result(result)
+        figures = {} if result is None else _figures_of_result(result)
         if result is None:
-            figures = _of_steps(folder, record, changed.append)
+            figures = _figures_of_steps(folder, record, changed.append)
         elif record.last_untimed_step(result) != result.start_step:
-            timed = _of_steps(folder, record, changed.append)
+            timed = _figures_of_steps(folder, record, changed.append)
             figures |= {name: timed.get(name) for name in _TIMED}
-        failure = _failure(folder) if result is None else None
+        failure = _read_failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
         return PastRunFolder(folder, damaged, record)
@@ -156,17 +156,17 @@ def result_of(
     return result if result.steps == record.total_steps else None
 
 
-def _failure(folder: Path) -> Failure | None:
+def _read_failure(folder: Path) -> Failure | None:
     path = folder / FAILURE_FILE
     return Failure.load(path) if path.exists() else None
 
 
-def _of_result(result: Measurement) -> dict[str, Any]:
+def _figures_of_result(result: Measurement) -> dict[str, Any]:
     names = ("steps", "step_time_s", "tokens_per_s", "mfu", "final_loss", "peak_memory_bytes")
     return {"state": "done", **{name: getattr(result, name) for name in names}}
 
 
-def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
+def _figures_of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
     """Return an unfinished run's figures: medians over its latest steps without warm-up.
 
     Steps before a resume with another layout do not count.
@@ -218,7 +218,7 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
 
 
 def mark_running(runs: Iterable[PastRunFolder]) -> list[PastRunFolder]:
-    """Return the runs, after marking the ones that a process on this host is training."""
+    """Return the runs; `state` is set for those that a process on this host is training."""
     known = list(runs)
     if all(one.row.state != "unfinished" for one in known):
         return known
@@ -253,13 +253,13 @@ def checkpoints(folder: Path) -> Sequence[Path]:
 def sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of each file and folder in a run's folder, by name."""
     try:
-        return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
+        return {path.name: _total_bytes(path) for path in sorted(folder.iterdir())}
     except OSError:
         return {}
 
 
-def _bytes(path: Path) -> int:
-    """Return the size of a file or folder in bytes; files may disappear in the meantime."""
+def _total_bytes(path: Path) -> int:
+    """Return the size of a file or folder in bytes, without files that disappear meanwhile."""
     total = 0
     with suppress(OSError):
         for one in path.rglob("*") if path.is_dir() else (path,):

@@ -54,13 +54,13 @@ class ProcessTree:
 
     def pause(self) -> None:
         """Suspend all processes until `unpause`."""
-        self._send(signal.SIGSTOP)
+        self._send_signal(signal.SIGSTOP)
 
     def unpause(self) -> None:
         """Let all processes continue after `pause`."""
-        self._send(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
 
-    def _send(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         for one in self._descendants():
             with suppress(psutil.Error):
                 one.send_signal(number)

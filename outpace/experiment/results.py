@@ -49,7 +49,7 @@ def results(
         runs = [result for run in folders if (result := _finished_result(run)) is not None]
         measured = _median_figures(runs, experiment.price)
         if experiment.metric is not None:
-            measured["metric"] = _median([one.value for one in own])
+            measured["metric"] = _known_median([one.value for one in own])
         rows.append(
             ArmResult(
                 arm=arm.name,
@@ -72,7 +72,7 @@ def _finished_result(run: Path) -> Measurement | None:
     if record.last_untimed_step(result) == result.start_step or not (steps := timed_steps_of(run)):
         return result
     parts = {name: [float(one.get(name) or 0) for one in steps] for name in TimeParts.model_fields}
-    medians = {name: _median([one.get(name) for one in steps]) for name in _RATES}
+    medians = {name: _known_median([one.get(name) for one in steps]) for name in _RATES}
     return result.model_copy(update={**medians, "parts": TimeParts.of_steps(parts)})
 
 
@@ -81,7 +81,7 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
         return {}
 
     def median_of(name: str) -> float | None:
-        return _median([getattr(run, name) for run in runs])
+        return _known_median([getattr(run, name) for run in runs])
 
     tokens_per_s = median_of("tokens_per_s")
     per_million = None
@@ -93,17 +93,17 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
         **{name: median_of(name) for name in (*_RATES, "final_loss")},
         **{name: None if (count := median_of(name)) is None else round(count)
            for name in ("peak_memory_bytes", "sent_bytes")},
-        "idle_share": _median([_idle_share(run) for run in runs]),
-        "device_utilisation": _median([_on_devices(run) for run in runs]),
-        "core_utilisation": _median([_on_cores(run) for run in runs]),
-        "other_cores": _median([_other_cores(run) for run in runs]),
-        "peak_memory_by_rank": _by_rank([run.peak_memory_by_rank for run in runs]),
+        "idle_share": _known_median([_idle_share(run) for run in runs]),
+        "device_utilisation": _known_median([_device_utilisation(run) for run in runs]),
+        "core_utilisation": _known_median([_core_utilisation(run) for run in runs]),
+        "other_cores": _known_median([_count_other_cores(run) for run in runs]),
+        "peak_memory_by_rank": _medians_by_rank([run.peak_memory_by_rank for run in runs]),
         "parts": TimeParts.of_steps(parts),
         "price_per_million_tokens": per_million,
     }  # fmt: skip
 
 
-def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _medians_by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return each rank's median over runs; empty if runs have different numbers of ranks."""
     alike = len(set(map(len, runs))) == 1
     return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
@@ -111,28 +111,28 @@ def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _idle_share(run: Measurement) -> float | None:
     """Return the fraction of time that ranks were idle (on GPUs: that no kernel was running)."""
-    busy = _on_devices(run)
+    busy = _device_utilisation(run)
     return run.idle_share if busy is None else 1 - busy
 
 
-def _on_devices(run: Measurement) -> float | None:
+def _device_utilisation(run: Measurement) -> float | None:
     return None if run.device == "cpu" else device_utilisation(run.utilisation, run.world_size)
 
 
-def _on_cores(run: Measurement) -> float | None:
+def _core_utilisation(run: Measurement) -> float | None:
     shares = [load.host.utilisation for load in run.utilisation]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
 
 
-def _other_cores(run: Measurement) -> float | None:
+def _count_other_cores(run: Measurement) -> float | None:
     """Return the number of cores that other processes used on all hosts; None if negligible."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
 
 
-def _median(values: Iterable[T | None]) -> float | None:
+def _known_median(values: Iterable[T | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(median(known)) if known else None
 
@@ -184,7 +184,7 @@ def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
+    """Return whether a value is an int or float that fits into a float, also if not finite."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 
@@ -210,13 +210,13 @@ def describe_losses(found: Mapping[str, Curve]) -> str | None:
     may: dict[str, float] = {}
     why: set[str] = set()
     for name in others:
-        apart = _largest_gap(found[first].losses, found[name].losses)
+        apart = _largest_loss_difference(found[first].losses, found[name].losses)
         if apart is None:
             continue
         changed = numeric_differences(found[first].record, found[name].record)
         (may if changed else must)[name] = apart
         why.update(changed)
-    told = [_judge_equal_losses(first, must, found[first].record.plan.precision)] if must else []
+    told = [_describe_equal_losses(first, must, found[first].record.plan.precision)] if must else []
     if may:
         worst = max(may, key=lambda name: may[name])
         told.append(
@@ -226,8 +226,7 @@ def describe_losses(found: Mapping[str, Curve]) -> str | None:
     return " ".join(told) or None
 
 
-def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
-    """Return a sentence on arms whose losses must agree with the first arm's."""
+def _describe_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
     worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:
@@ -239,7 +238,7 @@ def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) 
     )
 
 
-def _largest_gap(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
+def _largest_loss_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
     """Return the largest relative difference of losses after the same samples; None if unknown."""
     gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

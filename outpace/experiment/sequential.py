@@ -47,13 +47,13 @@ def verdict(
     is claimed if the runs were not interleaved (`in_turn`).
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
-    slower = _claim(logs, alpha) if in_turn else None
+    slower = _find_claim(logs, alpha) if in_turn else None
     low, high = interval(logs, 1 - level)
     return Verdict(
         rounds=len(logs),
         slowdown=math.expm1(median(logs)) if logs else None,
-        low=_share(low),
-        high=_share(high),
+        low=_as_fraction(low),
+        high=_as_fraction(high),
         level=level,
         claimed=slower is not None,
         slower=slower,
@@ -62,7 +62,7 @@ def verdict(
     )
 
 
-def _claim(logs: Sequence[float], alpha: float) -> bool | None:
+def _find_claim(logs: Sequence[float], alpha: float) -> bool | None:
     """Return whether most rounds were slower when E first reached 1/`alpha`; None if never."""
     decided = slower = 0
     for log in logs:
@@ -74,5 +74,5 @@ def _claim(logs: Sequence[float], alpha: float) -> bool | None:
     return None
 
 
-def _share(log: float) -> float | None:
+def _as_fraction(log: float) -> float | None:
     return None if math.isinf(log) else math.expm1(log)

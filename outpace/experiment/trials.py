@@ -50,7 +50,7 @@ class Trials:
         if isinstance(ended, Measurement):
             steps_s = [float(step["step_time_s"]) for step in steps_of(one.run)[WARMUP_STEPS:]]
             found = {"step_time_s": ended.step_time_s, "undisturbed_s": first_quartile(steps_s)}
-        return self._trial(number, chosen, ended, took_s=took_s, **found)
+        return self._make_trial(number, chosen, ended, took_s=took_s, **found)
 
     def run_in_turn(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
         """Train with several plans that take turns. All must fit in memory together."""
@@ -62,9 +62,11 @@ class Trials:
         began_s = time.monotonic()
         turned = train_in_turn(entrants, _TURNS, _START_S + _PATIENCE * expected_s)
         share_s = (time.monotonic() - began_s) / len(several)
-        found = [_times(one, own_s) for one, own_s in zip(turned, paired_s(turned), strict=True)]
+        found = [
+            _step_times(one, own_s) for one, own_s in zip(turned, paired_s(turned), strict=True)
+        ]
         return [
-            self._trial(number + at, chosen, turned[at].result, took_s=share_s, raced=True,
+            self._make_trial(number + at, chosen, turned[at].result, took_s=share_s, raced=True,
                         **found[at])
             for at, chosen in enumerate(several)
         ]  # fmt: skip
@@ -81,7 +83,7 @@ class Trials:
         behind = int(self.host_bytes is None)
         return TurnTraining(given, where / "run", where / "config.toml", steps, behind)
 
-    def _trial(
+    def _make_trial(
         self, number: int, chosen: NextTrial, ended: Measurement | RunFailure, **found: Any
     ) -> PlanTrial:
         proposal = chosen.proposal
@@ -129,8 +131,7 @@ def _trial_folder(number: int, chosen: NextTrial) -> Path:
     return Path("trials") / f"{number:02d}-{file_name(chosen.proposal.title)}"
 
 
-def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
-    """Return the step times of a training run that took turns; empty if it failed."""
+def _step_times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
     if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]

@@ -87,8 +87,8 @@ def tune(
             return TuningEnd(tuple(trials), f"all {limits.trials} trials are done")
         if trials and clock() - began_s >= limits.budget_s:
             return TuningEnd(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
-        finalists = _finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
-        chosen = _next(planner, trials, limits.within) if left > len(finalists) else None
+        finalists = _choose_finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
+        chosen = _choose_next(planner, trials, limits.within) if left > len(finalists) else None
         if chosen is None and not finalists:
             return TuningEnd(
                 tuple(trials), f"no remaining plan can be faster by more than {limits.within:.0%}"
@@ -103,84 +103,88 @@ def tune(
             told(trial)
 
 
-def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
+def _choose_next(
+    planner: StepPredictor, trials: Sequence[PlanTrial], within: float
+) -> NextTrial | None:
     """Return the next trial; None if no other plan can be faster by `within`."""
     if not trials:
-        return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
-    one = _best_untried(planner, trials, within)
+        return _make_trial(planner, DEFAULT_WHY, planner.proposal(planner.default))
+    one = _find_best_untried(planner, trials, within)
     if one is None:
         return None
-    return _choose(planner, f"it may take {show_seconds(_least_s(one))}", one)
+    return _make_trial(planner, f"it may take {show_seconds(_lower_end_s(one))}", one)
 
 
-def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextTrial:
+def _make_trial(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextTrial:
     return NextTrial(why, proposal, planner.proposal(proposal.plan).step_time_s)
 
 
-def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
+def _choose_finalists(
+    planner: StepPredictor, trials: Sequence[PlanTrial], most: int
+) -> list[NextTrial]:
     """Return the plans to run in turn: the fastest, close ones, and the default if it succeeded.
 
-    Empty if they have just run in turn, or if there are fewer than two.
+    Empty if these have just run in turn, or if there are fewer than two.
     """
     if not trials or trials[-1].raced:
         return []
-    times, default = step_times_s(trials), _key(planner.default)
+    times, default = step_times_s(trials), _plan_key(planner.default)
     nearest = sorted(times, key=lambda key: times[key])[:_FINALISTS]
     whys = {key: "close to the fastest: timed again, in turn" for key in nearest
             if times[key] <= times[nearest[0]] * (1 + _CLOSE)}  # fmt: skip
     if default in times:
         whys.setdefault(default, "the baseline of the gain: timed again, in turn")
-    plans = {_key(trial.plan): trial.plan for trial in trials}
+    plans = {_plan_key(trial.plan): trial.plan for trial in trials}
     found = [
-        _choose(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
+        _make_trial(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
     ]
     return found[:most] if len(found[:most]) >= _FEWEST_FINALISTS else []
 
 
-def _best_untried(
+def _find_best_untried(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> TuningProposal | None:
     """Return the untried plan with the largest expected gain; None if none can gain `within`."""
-    tried = {_key(trial.plan) for trial in trials}
+    tried = {_plan_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
         one
         for one in planner.proposals(trials)
-        if _key(one.plan) not in tried and _least_s(one) < best_s * (1 - within)
+        if _plan_key(one.plan) not in tried and _lower_end_s(one) < best_s * (1 - within)
     ]
     return max(left, key=lambda one: _expected_gain(one, best_s), default=None)
 
 
-def _least_s(one: TuningProposal) -> float:
-    """Return the lower end of a plan's 90 % interval."""
-    return one.step_time_s * math.exp(-_SURE * one.spread)
+def _lower_end_s(proposal: TuningProposal) -> float:
+    """Return the lower end of the 90 % interval of a plan's step time."""
+    return proposal.step_time_s * math.exp(-_SURE * proposal.spread)
 
 
-def _expected_gain(one: TuningProposal, best_s: float) -> float:
+def _expected_gain(proposal: TuningProposal, best_s: float) -> float:
     """Return a plan's expected improvement over the best step time so far, in logarithms of time.
 
     Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box
     Functions" (1998), equation 15.
     """
     if best_s == math.inf:  # anything that runs is a gain, so prefer the fastest
-        return -math.log(one.step_time_s)
-    ahead = math.log(best_s / one.step_time_s)
-    if one.spread == 0:
+        return -math.log(proposal.step_time_s)
+    ahead = math.log(best_s / proposal.step_time_s)
+    if proposal.spread == 0:
         return max(ahead, 0.0)
-    deviations = ahead / one.spread
-    return ahead * _NORMAL.cdf(deviations) + one.spread * _NORMAL.pdf(deviations)
+    deviations = ahead / proposal.spread
+    return ahead * _NORMAL.cdf(deviations) + proposal.spread * _NORMAL.pdf(deviations)
 
 
-def _key(plan: Plan) -> str:
+def _plan_key(plan: Plan) -> str:
     return plan.model_dump_json()
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
     """Return step times by plan (as JSON) from each plan's last successful trial."""
-    return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
+    return {_plan_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
-def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
+def _successful_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
     """Return the successful trials of the final, which ran in turn; empty if there is only one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
@@ -193,17 +197,17 @@ def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     The fastest is chosen among the finalists, which ran in turn under the same machine load, or
     among all trials if there was no final.
     """
-    finals = _finished_finals(trials)
+    finals = _successful_finals(trials)
     times = step_times_s(finals or trials)
-    number = {_key(trial.plan): trial.number for trial in reversed(trials)}
+    number = {_plan_key(trial.plan): trial.number for trial in reversed(trials)}
     best = min(times, key=lambda key: times[key], default=None)
     default = next((trial for trial in trials if trial.why == DEFAULT_WHY), None)
     gain = None
     if best is not None and default is not None:
-        alike = times if _key(default.plan) in times else step_times_s(trials[: -len(finals)])
-        best_s, default_s = alike.get(best), alike.get(_key(default.plan))
+        alike = times if _plan_key(default.plan) in times else step_times_s(trials[: -len(finals)])
+        best_s, default_s = alike.get(best), alike.get(_plan_key(default.plan))
         gain = None if best_s is None or default_s is None else 1 - best_s / default_s
-    medians = [one.step_time_s for one in trials if one.step_time_s and _key(one.plan) == best]
+    medians = [one.step_time_s for one in trials if one.step_time_s and _plan_key(one.plan) == best]
     return {
         "best": None if best is None else number[best],
         "default": None if default is None else default.number,

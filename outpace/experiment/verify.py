@@ -157,8 +157,8 @@ def verify(
     expected = {}
     verdicts = []
     for plan in plans:
-        plan, trial = _adapt_for_backward(plan, given)
-        of = _numeric_choices(plan)
+        plan, trial = _adapt_to_step_in_backward(plan, given)
+        of = _reference_key(plan)
         if of not in expected:
             expected[of] = reference(trial, plan)
         alone = plan.world_size == 1
@@ -176,7 +176,7 @@ def verify(
             seq_len=trial.seq_len,
             rank=ranks.rank,
         )
-        verdicts.append(_judge(plan, allowed, seen, missing, (wire.tally, formula), groups))
+        verdicts.append(_make_verdict(plan, allowed, seen, missing, (wire.tally, formula), groups))
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -195,13 +195,13 @@ def verify(
     )
 
 
-def _numeric_choices(plan: Plan) -> tuple[Any, ...]:
-    """Return the values of a plan's fields that change the result of a single process."""
+def _reference_key(plan: Plan) -> tuple[Any, ...]:
+    """Return the fields of a plan on which the result of a single process depends."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
-def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
+def _adapt_to_step_in_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
     """Adapt plan and trial to `optimizer_in_backward`: one micro-batch, no padding, no clipping."""
     if not plan.optimizer_in_backward:
         return plan, trial
@@ -210,7 +210,7 @@ def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
     return plan, replace(trial, clip=0.0, padded=False)
 
 
-def _judge(
+def _make_verdict(
     plan: Plan,
     allowed: Tolerance,
     seen: list[Difference],
@@ -218,7 +218,7 @@ def _judge(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """Combine the findings of all ranks into one verdict.
+    """Combine the findings of all ranks into one verdict. Collective.
 
     `traffic`: communication as counted, and by the formula.
     """

@@ -139,9 +139,9 @@ def summarise_parts(
         device=rules.device,
         rank=rank,
         world_size=plan.world_size,
-        peak=_moments(history, [position])[0],
+        peak=_describe_moments(history, [position])[0],
         timeline=tuple(_timeline(history)),
-        activations_by_module=_activations(history, position),
+        activations_by_module=_activation_bytes(history, position),
         reserved_bytes=_reserved_bytes(history, plan, rules),
         library_bytes=None if rules.accelerator is None else plan_library_bytes(plan),
         flops=round(sum(n * trace.flops for n, trace in zip(times, last, strict=True))),
@@ -156,8 +156,7 @@ def _reserved_bytes(history: AllocationHistory, plan: Plan, rules: Rules) -> int
     return peak_reserved_bytes(events_of(history), capacity_bytes)
 
 
-def _moments(history: AllocationHistory, positions: Sequence[int]) -> list[Moment]:
-    """Return the live memory after the changes at `positions`, each with its part of the step."""
+def _describe_moments(history: AllocationHistory, positions: Sequence[int]) -> list[Moment]:
     found = []
     for position, by_kind in zip(positions, history.by_kind(positions), strict=True):
         entry = history.entries[history.origin[position]]
@@ -181,10 +180,10 @@ def _timeline(history: AllocationHistory) -> list[Moment]:
     of_step = np.flatnonzero(steps[history.trace_of] == steps[-1])
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
     tops = [int(part[history.live_bytes[part].argmax()]) for part in stretches if len(part)]
-    return _moments(history, tops)
+    return _describe_moments(history, tops)
 
 
-def _activations(history: AllocationHistory, position: int) -> dict[str, int]:
+def _activation_bytes(history: AllocationHistory, position: int) -> dict[str, int]:
     """Return bytes of activations live at `position` by the module that created them.
 
     The largest come first.

@@ -218,15 +218,14 @@ class AllocationTracer(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
-        self._module = self._entered[-1] if self._entered else self._module_of(given)
+        self._module = self._entered[-1] if self._entered else self._guess_module(given)
         made = func(*args, **kwargs)
-        self._account(func, args, kwargs, given, made)
+        self._record(func, args, kwargs, given, made)
         return made
 
-    def _account(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any) -> None:
-        """Record an operator that has finished."""
-        outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        known = {storage._cdata for tensor in given for storage in _storages(tensor)}
+    def _record(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        known = {storage._cdata for tensor in inputs for storage in _storages(tensor)}
         fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
         for storage in fresh:
             self._track(storage)
@@ -236,21 +235,20 @@ class AllocationTracer(TorchDispatchMode):
             for sign in (1, -1):
                 self._now.changes.append(Change(sign, tracked, self._operator, self._module))
         if func in _CASTS and fresh:
-            self._classify_copy(given[0], fresh[0])
+            self._classify_copy(inputs[0], fresh[0])
         if func.namespace in _COMMUNICATION:
-            for tensor in [*given, *outputs]:
+            for tensor in [*inputs, *outputs]:
                 self._mark_communication(tensor)
         packet = func._overloadpacket
         if func in FLOPS:
             self._now.flops += FLOPS[func](*args, **kwargs)
         elif packet in flop_registry:
-            self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
+            self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         if fresh or func._schema.is_mutable:
-            moved = {id(tensor): tensor.nbytes for tensor in [*given, *outputs]}
+            moved = {id(tensor): tensor.nbytes for tensor in [*inputs, *outputs]}
             self._now.bytes_moved += sum(moved.values())
 
     def _classify_copy(self, source: Tensor, copy: torch.UntypedStorage) -> None:
-        """Count the cast copy of a weight as "weight copies"."""
         sources = [self._track(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
             for tracked in sources:  # a parameter's unclassified storage holds gathered weights
@@ -263,9 +261,9 @@ class AllocationTracer(TorchDispatchMode):
             tracked = self._track(storage)
             tracked.kind = tracked.kind or "communication"
 
-    def _module_of(self, given: list[Tensor]) -> str:
+    def _guess_module(self, tensors: list[Tensor]) -> str:
         """Return the module of the inputs, since a backward pass does not call modules."""
-        for tensor in given:
+        for tensor in tensors:
             for storage in _storages(tensor):
                 held = self._tracked.get(storage._cdata)
                 if held is not None and held[0].kind in ("activations", "weights", "unsharded"):
@@ -285,7 +283,6 @@ class AllocationTracer(TorchDispatchMode):
         return held[0]
 
     def _kind(self) -> Kind | None:
-        """Return the kind of memory allocated now, if already known."""
         return "offloaded" if self._on_host else None
 
     def _round_up(self, nbytes: int) -> int:

@@ -27,7 +27,7 @@ class Allocations:
         self._profile = torch.profiler.profile(profile_memory=True, acc_events=True)
 
     def __enter__(self) -> Self:
-        with _quiet():
+        with _silence_stderr():
             self._profile.__enter__()
         return self
 
@@ -37,10 +37,10 @@ class Allocations:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _quiet():
+        with _silence_stderr():
             self._profile.__exit__(kind, error, trace)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-        events = [event for event in _events(tree) if event.name == "[memory]"]
+        events = [event for event in _walk_events(tree) if event.name == "[memory]"]
         changes = [
             (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             for event in events
@@ -63,7 +63,7 @@ class Allocations:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Suppress what the profiler library writes to file descriptor 2 (standard error)."""
     kept = os.dup(2)
     try:
@@ -75,7 +75,7 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def _events(tree: Any) -> Iterator[Any]:
+def _walk_events(tree: Any) -> Iterator[Any]:
     waiting = list(tree)
     while waiting:
         event = waiting.pop()

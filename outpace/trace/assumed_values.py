@@ -34,18 +34,18 @@ class AssumedValues:
         """Run an operator. Raises torch's error if it reads values of meta tensors."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
-            return self._keep_values(func, args, kwargs)
+            return self._run_with_values(func, args, kwargs)
         packet = func.overloadpacket
         if packet in (_aten.topk, _aten.argmax):
-            self._note_choice(packet, args, kwargs)
+            self._record_routing(packet, args, kwargs)
         elif packet is _aten.nonzero:
-            return self._indices(args[0])
+            return self._assume_indices(args[0])
         elif packet is _aten._to_copy and _is_cpu(kwargs.get("device")):
-            return self._move(func, args, kwargs)
+            return self._assume_counts(func, args, kwargs)
         args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the CPU if its result may be read: integers, booleans and masks.
 
         Results are reproducible: random tensors stay on the meta device, and uninitialised memory
@@ -63,14 +63,14 @@ class AssumedValues:
             made.zero_()
         return made
 
-    def _note_choice(self, packet: Any, args: Any, kwargs: Any) -> None:
+    def _record_routing(self, packet: Any, args: Any, kwargs: Any) -> None:
         scores = args[0]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
         each = args[1] if packet is _aten.topk else 1
         self.experts = int(scores.shape[-1 if dim is None else dim])
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
-    def _indices(self, mask: Tensor) -> Tensor:
+    def _assume_indices(self, mask: Tensor) -> Tensor:
         """Return assumed nonzero indices of a mask.
 
         A 1-D mask over experts selects all experts; each later mask selects an equal share of the
@@ -81,11 +81,11 @@ class AssumedValues:
             return torch.arange(self.experts, device="cpu").unsqueeze(1)
         if not self.experts:
             return mask.nonzero()
-        rows = _share(mask.numel(), self.experts, self._reads % self.experts)
+        rows = _part_size(mask.numel(), self.experts, self._reads % self.experts)
         self._reads += 1
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
 
-    def _move(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def _assume_counts(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Return assumed token counts if a tensor of counts per expert is moved to the CPU.
 
         Other tensors stay on the meta device.
@@ -94,11 +94,11 @@ class AssumedValues:
         if counts.is_floating_point() or counts.shape != (self.experts,):
             moved: Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
             return moved
-        shares = [_share(self._choices, self.experts, i) for i in range(self.experts)]
+        shares = [_part_size(self._choices, self.experts, i) for i in range(self.experts)]
         return torch.tensor(shares, dtype=counts.dtype, device="cpu")
 
 
-def _share(many: int, parts: int, number: int) -> int:
+def _part_size(many: int, parts: int, number: int) -> int:
     """Return the size of part `number` if `many` items are divided as equally as possible."""
     return many * (number + 1) // parts - many * number // parts
 

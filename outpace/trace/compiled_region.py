@@ -63,7 +63,6 @@ class _PartitionedForward:
         self._counts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the forward."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
@@ -74,14 +73,14 @@ class _PartitionedForward:
         tensors_by_name: dict[str, Tensor] = dict(named)
         with self._watch.ignore():
             if key not in self._graphs:
-                self._graphs[key] = self._compile(leaves, shape)
+                self._graphs[key] = self._build_graphs(leaves, shape)
                 # The first call builds the graphs and keeps its arguments alive, so pass copies.
                 self._counts = False
-                self._graphs[key](tensors_by_name, [_stand_in(tensor) for tensor in tensors])
+                self._graphs[key](tensors_by_name, [_empty_copy(tensor) for tensor in tensors])
             self._counts = True
             return self._graphs[key](tensors_by_name, tensors)
 
-    def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
+    def _build_graphs(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
         """Return a function of the module's tensors and inputs that runs the forward as graphs."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -94,36 +93,37 @@ class _PartitionedForward:
             given = iter(tensors)
             all_leaves = [next(given) if leaf is _TENSOR else leaf for leaf in places]
             args, kwargs = tree_unflatten(all_leaves, shape)
-            with _forward_of(self._module, self._forward):
+            with _replace_forward(self._module, self._forward):
                 return torch.func.functional_call(self._module, tensors_by_name, args, kwargs)
 
         return aot_function(
             run,
-            fw_compiler=self._runner,
-            bw_compiler=self._runner,
+            fw_compiler=self._make_runner,
+            bw_compiler=self._make_runner,
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
 
-    def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _make_runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a function that runs a graph on a list of inputs and clears the list."""
-        made = frozenset(node for node in gm.graph.nodes if _is_made(node))
+        written = frozenset(node for node in gm.graph.nodes if _is_written_to_memory(node))
 
         def run(inputs: list[Any]) -> Any:
-            nodes = _Nodes(gm, made if self._counts else frozenset(), self._watch, inputs)
+            nodes = _NodeInterpreter(
+                gm, written if self._counts else frozenset(), self._watch, inputs
+            )
             return nodes.run()
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _empty_copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Use `forward` as the module's forward in the context."""
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     before = module.forward
     module.forward = forward
     try:
@@ -132,8 +132,8 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
         module.forward = before
 
 
-class _Nodes(fx.Interpreter):
-    """Interpreter that counts only the results of nodes in `made` as memory.
+class _NodeInterpreter(fx.Interpreter):
+    """Interpreter that counts only the results of nodes in `written` as memory.
 
     It clears the list of inputs, so that each input is freed after its last use.
     """
@@ -141,27 +141,24 @@ class _Nodes(fx.Interpreter):
     def __init__(
         self,
         graph: fx.GraphModule,
-        made: frozenset[fx.Node],
+        written: frozenset[fx.Node],
         watch: AllocationTracer,
         inputs: list[Any],
     ) -> None:
         super().__init__(graph)
-        self._made, self._watch = made, watch
+        self._written, self._watch = written, watch
         self._inputs = list(reversed(inputs))
         inputs.clear()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return the next input."""
         return self._inputs.pop()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and return its value."""
-        with self._watch.ignore(n not in self._made), torch.no_grad():
+        with self._watch.ignore(n not in self._written), torch.no_grad():
             return super().run_node(n)
 
 
-def _is_made(node: fx.Node) -> bool:
-    """Return whether a kernel writes a node's result to memory."""
+def _is_written_to_memory(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     packet = getattr(node.target, "overloadpacket", None)
@@ -169,19 +166,18 @@ def _is_made(node: fx.Node) -> bool:
         return False  # one of several outputs
     if not _is_pointwise(node):
         return True
-    return any(_is_written_for(user) for user in _readers(node))
+    return any(_reads_from_memory(user) for user in _list_readers(node))
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def _list_readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that read a node's values, including through views."""
     for user in node.users:
         if _is_view(user):
-            yield from _readers(user)
+            yield from _list_readers(user)
         yield user
 
 
-def _is_written_for(user: fx.Node) -> bool:
-    """Return whether a node needs its inputs in memory."""
+def _reads_from_memory(user: fx.Node) -> bool:
     if user.op == "output":
         return True
     packet = getattr(user.target, "overloadpacket", None)

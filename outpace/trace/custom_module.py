@@ -79,7 +79,7 @@ class ModuleWorkload:
     ) -> Layout:  # fmt: skip
         """Apply the plan to the module on this rank."""
         own, plan = self.build(), self.plan
-        objective = (_ValueFree if self.value_free else CustomObjective)(own)
+        objective = (_ValueFreeObjective if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
@@ -92,7 +92,7 @@ class ModuleWorkload:
         layout = lay_out(request, None)
         if self.value_free and isinstance(layout, CustomPipeline):
             with watch.ignore():
-                whole, given = _ValueFree(self.build()), StepHooks(mixed.cast)
+                whole, given = _ValueFreeObjective(self.build()), StepHooks(mixed.cast)
                 lower_weights(whole, mixed)
                 layout.learn_forms_alone(whole, self.batch(), given)
         return layout
@@ -144,17 +144,16 @@ def account_of_module(
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(_failure(model.module, error, plan.compile)) from error
+        raise BadInputError(_explain_failure(model.module, error, plan.compile)) from error
     finally:
         set_random_state(drawn, CPU)
     return summarise_parts(traces, plan, rank, rules, accumulation / passes)
 
 
-class _ValueFree(CustomObjective):
-    """Objective that refuses to read tensor values in its forward."""
+class _ValueFreeObjective(CustomObjective):
+    """Objective whose forward raises BadInputError if it reads the value of a tensor."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return loss sum and target count. Raises BadInputError if the forward reads a value."""
         with _ReadRefusal(self.model):
             return super().forward(batch)
 
@@ -168,13 +167,13 @@ class _ReadRefusal(TorchDispatchMode):
         if func in _READS and isinstance(args[0], FakeTensor):
             raise BadInputError(
                 f"{type(self._module).__name__} or its loss reads a computed value at "
-                f"{_location(traceback.extract_stack())}, but tensors have no values in a trace. "
+                f"{_user_line(traceback.extract_stack())}, but tensors have no values in a trace. "
                 f"{_MEASURE}"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _location(frames: traceback.StackSummary) -> str:
+def _user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame outside torch and outpace."""
     user_frames = [frame for frame in frames if not _is_library(Path(frame.filename))]
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else "within torch"
@@ -184,9 +183,9 @@ def _is_library(file: Path) -> bool:
     return any(file.is_relative_to(folder) for folder in _LIBRARIES)
 
 
-def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
+def _explain_failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
-    where = _location(traceback.extract_tb(error.__traceback__))
+    where = _user_line(traceback.extract_tb(error.__traceback__))
     eager = (
         "A trace of a compiled forward ignores, among others, attributes that it sets on modules "
         "(self.aux = …): leave out --compile for an upper bound. "

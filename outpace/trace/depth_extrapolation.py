@@ -73,7 +73,7 @@ def to_part_trace(segment: Segment) -> PartTrace:
     return PartTrace(
         step=segment.step,
         part=segment.part,
-        entries=tuple(_in_order(entries)),
+        entries=tuple(_sort_frees(entries)),
         repeats=(),
         period=1,
         flops=segment.flops,
@@ -95,7 +95,7 @@ def drop_temporaries(trace: PartTrace) -> PartTrace:
     return replace(trace, entries=kept)
 
 
-def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _sort_frees(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Sort runs of frees by one operator by size, since their order depends on addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
@@ -113,11 +113,11 @@ def extend(
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
         raise IrregularError("the parts of a step differ")
     return [
-        _extend_one(one, other, times, period) for one, other in zip(shallow, deeper, strict=True)
+        _extend_part(one, other, times, period) for one, other in zip(shallow, deeper, strict=True)
     ]
 
 
-def _extend_one(shallow: PartTrace, deeper: PartTrace, times: int, period: int) -> PartTrace:
+def _extend_part(shallow: PartTrace, deeper: PartTrace, times: int, period: int) -> PartTrace:
     a, b = shallow.entries, deeper.entries
     entries: list[Entry] = []
     repeats: list[tuple[int, int, int]] = []
@@ -159,7 +159,7 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
         cost = _open_insertion(cost, came_from[i])
         if i < len(a):
             window = slice(i, i + extra + 1)
-            cost = cost + _size_difference(sizes[window], a[i].nbytes)
+            cost = cost + _relative_difference(sizes[window], a[i].nbytes)
             cost[keys[window] != keys_of_a[i]] = np.inf
     if not np.isfinite(cost[extra]):
         raise IrregularError("the depths differ by more than repeated layers")
@@ -185,8 +185,7 @@ def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int,
     return list(zip(starts, [*starts[1:], end], strict=True))
 
 
-def _size_difference(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return the relative difference of sizes: 0 if they are equal, at most 1."""
+def _relative_difference(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     larger = np.maximum(np.abs(sizes), abs(size))
     return np.abs(sizes - size) / np.maximum(larger, 1)
 
@@ -205,7 +204,6 @@ def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> 
 
 
 def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
-    """Extrapolate the bytes and layer number of an entry that both depths have."""
     if one.nbytes == other.nbytes and one.block == other.block:
         return other
     return Entry(
@@ -253,7 +251,7 @@ def unroll(traces: Sequence[PartTrace]) -> AllocationHistory:
     origins, numbers, blocks = [], [], []
     begin = 0
     for number, trace in enumerate(traces):
-        indices, shifts = _unrolled_indices(trace)
+        indices, shifts = _unroll_indices(trace)
         origins.append(indices + begin)
         numbers.append(np.full(len(indices), number))
         held = np.array([entry.block for entry in trace.entries], dtype=np.int64)[indices]
@@ -274,7 +272,7 @@ def unroll(traces: Sequence[PartTrace]) -> AllocationHistory:
     )
 
 
-def _unrolled_indices(trace: PartTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _unroll_indices(trace: PartTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return indices of entries in execution order, and the repetition that each belongs to."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []

@@ -68,7 +68,7 @@ class Rules:
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """Return the sizes of workspaces that libraries keep from their first use on."""
+        """Return the bytes of each workspace that a library keeps from its first use on."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -89,7 +89,7 @@ class Rules:
         for module in objective.modules():
             if isinstance(module, Attention):
                 mix = fused_attention if module.mix is suited_attention else module.mix
-                module.mix = partial(_as_on_gpu, mix)
+                module.mix = partial(_attend_as_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
         """Return a context in which dropout follows rule 9.
@@ -97,7 +97,7 @@ class Rules:
         `drops`: whether the model has dropout.
         """
         drops = drops or plan.lora_dropout > 0
-        return _Masks() if drops and self.accelerator is not None else nullcontext()
+        return _DropoutWithMasks() if drops and self.accelerator is not None else nullcontext()
 
     def temporary_bytes(self, func: Any, args: Any) -> int:
         """Return the bytes that an operator allocates and frees internally on the device."""
@@ -127,9 +127,7 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
 _IN_PLACE = LogitsFunctions(_scores, _gradient, _loss_and_gradient)
 
 
-class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout by `masked_dropout`."""
-
+class _DropoutWithMasks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:
             return masked_dropout(*args, **(kwargs or {}))
@@ -163,7 +161,7 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
     return sums + repeated
 
 
-def _as_on_gpu(
+def _attend_as_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
     """Save the tensors that a GPU would save (rules 4 and 7); values are not those of a GPU."""

@@ -40,9 +40,9 @@ class LayerWeights:
 
     def has_bias(self, matmuls: Sequence[MatmulCall]) -> bool:
         """Return whether each of the matmuls adds a bias."""
-        return all(self._bias_of(one) is not None for one in matmuls)
+        return all(self._bias_name(one) is not None for one in matmuls)
 
-    def _bias_of(self, one: MatmulCall) -> str | None:
+    def _bias_name(self, one: MatmulCall) -> str | None:
         weight = str(one.weight)
         names = (f"{weight.removesuffix('weight')}bias", f"{weight}_bias")
         return next((name for name in names if name in self.shapes), None)
@@ -82,7 +82,7 @@ def recognise_layer(
             ]
             for part in (matmuls[: places[place]], matmuls[places[place] :])
         )
-        projected = _projections(attention, before, after, weights)
+        projected = _find_projections(attention, before, after, weights)
         if projected is not None:
             updates[name], found = projected
             taken += found
@@ -91,15 +91,15 @@ def recognise_layer(
                 *_gate_matmuls(updates[name], found),
             ]
     whole = [one for one in rest if uses[one.weight] == 1 and weights.is_whole(one)]
-    found_mlp = _experts(rest, whole, weights) or next(_mlps(whole, weights), None)
+    found_mlp = _find_experts(rest, whole, weights) or next(_find_mlps(whole, weights), None)
     if found_mlp is not None:
         updates["mlp"], found = found_mlp
         rest = [one for one in rest if one not in found]
-        rest += _wider_router(updates["mlp"], found)
+        rest += _extra_router_outputs(updates["mlp"], found)
     return LayerStructure(stack.model_copy(update=updates), tuple(rest))
 
 
-def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
+def _group_by_module(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
     """Yield the matmuls of each submodule, innermost submodules first, and finally all matmuls."""
     groups: dict[tuple[str, ...], list[MatmulCall]] = {}
     for one in matmuls:
@@ -115,15 +115,15 @@ def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Se
 
     The first has the matmuls in the module of `out`; then come all matmuls, then submodules.
     """
-    start = f"{_place(out)}."
+    start = f"{_module_path(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
-    yield from reversed(list(_groups(before)))
+    yield from reversed(list(_group_by_module(before)))
 
 
 Projected = tuple[AttentionShape, list[MatmulCall]]
 
 
-def _projections(
+def _find_projections(
     attention: AttentionShape,
     before: Sequence[MatmulCall],
     after: Sequence[MatmulCall],
@@ -135,7 +135,7 @@ def _projections(
     if out is None:
         return None
     for group in _likely_groups(before, out):
-        for reader in (_plain, _latent):
+        for reader in (_find_plain_projections, _find_latent_projections):
             found = reader(attention, group, weights)
             if found is not None:
                 shape, taken = found
@@ -144,7 +144,7 @@ def _projections(
     return None
 
 
-def _plain(
+def _find_plain_projections(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
     """Find the projections of queries, keys and values, fused or separate.
@@ -157,7 +157,7 @@ def _plain(
         if attention.heads % kv_heads:
             continue
         keys, values = kv_heads * attention.head_dim, kv_heads * attention.value_dim
-        taken = _three_of(read, queries, keys, values)
+        taken = _find_qkv(read, queries, keys, values)
         if taken is not None:
             bias = weights.has_bias(taken)
             update = {"projected": True, "kv_heads": kv_heads, "qkv_bias": bias}
@@ -165,10 +165,9 @@ def _plain(
     return None
 
 
-def _three_of(
+def _find_qkv(
     read: Sequence[MatmulCall], queries: int, keys: int, values: int
 ) -> list[MatmulCall] | None:
-    """Return the matmuls with these output widths, fused or separate; None if there are none."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
     taken: list[MatmulCall] = []
@@ -196,7 +195,7 @@ def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> lis
     ]
 
 
-def _latent(
+def _find_latent_projections(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
     """Find the low-rank projections of latent attention (DeepSeek-V2, arXiv 2405.04434)."""
@@ -211,7 +210,7 @@ def _latent(
                 continue
             if up is down or up.outputs != attention.heads * shared:
                 continue
-            made = _latent_queries(queries, [one for one in before if one not in (up, down)],
+            made = _find_latent_queries(queries, [one for one in before if one not in (up, down)],
                                    weights.hidden)  # fmt: skip
             if made is None:
                 continue
@@ -224,7 +223,7 @@ def _latent(
     return None
 
 
-def _latent_queries(
+def _find_latent_queries(
     queries: int, others: Sequence[MatmulCall], hidden: int
 ) -> tuple[int | None, list[MatmulCall]] | None:
     for up in others:
@@ -241,15 +240,14 @@ def _latent_queries(
     return None
 
 
-def _mlps(
+def _find_mlps(
     whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
-    """Yield the layer's MLPs with their matmuls, the widest first."""
-    found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
+    found = [made for group in _group_by_module(whole) for made in _find_mlps_in(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
 
-def _mlps_of(
+def _find_mlps_in(
     group: Sequence[MatmulCall], weights: LayerWeights
 ) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
     hidden = weights.hidden
@@ -269,7 +267,7 @@ def _mlps_of(
                 break
 
 
-def _experts(
+def _find_experts(
     rest: Sequence[MatmulCall], whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> tuple[Mlp, list[MatmulCall]] | None:
     """Find experts with stacked weights, with their router and a shared expert if there is one."""
@@ -282,7 +280,7 @@ def _experts(
         up = [one for one in stacked if one is not down and one.rows == down.rows
               and one.inputs == weights.hidden and _is_stacked(one, weights)
               and weights.shapes[str(one.weight)][0] == count
-              and _place(one) == _place(down)]  # fmt: skip
+              and _module_path(one) == _module_path(down)]  # fmt: skip
         active = down.rows // weights.rows
         matmuls = sum(one.outputs for one in up) / down.inputs
         if matmuls not in (1, 2) or not 1 <= active <= count:
@@ -290,7 +288,7 @@ def _experts(
         mlp = Mlp(width=down.inputs, gated=matmuls == 2, bias=weights.has_bias([*up, down]),
                   experts=count, active=active)  # fmt: skip
         taken = [*up, down]
-        shared = next(_mlps(whole, weights), None)
+        shared = next(_find_mlps(whole, weights), None)
         if shared is not None and shared[0].gated == mlp.gated:
             taken += shared[1]
             mlp = mlp.model_copy(update={"shared": shared[0].width})
@@ -304,12 +302,12 @@ def _experts(
     return None
 
 
-def _place(one: MatmulCall) -> str:
+def _module_path(one: MatmulCall) -> str:
     """Return the path of the module that contains the matmul's linear layer or parameter."""
     return str(one.weight).removesuffix(".weight").rpartition(".")[0]
 
 
-def _wider_router(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
+def _extra_router_outputs(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
     """Return the router's outputs that are not experts (LongCat's identity experts) as a matmul."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:

@@ -77,10 +77,10 @@ def record(module: nn.Module, inputs: Any) -> Forward:
     """
     if all(parameter.is_meta for parameter in module.parameters()):
         for assumed in (None, AssumedValues()):  # much faster than fake tensors
-            with _quiet(), suppress(BadInputError):
+            with _silence_fake_tensors(), suppress(BadInputError):
                 return _record_forward(module, inputs, None, assumed)
     try:
-        with _quiet():
+        with _silence_fake_tensors():
             return _record_forward(module, inputs, fake_tensor_mode())
     except BadInputError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
@@ -92,7 +92,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_fake_tensors() -> Iterator[None]:
     """Suppress torch's log of operators that need values, since the forward is run again."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _open_lstm() -> Iterator[None]:
+def _without_onednn() -> Iterator[None]:
     """Disable oneDNN, which would run an LSTM as one opaque operator."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -121,7 +121,7 @@ def _record_forward(
         # Without gradients, nn.TransformerEncoderLayer would run as one opaque operator.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_open_lstm())
+        stack.enter_context(_without_onednn())
         copied = _copy_module(module, fake)
         if assumed is None and any(parameter.is_meta for parameter in module.parameters()):
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
@@ -131,10 +131,10 @@ def _record_forward(
         else:
             inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
             stack.enter_context(fake)
-        watch = _Watch(copied, assumed)
+        watch = _OperationRecorder(copied, assumed)
         stack.enter_context(watch.module_hooks(copied))
         stack.enter_context(watch)
-        _call(copied, inputs)
+        _run_forward(copied, inputs)
         return watch.forward
 
 
@@ -149,7 +149,7 @@ def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
         return module
 
 
-def _call(module: nn.Module, inputs: Any) -> None:
+def _run_forward(module: nn.Module, inputs: Any) -> None:
     call: Callable[[], Any]
     if isinstance(inputs, Mapping):
         call = partial(module, **inputs)
@@ -168,7 +168,7 @@ def _call(module: nn.Module, inputs: Any) -> None:
         ) from error
 
 
-class _Watch(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     """Dispatch mode that records operations; it recognises weights, even cast ones, by storage."""
 
     def __init__(self, module: nn.Module, assumed: AssumedValues | None) -> None:
@@ -187,7 +187,7 @@ class _Watch(TorchDispatchMode):
         self._kept.append(storage)
         self._weights.setdefault(storage._cdata, name)
 
-    def _weight(self, tensor: Tensor) -> str | None:
+    def _weight_name(self, tensor: Tensor) -> str | None:
         return self._weights.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
@@ -196,8 +196,8 @@ class _Watch(TorchDispatchMode):
         handles = []
         for name, part in module.named_modules():
             handles += [
-                part.register_forward_pre_hook(partial(self._enter, name)),
-                part.register_forward_hook(partial(self._leave, name), always_call=True),
+                part.register_forward_pre_hook(partial(self._enter_module, name)),
+                part.register_forward_hook(partial(self._leave_module, name), always_call=True),
             ]
         try:
             yield
@@ -205,10 +205,10 @@ class _Watch(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def _enter_module(self, name: str, *_: Any) -> None:
         self._inside.append(name)
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave_module(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside.pop()
         found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if found:
@@ -219,49 +219,49 @@ class _Watch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _FACTORS:
             first = _FACTORS[packet]
-            self._matmul(args[first], args[first + 1])
+            self._record_matmul(args[first], args[first + 1])
         elif str(packet) == _GROUPED:
-            self._matmul(args[0], args[1])
+            self._record_matmul(args[0], args[1])
         elif packet is _aten.convolution:
-            self._convolution(args, made)
+            self._record_convolution(args, made)
         elif packet is _aten._to_copy and isinstance(made, Tensor):
-            name = self._weight(args[0])
+            name = self._weight_name(args[0])
             if name is not None:
                 self._name_weight(made, name)
         elif packet.__name__.startswith(_ATTENTION) and "backward" not in packet.__name__:
-            self._attention(func, args, kwargs or {})
+            self._record_attention(func, args, kwargs or {})
         return made
 
     @property
     def _module(self) -> str:
         return self._inside[-1] if self._inside else ""
 
-    def _matmul(self, left: Tensor, right: Tensor) -> None:
+    def _record_matmul(self, left: Tensor, right: Tensor) -> None:
         outputs, inputs = int(right.shape[-1]), int(right.shape[-2])
         rows = left.numel() // inputs
-        if left.dim() == 2 and right.dim() == 2 and self._weight(right) is None:
-            name = self._weight(left)
+        if left.dim() == 2 and right.dim() == 2 and self._weight_name(right) is None:
+            name = self._weight_name(left)
             if name is not None:  # weight @ input
                 made = MatmulCall(self._module, name, outputs, inputs, int(left.shape[0]))
                 self.forward.done.append(made)
                 return
         batch = int(left.shape[0]) if left.dim() == 3 else 1
-        name = self._weight(right)
+        name = self._weight_name(right)
         self.forward.done.append(MatmulCall(self._module, name, rows, inputs, outputs, batch))
 
-    def _convolution(self, args: Any, made: Tensor) -> None:
+    def _record_convolution(self, args: Any, made: Tensor) -> None:
         image, weight, transposed = args[0], args[1], args[6]
         # (outputs, inputs of a group, …); transposed (inputs, outputs of a group, …).
         side = image if transposed else made
-        rows = int(side.shape[0]) * _size(side.shape[2:])
-        inside = _size(weight.shape[1:])
+        rows = int(side.shape[0]) * _count_elements(side.shape[2:])
+        inside = _count_elements(weight.shape[1:])
         first = int(weight.shape[0])
         inputs, outputs = (first, inside) if transposed else (inside, first)
         self.forward.done.append(
-            MatmulCall(self._module, self._weight(weight), rows, inputs, outputs)
+            MatmulCall(self._module, self._weight_name(weight), rows, inputs, outputs)
         )
 
-    def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _record_attention(self, func: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         queries, keys, values = args[:3]
@@ -286,7 +286,7 @@ def _call_operator(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _size(shape: Any) -> int:
+def _count_elements(shape: Any) -> int:
     total = 1
     for length in shape:
         total *= int(length)

@@ -78,17 +78,18 @@ def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
     parts = (part for part in layout.objective.modules() if isinstance(part, FSDPModule))
     for part in parts:
         for group in fsdp_param_groups(part._get_fsdp_state()):
-            group.post_backward = partial(_reduce, watch, group, group.post_backward)
+            group.post_backward = partial(_reduce_and_offload, watch, group, group.post_backward)
 
 
-def _reduce(watch: AllocationTracer, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """Run FSDP's post-backward, and count the reduced gradients as offloaded."""
+def _reduce_and_offload(
+    watch: AllocationTracer, group: Any, reduce: Callable[..., None], *unused: Any
+) -> None:
     reduce(*unused)
     gradients = (held.sharded_param.grad for held in group.fsdp_params)
     watch.mark_offloaded(local(gradient) for gradient in gradients if gradient is not None)
 
 
-def _count_device_copies() -> Any:
+def _patch_device_copies() -> Any:
     """Return a patch that makes FSDP copy offloaded shards to the device before it gathers them."""
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
@@ -116,5 +117,5 @@ def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None
         watch.mark_offloaded([memory])
         return memory.copy_(tensor)
 
-    with patch.object(offload._CopyStreams, "host_copy", host_copy), _count_device_copies():
+    with patch.object(offload._CopyStreams, "host_copy", host_copy), _patch_device_copies():
         yield

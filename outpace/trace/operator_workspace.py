@@ -57,7 +57,7 @@ class TemporaryBytes:
             return 0
         key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))
         if key not in self._known:
-            self._known[key] = _measure_peak(_IN_PYTHON[func], args)
+            self._known[key] = _measure_temporary_bytes(_IN_PYTHON[func], args)
         return self._known[key]
 
 
@@ -98,12 +98,12 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
 }
 
 
-def _measure_peak(run: Callable[..., Any], given: Iterable[Any]) -> int:
+def _measure_temporary_bytes(run: Callable[..., Any], arguments: Iterable[Any]) -> int:
     tracker = Tracker()
-    tracker.record(given)
+    tracker.record(arguments)
     there = tracker.live_bytes
     with torch.no_grad(), tracker:
-        made = run(*given)
+        made = run(*arguments)
     made = [made] if isinstance(made, Tensor) else made
     outputs: int = sum(tensor.untyped_storage().nbytes() for tensor in made)
     return tracker.peak_bytes - there - outputs

@@ -67,15 +67,15 @@ class ModuleTracing:
         self.taken: set[str] = set()
 
     def outline(self, name: str) -> Outline:
-        groups = self._groups()
+        groups = self._group_layers()
         inside = tuple(part.path for group in groups for part in group)
         done = list(enumerate(self.forward.done))
         places = [i for i, one in done if _is_within(one.module, inside)]
         layered = set(places)
         outside = [(i, one) for i, one in done if i not in layered]
         if not groups:  # the whole forward is one layer
-            stack = self._stack(self.forward.done, "", list(self.sizes), 1, None)
-            return self._outline(name, [stack], [], [], None)
+            stack = self._build_stack(self.forward.done, "", list(self.sizes), 1, None)
+            return self._build_outline(name, [stack], [], [], None)
         width = self._residual_width(
             max((group[0] for group in groups), key=lambda part: part.work)
         )
@@ -84,7 +84,7 @@ class ModuleTracing:
         for group in groups:
             equal = [path for part in group for path in self.equal_parts(part)]
             names = self._parameters_of(group[0].path)
-            stack = self._stack(group[0].done, group[0].path, names, len(equal), seen)
+            stack = self._build_stack(group[0].done, group[0].path, names, len(equal), seen)
             for other in equal:
                 self.taken.update(self._parameters_of(other))
             stacks.append(stack)
@@ -92,7 +92,7 @@ class ModuleTracing:
                 seen = stack.seq_len or self.seq_len
         before = [one for i, one in outside if i < places[-1]]
         after = [one for i, one in outside if i > places[-1]]
-        return self._outline(name, stacks, before, after, width)
+        return self._build_outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
         """Return the paths of all layers that `part` represents, starting with its own."""
@@ -106,19 +106,18 @@ class ModuleTracing:
         self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
         """Return the stack with a layer's matmuls; `places` locates its attentions among them."""
-        matmuls = self.matmuls(rest, path, names, self._rows(stack))
+        matmuls = self.matmuls(rest, path, names, self._tokens_of(stack))
         return stack.model_copy(update={"other": tuple(matmuls)})
 
-    def _rows(self, stack: Stack) -> int:
+    def _tokens_of(self, stack: Stack) -> int:
         return stack.seq_len or self.seq_len or 1
 
     def _parameters_of(self, path: str) -> list[str]:
         """Return the names of a module's parameters, without those shared with an earlier one."""
         return [name for name in self.sizes if _is_within(name, (path,))]
 
-    def _groups(self) -> list[list[LayerPart]]:
-        """Return groups of equal layers, in execution order."""
-        found = list(self._lists())
+    def _group_layers(self) -> list[list[LayerPart]]:
+        found = list(self._find_lists())
         most = max((sum(part.work for part in parts) for parts in found), default=0)
         groups: dict[Any, list[LayerPart]] = {}
         for parts in found:
@@ -128,7 +127,7 @@ class ModuleTracing:
         order = {id(one): i for i, one in enumerate(self.forward.done)}
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
-    def _lists(self) -> Iterator[list[LayerPart]]:
+    def _find_lists(self) -> Iterator[list[LayerPart]]:
         """Yield the members of each outermost list, if several are equal or of the same class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
@@ -144,15 +143,14 @@ class ModuleTracing:
                     yield parts[path]
 
     def _find_parts(self, path: str, module: nn.Module) -> list[LayerPart]:
-        """Return the members of a list that contain matmuls."""
         named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
-        parts = [self._part(where, one) for where, one in named]
+        parts = [self._make_part(where, one) for where, one in named]
         return [part for part in parts if part.done]
 
-    def _part(self, path: str, module: nn.Module) -> LayerPart:
+    def _make_part(self, path: str, module: nn.Module) -> LayerPart:
         done = tuple(one for one in self.forward.done if _is_within(one.module, (path,)))
         names = self._parameters_of(path)
-        relative = tuple(_relative(one, path) for one in done)
+        relative = tuple(_make_relative(one, path) for one in done)
         shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in names)
         work = sum(
             one.rows * one.inputs * one.outputs for one in done if isinstance(one, MatmulCall)
@@ -168,7 +166,7 @@ class ModuleTracing:
         made = {one.outputs for one in part.done if isinstance(one, MatmulCall)}
         return shape[1] if len(shape) > 3 and shape[1] in made else shape[-1]
 
-    def _stack(
+    def _build_stack(
         self,
         done: Sequence[MatmulCall | AttentionCall],
         path: str,
@@ -176,10 +174,10 @@ class ModuleTracing:
         layers: int,
         seen: int | None,
     ) -> Stack:
-        length = self._length(done)
-        rest, found = self._attentions(done, length, seen)
+        length = self._find_length(done)
+        rest, found = self._separate_attention(done, length, seen)
         attention, cross = (
-            _record_of(found[name][0]) if name in found else None for name in ("own", "cross")
+            _attention_shape(found[name][0]) if name in found else None for name in ("own", "cross")
         )
         stack = Stack(
             name=path.rpartition(".")[0] or "layers",
@@ -197,7 +195,7 @@ class ModuleTracing:
             update={"other_parameters": parameters - layer_parameters(stack, self.hidden or 1)}
         )
 
-    def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
+    def _find_length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
         """Return the tokens per sample.
 
         This is the input's sequence length if any matmul uses it, else the rows per sample that
@@ -213,16 +211,15 @@ class ModuleTracing:
         return work.most_common(1)[0][0]
 
     def _rows_per_sample(self, rows: int) -> int:
-        """Return the rows per sample, rounded up."""
         return -(-rows // self.samples)
 
-    def _attentions(
+    def _separate_attention(
         self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return a layer's matmuls, and its attentions ("own" and "cross").
+        """Return a layer's matmuls, and its self-attention ("own") and cross-attention ("cross").
 
         Each attention comes with the number of matmuls before it. Further attentions become
-        matmuls.
+        matmuls. `seen`: the number of positions that a cross-attention reads.
         """
         rest: list[MatmulCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
@@ -236,10 +233,7 @@ class ModuleTracing:
             elif fits and "cross" not in found and one.keys == (seen or length):
                 found["cross"] = (one, len(rest))
             else:
-                many = one.batch * one.heads
-                rows = many * one.queries
-                rest.append(MatmulCall(one.module, None, rows, one.head_dim, one.keys, many))
-                rest.append(MatmulCall(one.module, None, rows, one.keys, one.value_dim, many))
+                rest += _as_matmuls([one])
         return rest, found
 
     def _pair_matmuls(
@@ -249,7 +243,7 @@ class ModuleTracing:
         waiting: MatmulCall | None = None
         for one in done:
             if waiting is not None and isinstance(one, MatmulCall):
-                found = self._attention_of(waiting, one)
+                found = self._match_attention(waiting, one)
                 yield waiting if found is None else found
                 waiting = None
                 if found is not None:
@@ -264,7 +258,7 @@ class ModuleTracing:
         if waiting is not None:
             yield waiting
 
-    def _attention_of(self, scores: MatmulCall, mix: MatmulCall) -> AttentionCall | None:
+    def _match_attention(self, scores: MatmulCall, mix: MatmulCall) -> AttentionCall | None:
         same = mix.weight is None and (mix.batch, mix.rows) == (scores.batch, scores.rows)
         if not same or mix.inputs != scores.outputs or scores.batch % self.samples:
             return None
@@ -284,7 +278,11 @@ class ModuleTracing:
     def matmuls(
         self, done: Sequence[MatmulCall], path: str, names: Sequence[str], length: int | None
     ) -> list[MatmulShape]:
-        """Return one matmul per weight, with its number of uses, and the others by shape."""
+        """Return matmuls as shapes: one for each weight, with its number of uses, and the others.
+
+        `names` are the parameters of the module at `path`. The others multiply no whole weight of
+        it, and are counted by shape. A matmul with `length` rows per sample has no `positions`.
+        """
         by_weight: dict[str, MatmulShape] = {}
         others: Counter[MatmulShape] = Counter()
         for one in done:
@@ -308,7 +306,7 @@ class ModuleTracing:
         counted = [one.model_copy(update={"count": n}) for one, n in others.items()]
         return [*by_weight.values(), *counted]
 
-    def _outline(
+    def _build_outline(
         self,
         name: str,
         stacks: list[Stack],
@@ -322,9 +320,9 @@ class ModuleTracing:
         left = [key for key in self.sizes if key not in self.taken]
         hidden = width or self._usual_width(stacks)
         table_width = self.table_width or hidden
-        head = self._head(after, table_width, left)
+        head = self._find_head(after, table_width, left)
         outputs = head.outputs if head is not None else 0
-        table = self._table(left, table_width, outputs)
+        table = self._find_embedding(left, table_width, outputs)
         vocab = 0 if table is None else self.sizes[table] // table_width
         predicted, tied = None, False
         if head is not None:
@@ -333,10 +331,10 @@ class ModuleTracing:
             after = [one for one in after if one is not head]
         told = {table, None if head is None else head.weight}
         left = [key for key in left if key not in told]
-        first = self.matmuls(_flat(before), "", left, self.seq_len)
+        first = self.matmuls(_as_matmuls(before), "", left, self.seq_len)
         embedding = {p.name for p in first if p.weighted}
         left = [key for key in left if key not in embedding]
-        last = self.matmuls(_flat(after), "", left, predicted or length)
+        last = self.matmuls(_as_matmuls(after), "", left, predicted or length)
         found = Outline(
             name=name, hidden=hidden, stacks=tuple(stacks), vocab=vocab, outputs=outputs, tied=tied,
             embedding_width=None if table_width == hidden else table_width,
@@ -348,11 +346,10 @@ class ModuleTracing:
         return found.model_copy(update={"outside_parameters": outside})
 
     def _usual_width(self, stacks: list[Stack]) -> int:
-        """Return the most frequent number of inputs of the layers' matmuls."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
-    def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
+    def _find_embedding(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
         """Return the name of the token embedding's weight, which has the layers' width.
 
         Prefer one with as many rows as the head has outputs, then the largest.
@@ -365,7 +362,7 @@ class ModuleTracing:
         there = [name for name in rows if name in left]
         return max(there, key=lambda name: (rows[name] == outputs, rows[name]), default=None)
 
-    def _head(
+    def _find_head(
         self, after: Sequence[MatmulCall | AttentionCall], hidden: int, there: Sequence[str]
     ) -> MatmulCall | None:
         """Return the last matmul if it is a head: no other matmul uses its weight."""
@@ -392,15 +389,14 @@ def _merge_equal(stacks: list[Stack]) -> list[Stack]:
     return merged
 
 
-def _record_of(one: AttentionCall) -> AttentionShape:
+def _attention_shape(one: AttentionCall) -> AttentionShape:
     return AttentionShape(
         heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
         causal=one.causal, projected=False,
     )  # fmt: skip
 
 
-def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
-    """Replace each attention by its two matmuls."""
+def _as_matmuls(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
     made: list[MatmulCall] = []
     for one in done:
         if isinstance(one, MatmulCall):
@@ -413,7 +409,7 @@ def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
     return made
 
 
-def _relative(one: MatmulCall | AttentionCall, path: str) -> MatmulCall | AttentionCall:
+def _make_relative(one: MatmulCall | AttentionCall, path: str) -> MatmulCall | AttentionCall:
     """Return the operation with names relative to the module at `path`."""
     if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))

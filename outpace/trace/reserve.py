@@ -39,16 +39,16 @@ class CachingAllocator:
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1, -1))
         if place < len(pool):
-            block, segment, offset = self._remove(small, pool[place])
+            block, segment, offset = self._remove_free(small, pool[place])
         else:
-            block, segment, offset = self._new_segment(size, small)
+            block, segment, offset = self._reserve_segment(size, small)
         rest = block - size
         if rest >= 512 if small else rest > _MIB:
-            self._insert(small, (rest, segment, offset + size))
+            self._insert_free(small, (rest, segment, offset + size))
             block = size
         self._used[number] = (small, block, segment, offset)
 
-    def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
+    def _reserve_segment(self, size: int, small: bool) -> tuple[int, int, int]:
         whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else _round_up(size, 2 * _MIB)
         if self._capacity_bytes is not None and self.reserved_bytes + whole > self._capacity_bytes:
             self._release_empty()
@@ -60,7 +60,7 @@ class CachingAllocator:
     def _release_empty(self) -> None:
         for small in (False, True):
             for block in [one for one in self._free[small] if one[0] == self._segments[one[1]]]:
-                self._remove(small, block)
+                self._remove_free(small, block)
                 self.reserved_bytes -= block[0]
 
     def free(self, number: int) -> None:
@@ -68,21 +68,21 @@ class CachingAllocator:
         small, size, segment, offset = self._used.pop(number)
         after = self._starts.get((segment, offset + size))
         if after is not None:
-            self._remove(small, (after, segment, offset + size))
+            self._remove_free(small, (after, segment, offset + size))
             size += after
         before = self._ends.get((segment, offset))
         if before is not None:
-            self._remove(small, (offset - before, segment, before))
+            self._remove_free(small, (offset - before, segment, before))
             size, offset = size + offset - before, before
-        self._insert(small, (size, segment, offset))
+        self._insert_free(small, (size, segment, offset))
 
-    def _insert(self, small: bool, block: tuple[int, int, int]) -> None:
+    def _insert_free(self, small: bool, block: tuple[int, int, int]) -> None:
         size, segment, offset = block
         bisect.insort(self._free[small], block)
         self._starts[segment, offset] = size
         self._ends[segment, offset + size] = offset
 
-    def _remove(self, small: bool, block: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _remove_free(self, small: bool, block: tuple[int, int, int]) -> tuple[int, int, int]:
         size, segment, offset = block
         del self._free[small][bisect.bisect_left(self._free[small], block)]
         del self._starts[segment, offset]

@@ -70,7 +70,7 @@ class Workload:
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """Build the model and apply the plan to it on this rank."""
-        plan, objective = self.plan, _objective(self, mixed)
+        plan, objective = self.plan, _build_objective(self, mixed)
         rules.prepare(objective)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
         apply_options(objective.model, plan, scratch=scratch)
@@ -144,10 +144,10 @@ def run_steps(
     for step in range(1, STEPS + 1):
         watch.begin_step(step)
         begin_step(optimizer, step, lr)
-        _step(work, ranks, watch, layout, optimizer, mixed, away)
+        _run_step(work, ranks, watch, layout, optimizer, mixed, away)
 
 
-def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
+def _build_objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
     """Return model and loss in the dtype of the weights; on meta if weights are filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
@@ -162,7 +162,7 @@ def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
     return LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
 
 
-def _step(
+def _run_step(
     work: Trainable,
     ranks: Ranks,
     watch: AllocationTracer,

@@ -43,12 +43,12 @@ class Tracker(TorchDispatchMode):
 
         def forget(_: Any) -> None:
             del self._living[key]
-            self._change(number, -size)
+            self._add_event(number, -size)
 
         self._living[key] = weakref.ref(storage, forget)
-        self._change(number, size)
+        self._add_event(number, size)
 
-    def _change(self, number: int, size: int) -> None:
+    def _add_event(self, number: int, size: int) -> None:
         self.events.append((number, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -61,13 +61,12 @@ def outline_from_folder(directory: Path) -> Outline:
         update={
             "source": f"{directory / CONFIG_FILE}, built with transformers and traced",
             "untrained": f"outpace has no {built.family}",
-            "notes": (*built.notes, *_unused_parameters(found)),
+            "notes": (*built.notes, *_describe_unused(found)),
         }
     )
 
 
-def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Yield a note if no matmul uses more than a tenth of the parameters."""
+def _describe_unused(found: Outline) -> Iterator[str]:
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
@@ -88,7 +87,7 @@ def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[Bu
         built = build(dtype)
         for cached in (True, False):  # some caches do not work with few layers
             try:
-                return built, _outline(built, name, cached)
+                return built, _outline_build(built, name, cached)
             except BadInputError as error:
                 first = first or error
     raise BadInputError(
@@ -97,16 +96,16 @@ def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[Bu
     )
 
 
-def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
+def _outline_build(built: BuiltModel, name: str, cached: bool) -> Outline:
     model, positions = built.module, built.positions
     model.config.use_cache = cached
     longer = min(2 * _LENGTH, positions or 2 * _LENGTH)
     length = max(1, longer // 2)
     with quiet_transformers(), _without_value_checks():
         found = _trace_model(built, name, length)
-        if any(matmul.positions is not None for matmul in _all_matmuls(found)):
+        if any(matmul.positions is not None for matmul in _list_other_matmuls(found)):
             found = _scale_matmuls(found, _trace_model(built, name, 2 * length), length)
-    learned = _learned_positions(model, found)
+    learned = _count_learned_positions(model, found)
     return found.model_copy(
         update={
             "max_positions": positions or _ANY_LENGTH,
@@ -127,8 +126,7 @@ def _without_value_checks() -> Iterator[None]:
         Distribution.set_default_validate_args(checks)
 
 
-def _learned_positions(model: nn.Module, found: Outline) -> int:
-    """Return the number of rows of all position embeddings that have the layers' width."""
+def _count_learned_positions(model: nn.Module, found: Outline) -> int:
     return sum(
         module.num_embeddings
         for name, module in model.named_modules()
@@ -147,17 +145,17 @@ def _trace_model(built: BuiltModel, name: str, length: int) -> Outline:
         inputs = {key: torch.zeros((_SAMPLES, *shape), dtype=model.dtype)}
     if built.decodes:
         inputs["decoder_input_ids"] = tokens
-    sizes = _Sizes(model)
+    sizes = _Shapes(model)
     with _leave_out_layers(model, sizes) as equal:
         try:
-            return _check_parameters(_Tracing(model, inputs, sizes, equal), name)
+            return _checked_outline(_TransformersTracing(model, inputs, sizes, equal), name)
         except BadInputError:
             if not equal:
                 raise
-    return _check_parameters(_Tracing(model, inputs, sizes, {}), name)
+    return _checked_outline(_TransformersTracing(model, inputs, sizes, {}), name)
 
 
-def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
+def _checked_outline(tracing: "_TransformersTracing", name: str) -> Outline:
     found = tracing.outline(name)
     if parameters(found) != sum(tracing.sizes.values()) or found.outside_parameters < 0:
         raise BadInputError(
@@ -167,7 +165,7 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
     return found
 
 
-class _Sizes:
+class _Shapes:
     """Shapes of a model's parameters by name, without duplicates, and the kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,12 +181,11 @@ class _Sizes:
         }
 
     def find_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
-        """Return the parameter shapes of the module at `path`, by name within it."""
         start = f"{path}."
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return what determines a layer's computation, except shapes and the layer's number."""
+        """Return what a layer's computation depends on, except shapes and the layer's number."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -202,7 +199,7 @@ class _Sizes:
 
 
 @contextmanager
-def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
+def _leave_out_layers(model: nn.Module, sizes: _Shapes) -> Iterator[Mapping[str, tuple[str, ...]]]:
     """Remove the last layers of each list in the context, if they equal earlier ones.
 
     Yield the paths of the removed layers by the path of the remaining layer that represents them.
@@ -221,7 +218,7 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
             continue
         outer.append(path)
         layers = list(module)
-        kept, found = _representatives(path, layers, sizes)
+        kept, found = _choose_representatives(path, layers, sizes)
         if kept < len(layers):
             equal.update(found)
             restore.append((module, layers))
@@ -233,8 +230,8 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
             module._modules = {str(i): layer for i, layer in enumerate(layers)}
 
 
-def _representatives(
-    path: str, layers: Sequence[nn.Module], sizes: _Sizes
+def _choose_representatives(
+    path: str, layers: Sequence[nn.Module], sizes: _Shapes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
     """Return the number of layers to keep, and the paths of removed layers by kept layer.
 
@@ -254,14 +251,12 @@ def _representatives(
     return kept, {f"{path}.{number}": tuple(paths) for number, paths in rest.items()}
 
 
-class _Tracing(ModuleTracing):
-    """Builder of an outline from a transformers model's forward."""
-
+class _TransformersTracing(ModuleTracing):
     def __init__(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        sizes: _Sizes,
+        sizes: _Shapes,
         equal: Mapping[str, tuple[str, ...]],
     ) -> None:
         super().__init__(model, inputs)
@@ -269,11 +264,11 @@ class _Tracing(ModuleTracing):
         self.known = sizes
         self.equal = equal
         self.sizes = {name: math.prod(shape) for name, shape in sizes.shapes.items()}
-        self.forward.done, self.stacked = _stack_experts(
+        self.forward.done, self.stacked = _join_experts(
             self.forward.done, sizes.shapes, self.samples * (self.seq_len or 1)
         )
         self.modules = dict(model.named_modules())
-        embedding = _weight_name(model, "get_input_embeddings")
+        embedding = _embedding_name(model, "get_input_embeddings")
         self.table = embedding if embedding in self.sizes else None
         if self.table is not None:
             self.table_width = sizes.shapes[self.table][1]
@@ -282,7 +277,7 @@ class _Tracing(ModuleTracing):
         return (part.path, *self.equal.get(part.path, ()))
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        return self._window(path, module)
+        return self._find_window(path, module)
 
     def fill_layer(
         self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
@@ -292,7 +287,7 @@ class _Tracing(ModuleTracing):
         weights = LayerWeights(
             shapes={name: self.known.shapes[name] for name in names} | self.stacked,
             hidden=self.hidden or 0,
-            rows=self.samples * self._rows(stack),
+            rows=self.samples * self._tokens_of(stack),
             cross_rows=self.samples * places["cross"][1] if "cross" in places else None,
         )
         before = {name: place for name, (place, _) in places.items()}
@@ -348,7 +343,7 @@ class _Tracing(ModuleTracing):
         ]
         usual = attention.causal or decodes or "CausalLM" in type(self.module).__name__
         causal = bool(told[0]) if told else usual
-        window = self._window(path, layer, causal)
+        window = self._find_window(path, layer, causal)
         return attention.model_copy(update={"causal": causal, "window": window})
 
     def _set_cross_mask(
@@ -363,7 +358,7 @@ class _Tracing(ModuleTracing):
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
 
-    def _window(self, path: str, layer: nn.Module, causal: bool = True) -> int | None:
+    def _find_window(self, path: str, layer: nn.Module, causal: bool = True) -> int | None:
         """Return a layer's attention window, from its kind in the config or from its modules.
 
         The window includes the position itself. A config's window does not include it if attention
@@ -391,8 +386,8 @@ class _Tracing(ModuleTracing):
                     return value
         return None
 
-    def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        return self.table if self.table in left else super()._table(left, hidden, outputs)
+    def _find_embedding(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
+        return self.table if self.table in left else super()._find_embedding(left, hidden, outputs)
 
 
 def _passes_window(kind: type[nn.Module]) -> bool:
@@ -403,7 +398,7 @@ def _passes_window(kind: type[nn.Module]) -> bool:
         return False
 
 
-def _stack_experts(
+def _join_experts(
     done: Sequence[MatmulCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
 ) -> tuple[list[MatmulCall | AttentionCall], dict[str, Shape]]:
     """Join the matmuls of experts that run one by one, each on some of the tokens.
@@ -430,7 +425,7 @@ def _stack_experts(
     return [one for one in kept if one is not None], stacked
 
 
-def _weight_name(model: nn.Module, getter: str) -> str | None:
+def _embedding_name(model: nn.Module, getter: str) -> str | None:
     """Return the name of the weight of the embedding that the model's `getter` returns."""
     try:
         found = getattr(model, getter)()
@@ -442,7 +437,7 @@ def _weight_name(model: nn.Module, getter: str) -> str | None:
     return next((name for name, p in model.named_parameters() if p is weight), None)
 
 
-def _all_matmuls(outline: Outline) -> Iterator[MatmulShape]:
+def _list_other_matmuls(outline: Outline) -> Iterator[MatmulShape]:
     for stack in outline.stacks:
         yield from stack.other
 
@@ -452,20 +447,20 @@ def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
-        one.model_copy(update={"other": _join_matmuls(one.other, other.other, length)})
+        one.model_copy(update={"other": _scale_by_length(one.other, other.other, length)})
         for one, other in zip(short.stacks, long.stacks, strict=True)
     )
     return short.model_copy(update={"stacks": stacks})
 
 
-def _join_matmuls(
+def _scale_by_length(
     short: Sequence[MatmulShape], long: Sequence[MatmulShape], length: int
 ) -> tuple[MatmulShape, ...]:
     """Return the matmuls, with a count per token for those that grow with the sequence length.
 
     Rows that a convolution adds by padding the sequence are left out.
     """
-    rows, longer = _rows_of(short), _rows_of(long)
+    rows, longer = _count_rows(short), _count_rows(long)
     made = [one for one in short if one.positions is None]
     for matmul, many in rows.items():
         grown = longer.get(matmul, 0) - many
@@ -480,7 +475,7 @@ def _join_matmuls(
     return tuple(made)
 
 
-def _rows_of(matmuls: Sequence[MatmulShape]) -> dict[MatmulShape, int]:
+def _count_rows(matmuls: Sequence[MatmulShape]) -> dict[MatmulShape, int]:
     rows: dict[MatmulShape, int] = {}
     for one in matmuls:
         if one.positions is not None:

@@ -39,7 +39,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ExitStack() as patched:
-            for owner, name, instead in _stand_ins():
+            for owner, name, instead in _list_patches():
                 patched.enter_context(patch.object(owner, name, instead))
             yield ranks
     finally:
@@ -47,12 +47,12 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         dist.destroy_process_group()
 
 
-def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+def _list_patches() -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, name, replacement) of functions that wait for other ranks or read memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
-    yield dist, "all_gather_object", _gather_equal
+    yield dist, "all_gather_object", _gather_copies
     yield dist, "all_reduce", _with_future(dist.all_reduce)
-    yield dist, "new_group", partial(_fake_group, dist.new_group)
+    yield dist, "new_group", partial(_make_fake_group, dist.new_group)
     # DDP compares parameter sizes between ranks in a tensor too large to be real.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known; here they always are.
@@ -70,27 +70,27 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield ring, "RingReducer", _SequentialRing
 
 
-def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+def _make_fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
     return new_group(*args, **kwargs)  # fake, whatever the backend; a real one needs other ranks
 
 
-def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
-    """Fill `gathered` with this rank's object, as if all ranks had sent the same object."""
+def _gather_copies(gathered: list[Any], value: Any, group: Any = None) -> None:
     gathered[:] = [value] * len(gathered)
 
 
-class _DoneWork:
-    """Handle of completed work with a future, which the fake process group's handles lack."""
+class _CompletedWork:
+    """Handle of completed work, with a future of the tensor as if it had been summed.
+
+    The fake process group's handles have no future.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def wait(self) -> bool:
-        """Return immediately, since nothing is in progress."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future with the tensor, as if it had been summed."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])
         return future
@@ -99,7 +99,7 @@ class _DoneWork:
 def _with_future(all_reduce: Any) -> Any:
     def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
-        return work and _DoneWork(tensor)
+        return work and _CompletedWork(tensor)
 
     return reduce
 
@@ -111,7 +111,6 @@ class _SequentialRing:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """Reduce a buffer around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:

@@ -338,10 +338,11 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.reporting.data.chrome_trace": ("measured_timeline", "_read_last_pass",
                                                  "_read_action")}),
         Reader("runs", results.runs, _runs, {
-            "outpace.experiment.past_runs": ("find_runs", "read_past_run", "result_of", "_failure",
-                                        "_of_steps", "latest_steps", "is_run")}),
+            "outpace.experiment.past_runs": ("find_runs", "read_past_run", "result_of",
+                                             "_read_failure", "_figures_of_steps", "latest_steps",
+                                             "is_run")}),
         Reader("shown run", results.runs, _shown, {
-            "outpace.experiment.past_runs": ("is_run", "checkpoints", "sizes", "_bytes")}),
+            "outpace.experiment.past_runs": ("is_run", "checkpoints", "sizes", "_total_bytes")}),
         Reader("resumed run", results.runs, _resumed, {
             "outpace.cli.resume": ("settings_of",),
             "outpace.training.run_dir": ("RunDir.require_run", "RunDir.history",

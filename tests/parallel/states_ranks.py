@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.experiment.parity import Trial, _checkpoint_parts, _state, reference
+from outpace.experiment.parity import Trial, _checkpoint_parts, _gather_state, reference
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
@@ -89,7 +89,7 @@ def worst(layout: Layout, optimizer, plan: Plan) -> dict[str, float]:
     """The largest difference of each kind from a single process's last step, relatively."""
     wanted = reference(TRIAL, plan).steps[-1]
     found = {}
-    for kind, held in _state(*_checkpoint_parts(layout, optimizer)).items():
+    for kind, held in _gather_state(*_checkpoint_parts(layout, optimizer)).items():
         apart = [float((held[name] - wanted[kind][name]).abs().max()) for name in held]
         largest = max(float(tensor.abs().max()) for tensor in wanted[kind].values())
         found[kind] = max(apart, default=0.0) / largest

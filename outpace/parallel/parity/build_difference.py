@@ -84,7 +84,6 @@ def compare_builds(
 
 
 def _holds_generator(comparable: Any) -> bool:
-    """Return whether a value in `kept_attributes` is or contains a random generator."""
     inside = comparable if isinstance(comparable, tuple) else ()
     return is_generator(comparable) or any(map(_holds_generator, inside))
 

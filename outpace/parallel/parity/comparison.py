@@ -65,13 +65,13 @@ def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     kernels on the same samples, and sum over samples and ranks in fp32. If tp splits matmuls, or
     weights are gathered in 16 bits, the tolerances of bf16 apply instead.
     """
-    found = _choose_by_numbers(plan, narrowest)
+    found = _choose_by_dtypes(plan, narrowest)
     if plan.compress_gradients == "bf16":  # rounds gradients before ranks sum them
         return replace(found, projection=HALF.projection, floor=HALF.floor)
     return found
 
 
-def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
+def _choose_by_dtypes(plan: Plan, narrowest: int) -> ComparisonLimits:
     casts = plan.precision not in ("fp32", "fp64")
     if narrowest <= 2 or (casts and (plan.fully_shards or plan.tp > 1)):
         return HALF
@@ -127,7 +127,7 @@ class Projection:
 
     def project(self, gradient: Tensor) -> Tensor:
         """Return the projection of a whole gradient as a float64 scalar."""
-        return self._project_from(_flat(gradient), 0)
+        return self._project_from(_flatten(gradient), 0)
 
     def project_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
         """Return the projection of this rank's shard of a parameter's gradient."""
@@ -136,10 +136,10 @@ class Projection:
             return self.project(gradient)
         rows = split_rows(parameter)
         if rows is not None:
-            return self._project_from(_flat(values), rows.begin * math.prod(parameter.shape[1:]))
+            return self._project_from(_flatten(values), rows.begin * math.prod(parameter.shape[1:]))
         weights = self._single.repeat(-(-parameter.numel() // len(self._single)))
         whole = weights[: parameter.numel()].view(parameter.shape)
-        return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
+        return self._project_from(_flatten(values), 0, part_of(whole, parameter).flatten())
 
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
         """Return the projection of consecutive elements of a gradient, the first at index `begin`.
@@ -160,7 +160,7 @@ class Projection:
         return total
 
 
-def _flat(gradient: Tensor) -> Tensor:
+def _flatten(gradient: Tensor) -> Tensor:
     values = gradient.to_dense() if gradient.is_sparse else gradient
     if values.is_complex():
         values = values.real + values.imag
@@ -251,9 +251,9 @@ class LayoutComparison:
                 "that submodules store in attributes, or parameters of other ranks.",
                 abs(mine - loss) / max(size, 1e-30),
             )
-        return self._gradient_wrong()
+        return self._find_wrong_gradient()
 
-    def _gradient_wrong(self) -> FoundDifference | None:
+    def _find_wrong_gradient(self) -> FoundDifference | None:
         plain = self._plain[3:][: len(self._names)]
         largest = max([*self._sizes, *map(abs, plain)], default=0.0)
         lost: list[str] = []
@@ -280,7 +280,7 @@ class LayoutComparison:
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
                 self._lost,
             )
-        nothing = self._zeros_alone()
+        nothing = self._find_added_gradients()
         if nothing:
             return FoundDifference(
                 f"{first_names(nothing)} {'gets' if len(nothing) == 1 else 'get'} a gradient of "
@@ -300,8 +300,8 @@ class LayoutComparison:
             )
         return None
 
-    def _zeros_alone(self) -> list[str]:
-        """Return parameters with a gradient on a pipeline stage but none in a single process."""
+    def _find_added_gradients(self) -> list[str]:
+        """Return parameters with a gradient on a pipeline stage, but none in a single process."""
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]

@@ -73,10 +73,10 @@ def find_counted_buffers(
     for few in sorted({*_FEWEST, samples // 2 * 2} & {*range(1, samples + 1)}):
         both = take_first(batch, few)
         with suppress(Exception):  # such as normalisation over too few samples
-            after, *after_halves = (_prints_after([part], *asked) for part in (both, *cut(both, 2)))
+            after, *after_halves = (_values_after([part], *asked) for part in (both, *cut(both, 2)))
             found = [n for n in after if any(one.get(n) != after[n] for one in after_halves)]
             if found and not saved.keys() >= {*found}:
-                twice = _prints_after([both, both], *asked)
+                twice = _values_after([both, both], *asked)
                 found = [
                     n for n in found if n in saved or _only_numbers_change(after[n], twice.get(n))
                 ]
@@ -84,7 +84,7 @@ def find_counted_buffers(
     return None
 
 
-def _prints_after(
+def _values_after(
     batches: Sequence[Batch],
     plain: nn.Module,
     hooks: StepHooks,
@@ -93,10 +93,7 @@ def _prints_after(
     attributes: Collection[str] | None,
     backward: bool,
 ) -> dict[str, Any]:
-    """Run forwards of `batches`; return the values after them in comparable form.
-
-    Everything is restored.
-    """
+    """Return the values of buffers and attributes after forwards; restore everything."""
     model, device = model_of(plain), next(plain.parameters()).device
     dropping = without_dropout(plain) if drops else nullcontext()
     state = ModuleState(plain)
@@ -118,16 +115,14 @@ def _prints_after(
 
 
 def _only_numbers_change(value: Any, later: Any) -> bool:
-    """Return whether two states of a value differ only in numbers or in a buffer's fingerprint."""
-    alike = type(value) is int or _form_of(value) == _form_of(later)
+    alike = type(value) is int or _without_numbers(value) == _without_numbers(later)
     return bool(value != later and alike)
 
 
-def _form_of(value: Any) -> Any:
-    """Return a comparable value without its numbers."""
+def _without_numbers(value: Any) -> Any:
     if is_numeric(value):
         return None
-    return tuple(map(_form_of, value)) if type(value) is tuple else value
+    return tuple(map(_without_numbers, value)) if type(value) is tuple else value
 
 
 def _has_numbers(value: Any) -> bool:
@@ -160,16 +155,16 @@ def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> 
     """
     differ = f", and in the first batch ranks differ by {100 * apart:.3g} %" if apart else ""
     kept = "The next step and checkpoints use rank 0's values"
-    return _explain(names, ("a buffer", "buffers"), f"{differ}. {kept}", shares)
+    return _explain_counts(names, ("a buffer", "buffers"), f"{differ}. {kept}", shares)
 
 
 def explain_counted_attributes(names: Sequence[str], shares: int) -> str:
     """Return a message about plain attributes that cover only a rank's samples."""
     kept = f", and no checkpoint contains {'them' if len(names) > 1 else 'it'}"
-    return _explain(names, ("a plain attribute", "plain attributes"), kept, shares)
+    return _explain_counts(names, ("a plain attribute", "plain attributes"), kept, shares)
 
 
-def _explain(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: int) -> str:
+def _explain_counts(names: Sequence[str], kinds: tuple[str, str], kept: str, shares: int) -> str:
     several = len(names) > 1
     kind = "" if any(name.endswith(")") for name in names) else f" ({kinds[several]})"
     return (

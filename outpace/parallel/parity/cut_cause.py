@@ -48,12 +48,12 @@ def find_cut_cause(
         return mean_loss(total_of(plain, hooks, drops, [piece], alike=False))
 
     ways: tuple[Callable[[], CutCause], ...] = (
-        lambda: _find_places(mean_of, some, tolerance),
-        lambda: _find_over_samples(plain, hooks, drops, some, tolerance),
-        lambda: _find_batchnorm(plain, hooks, drops, some, tolerance),
-        lambda: _find_by_weights(mean_of, some, _rounding(plain)),
+        lambda: _detect_positions(mean_of, some, tolerance),
+        lambda: _detect_mean_over_samples(plain, hooks, drops, some, tolerance),
+        lambda: _detect_batchnorm(plain, hooks, drops, some, tolerance),
+        lambda: _detect_weighting(mean_of, some, _rounding_tolerance(plain)),
     )
-    for find in ways if not _normalises(plain) else ways[:3]:
+    for find in ways if not _has_batch_statistics(plain) else ways[:3]:
         # torch warns of quantities that a single sample lacks, such as a standard deviation.
         quiet = warnings.catch_warnings(action="ignore")
         with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
@@ -63,7 +63,7 @@ def find_cut_cause(
     return ""
 
 
-def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
+def _detect_positions(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
     """Detect tensors without a row per sample that refer to samples by their position in the batch.
 
     The loss then changes if the samples are reversed, because these tensors are not reversed with
@@ -73,20 +73,20 @@ def _find_places(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
     if not explain_lengths(some):
         return ""
     samples = cut(some, samples_in(some))
-    backwards = reduce(_join, reversed(samples))
+    backwards = reduce(_join_if_possible, reversed(samples))
     if backwards is None or difference(mean_of(some), mean_of(backwards)) <= tolerance:
         return ""
-    copies = reduce(_join, samples[:1] * len(samples))
+    copies = reduce(_join_if_possible, samples[:1] * len(samples))
     mean = math.nan if copies is None else mean_of(copies)
     mixes = math.isfinite(mean) and difference(mean_of(samples[0]), mean) <= tolerance
     return "" if mixes else "places"
 
 
-def _join(one: Batch | None, other: Batch) -> Batch | None:
+def _join_if_possible(one: Batch | None, other: Batch) -> Batch | None:
     return None if one is None else concatenate(one, other)
 
 
-def _find_over_samples(
+def _detect_mean_over_samples(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
     """Detect a loss that is a mean over samples, although its counts are not numbers of samples.
@@ -102,11 +102,10 @@ def _find_over_samples(
     return "samples" if difference(mean, whole) <= tolerance else ""
 
 
-def _find_batchnorm(
+def _detect_batchnorm(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Detect a difference in loss that disappears if batch normalisations use fixed statistics."""
-    if not _normalises(plain) or samples_in(some) % 2:
+    if not _has_batch_statistics(plain) or samples_in(some) % 2:
         return ""
     with fixed_statistics(plain):
         whole = mean_loss(total_of(plain, hooks, drops, [some], alike=False))
@@ -114,8 +113,7 @@ def _find_batchnorm(
     return "batchnorm" if difference(whole, mean_loss(*halves)) <= tolerance else ""
 
 
-def _normalises(plain: nn.Module) -> bool:
-    """Return whether any batch normalisation normalises by the statistics of its batch."""
+def _has_batch_statistics(plain: nn.Module) -> bool:
     norms = batch_norms(model_of(plain)).values()
     return any(part.training or part.running_mean is None for part in norms)
 
@@ -141,13 +139,12 @@ def fixed_statistics(plain: nn.Module) -> Iterator[None]:
             part.training, part.running_mean, part.running_var = mode, mean, variance
 
 
-def _rounding(plain: nn.Module) -> float:
-    """Return the relative difference that rounding may cause between two computations of a loss."""
+def _rounding_tolerance(plain: nn.Module) -> float:
     widest = max(torch.finfo(one.dtype).bits for one in plain.parameters())
     return 1e-10 if widest == 64 else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
-def _find_by_weights(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
+def _detect_weighting(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
     """Determine from pairs of samples whether the loss is a sum, a weighted mean, or neither.
 
     A weighted mean of two losses lies between them. The ratios of the weights of three samples,
@@ -272,6 +269,6 @@ def synchronised_cure(names: Sequence[str], setting: str) -> str:
 
 
 def common_cause(causes: Sequence[CutCause]) -> CutCause:
-    """Return the only cause that ranks have found; "" if there is none, or more than one."""
+    """Return the cause that ranks have found; "" if they have found none, or different ones."""
     known = {cause for cause in causes if cause}
     return known.pop() if len(known) == 1 else ""

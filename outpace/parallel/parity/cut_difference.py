@@ -49,7 +49,7 @@ from outpace.records.plan import Plan
 
 _SMALL = 4  # samples; halves of fewer may be a special case
 _MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of some batches
-_Compare = Callable[[], float | None]  # returns a difference, if it can be computed
+_Comparison = Callable[[], float | None]  # returns a difference, if it can be computed
 
 
 @dataclass(frozen=True)
@@ -123,33 +123,37 @@ class CutRequest:
         return len(self.passes) * self.plan.pp_microbatches
 
 
-def compare_cut(asked: CutRequest) -> CutDifference:
+def compare_cut(request: CutRequest) -> CutDifference:
     """Compare the loss of a batch with the loss of its two halves, if the plan splits the batch.
 
     If the losses agree, the effects on buffers are compared as well. Errors raised for parts of the
     batch (by BatchNorm with one sample) are ignored.
     """
-    if not asked.passes or (asked.plan.data_parallel == 1 and asked.micro_batches == 1):
+    if not request.passes or (request.plan.data_parallel == 1 and request.micro_batches == 1):
         return CutDifference()
-    first = None if asked.first is None else _complete(asked.plain, asked.hooks, asked.first)
+    first = (
+        None
+        if request.first is None
+        else _add_mean_loss(request.plain, request.hooks, request.first)
+    )
     if first is None:
         return CutDifference()
-    shared = any(isinstance(part, SynchronisedBatchNorm) for part in asked.plain.modules())
-    compare = _compare_beside_norms if shared else _compare
-    return compare(replace(asked, first=first), first)
+    shared = any(isinstance(part, SynchronisedBatchNorm) for part in request.plain.modules())
+    compare = _compare_with_shared_norms if shared else _compare_with_parts
+    return compare(replace(request, first=first), first)
 
 
-def _compare_beside_norms(asked: CutRequest, first: FirstPiece) -> CutDifference:
+def _compare_with_shared_norms(request: CutRequest, first: FirstPiece) -> CutDifference:
     """Compare a batch with its halves if ranks share the statistics of batch normalisations.
 
     Shared statistics do not depend on how ranks split the batch, so they are fixed while other
     effects between samples are searched for. They do depend on the split into micro-batches, which
     is compared without fixing them.
     """
-    plain, hooks, by_norms = asked.plain, asked.hooks, 0.0
-    if asked.micro_batches > 1:
-        mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
-        by_norms = _run_first([lambda: _compare_halves(mean_of, first)], plain)
+    plain, hooks, by_norms = request.plain, request.hooks, 0.0
+    if request.micro_batches > 1:
+        mean_of = partial(_compute_mean_loss, plain, hooks, first.drops, alike=False)
+        by_norms = _run_first_possible([lambda: _compare_halves(mean_of, first)], plain)
     norms = batchnorm_state(model_of(plain))
     held = dict(model_of(plain).named_buffers())
     buffers = {n: b for n, b in first.buffers.items() if id(held[n]) not in norms}
@@ -158,34 +162,33 @@ def _compare_beside_norms(asked: CutRequest, first: FirstPiece) -> CutDifference
     with fixed_statistics(plain):
         with suppress(Exception), keep_values(model_of(plain).named_parameters()), watch:
             total_of(plain, hooks, first.drops, [take_first(first.piece, 2)], alike=True)
-        found = _compare(replace(asked, synchronised=watch.communicates), beside)
-    if found.loss <= asked.tolerance < by_norms:
+        found = _compare_with_parts(replace(request, synchronised=watch.communicates), beside)
+    if found.loss <= request.tolerance < by_norms:
         return replace(found, loss=by_norms, cause="batchnorm")
     return found
 
 
-def _compare(asked: CutRequest, first: FirstPiece) -> CutDifference:
-    """Compare the first micro-batch with its halves or other parts: first losses, then buffers."""
-    plain, plan, hooks, tolerance = asked.plain, asked.plan, asked.hooks, asked.tolerance
-    passes, synchronised = asked.passes, asked.synchronised
+def _compare_with_parts(request: CutRequest, first: FirstPiece) -> CutDifference:
+    plain, plan, hooks, tolerance = request.plain, request.plan, request.hooks, request.tolerance
+    passes, synchronised = request.passes, request.synchronised
     counts = _compare_counts(first, tolerance)
     if counts is not None:
         return CutDifference(counts=counts)
-    mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
-    if synchronised and asked.micro_batches == 1:
-        return _compare_swapped(asked, first, mean_of)
-    ways: tuple[_Compare, ...] = (
+    mean_of = partial(_compute_mean_loss, plain, hooks, first.drops, alike=False)
+    if synchronised and request.micro_batches == 1:
+        return _compare_swapped(request, first, mean_of)
+    ways: tuple[_Comparison, ...] = (
         lambda: _compare_halves(mean_of, first),
-        lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
+        lambda: _compare_first_pair(mean_of, first, passes, plan.pp_microbatches),
         # Skipped if ranks communicate, because only some may have two passes that can be joined.
         lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
     )
-    apart = _run_first(ways, plain)
+    apart = _run_first_possible(ways, plain)
     if apart <= tolerance and samples_in(first.piece) < _SMALL and not synchronised:
-        of_two = partial(_compare_two, mean_of, first)
-        apart = _run_first((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
+        of_two = partial(_compare_two_small, mean_of, first)
+        apart = _run_first_possible((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
     if apart <= tolerance and first.affected and not synchronised:
-        apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
+        apart = _run_first_possible((partial(_compare_other_parts, mean_of, first),), plain)
     asked_buffers = plain, hooks, first.drops, first.buffers, first.piece
     if apart > tolerance:
         if synchronised:
@@ -202,7 +205,7 @@ def _compare(asked: CutRequest, first: FirstPiece) -> CutDifference:
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
 
 
-def _compare_swapped(asked: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> CutDifference:
+def _compare_swapped(request: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> CutDifference:
     """Compare the loss of all ranks' samples before and after a swap of samples. Collective.
 
     This is for forwards that communicate between ranks. If they gather values of all ranks'
@@ -210,30 +213,30 @@ def _compare_swapped(asked: CutRequest, first: FirstPiece, mean_of: _MeanOf) -> 
     Halves still reveal a loss that is a sum over samples, because it is then half as large.
     """
     totals = torch.zeros(2, 2, dtype=torch.float64)
-    mixed = mix_samples_of_ranks([first.piece], next(asked.plain.parameters()).device)
+    mixed = mix_samples_of_ranks([first.piece], next(request.plain.parameters()).device)
     if mixed is None:
         return CutDifference()
 
     def compare() -> float | None:
         for row, piece in zip(totals, (first.piece, mixed[0]), strict=True):
-            sums = total_of(asked.plain, asked.hooks, first.drops, [piece], alike=False)
+            sums = total_of(request.plain, request.hooks, first.drops, [piece], alike=False)
             row.copy_(torch.tensor(sums))
         return 0.0
 
-    fails = math.isnan(_run_first((compare, lambda: math.nan), asked.plain))
+    fails = math.isnan(_run_first_possible((compare, lambda: math.nan), request.plain))
     told = gather_objects((fails, totals))
     if any(failed for failed, _ in told):
         return CutDifference()
     (loss, count), (mixed_loss, mixed_count) = torch.stack([one for _, one in told]).sum(0).tolist()
     apart = difference(loss / count, mixed_loss / mixed_count) if count and mixed_count else 0.0
-    if apart > asked.tolerance:
+    if apart > request.tolerance:
         return CutDifference(apart, swapped=True)
-    apart = _run_first([lambda: _compare_halves(mean_of, first)], asked.plain)
+    apart = _run_first_possible([lambda: _compare_halves(mean_of, first)], request.plain)
     return CutDifference(apart, cause="sum") if is_halved(apart) else CutDifference()
 
 
-def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Compute the loss of `first` if only those of its halves are known.
+def _add_mean_loss(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
+    """Return `first` with its mean loss, computed here if only its halves' losses are known.
 
     Returns None if the forward draws random numbers.
     """
@@ -248,11 +251,7 @@ def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPie
     return first
 
 
-def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
-    """Return the result of the first comparison in `ways` that succeeds; 0 if none does.
-
-    Also returns 0 if a comparison draws random numbers.
-    """
+def _run_first_possible(ways: Sequence[_Comparison], plain: nn.Module) -> float:
     for compare in ways:
         with suppress(Exception), keep_values(model_of(plain).named_parameters()):
             try:
@@ -273,7 +272,7 @@ def compare_accumulated(
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
-    counts = _compare_alone(plain, passes, hooks, tolerance)
+    counts = _compare_counts_alone(plain, passes, hooks, tolerance)
     if counts is not None:
         return explain_counts(counts)
     first = FirstPiece(passes[0], mean=None, halves=None, drops=True, buffers={})
@@ -318,13 +317,12 @@ def _compare_buffers(
 
 
 def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | None:
-    """Compare the count of the first micro-batch with the sum of its halves' counts, if known."""
     if not first.two or first.halves is None or first.two[0][0] is not first.piece:
         return None
     return _find_count_difference(first.two[0][1], first.halves, tolerance)
 
 
-def _compare_alone(
+def _compare_counts_alone(
     plain: nn.Module, passes: Sequence[Batch], hooks: StepHooks, tolerance: float
 ) -> CountDifference | None:
     """Compare the number of targets of a batch with the sum over its halves, in a single process.
@@ -387,7 +385,7 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
         piece = cut(piece, 2)[0]
     if mean is None:
         mean = mean_of([piece])
-    return _difference(mean, mean_loss(*halves) if halves else mean_of(cut(piece, 2)))
+    return _difference_if_finite(mean, mean_loss(*halves) if halves else mean_of(cut(piece, 2)))
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
@@ -406,10 +404,10 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
         if len(parts) < len(others):
             return None
     mean = mean_of([piece]) if first.mean is None else first.mean
-    return _difference(mean, mean_of(parts))
+    return _difference_if_finite(mean, mean_of(parts))
 
 
-def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
+def _compare_two_small(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare two small micro-batches with their concatenation; None if losses are not known.
 
     A single small micro-batch may hide class weights: if its two samples have different labels,
@@ -419,10 +417,10 @@ def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
         return None
     (one, totals), (other, more) = first.two
     both = concatenate(one, other)
-    return None if both is None else _difference(mean_of([both]), mean_loss(totals, more))
+    return None if both is None else _difference_if_finite(mean_of([both]), mean_loss(totals, more))
 
 
-def _compare_pair(
+def _compare_first_pair(
     mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
     """Compare the first two micro-batches of a pipeline with their concatenation.
@@ -434,7 +432,7 @@ def _compare_pair(
         return None
     pair = cut(passes[0], samples // size)[0]
     means = [mean_of(pieces) for pieces in ([pair], cut(pair, 2))]
-    return _difference(*means)
+    return _difference_if_finite(*means)
 
 
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
@@ -447,25 +445,20 @@ def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> fl
     both = concatenate(passes[0], passes[1])
     if both is None:
         return None
-    return _difference(*[mean_of(one) for one in ([both], passes[:2])])
+    return _difference_if_finite(*[mean_of(one) for one in ([both], passes[:2])])
 
 
-def _mean_of(
+def _compute_mean_loss(
     plain: nn.Module,
     hooks: StepHooks,
     drops: bool,
     pieces: Sequence[Batch],
     alike: bool = True,
 ) -> float:
-    """Return the mean loss of several batches, computed by `total_of`."""
     loss_sum, count = total_of(plain, hooks, drops, pieces, alike)
     return loss_sum / count if count else loss_sum * math.inf
 
 
-def _difference(whole_mean: float, parts_mean: float) -> float | None:
-    """Return the relative difference of two mean losses; None if one of them is not finite.
-
-    The standard deviation of a single sample, for example, is not finite.
-    """
+def _difference_if_finite(whole_mean: float, parts_mean: float) -> float | None:
     finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
     return difference(whole_mean, parts_mean) if finite else None

@@ -170,7 +170,7 @@ class FirstBatch:
         reason = next((one for one, _ in told if one is not None), None)
         reason = reason or explain_lost_tensors(self._plain.model, holders)
         if reason is not None:
-            self._tell_left_out(reason)
+            self._say_not_compared(reason)
             return None
         allowed = choose_tolerance(self._plan, min(held.narrowest for held in holders))
         layout.learn_forms(passes[0] if passes else None, StepHooks(hooks.cast))
@@ -191,25 +191,25 @@ class FirstBatch:
         found = self._plain.run(*asked, parts)
         if isinstance(found, PlainFailure):
             if found.by_cut:
-                raise _on_all_ranks(found.reason)
-            self._tell_left_out(found.reason)
+                raise _shared_error(found.reason)
+            self._say_not_compared(found.reason)
             return None
-        self._require_alike(found)
-        self._require_one_loss(found)
-        self._require_shared_state(found, allowed)
+        self._require_reproducible_changes(found)
+        self._require_same_loss(found)
+        self._require_equal_state(found, allowed)
         ready()
         wrong, totals = self._compare(found, layout, passes, hooks, run, holders, allowed, reuse)
         if wrong is not None:
             what, cause = wrong.what, wrong.cause
             cause = explain_state_of_wrong(found.states) or cause
-            raise _on_all_ranks(self._refusal(what, cause))
+            raise _shared_error(self._explain_wrong(what, cause))
         count = len(passes) * self._plan.pp_microbatches
-        self._tell_differences(found, allowed, count, loss_apart)
+        self._warn_of_differences(found, allowed, count, loss_apart)
         return totals
 
     def _compare(
         self,
-        found: PlainSums,
+        plain: PlainSums,
         layout: Layout,
         passes: Sequence[Batch],
         hooks: StepHooks,
@@ -218,23 +218,22 @@ class FirstBatch:
         allowed: ComparisonLimits,
         reuse: bool,
     ) -> tuple[FoundDifference | None, Tensor | None]:
-        """Run the layout; return its first difference from `found` and the totals. Collective.
+        """Run the layout; return its first difference from `plain`, and the totals. Collective.
 
-        The difference is None if the results are equal. The totals are None if this pass is not the
-        first step. Raises BadInputError if the layout fails, or changes parameters differently from
-        the plain module.
+        The totals are None if this pass does not become the first step. Raises BadInputError if the
+        layout fails, or changes parameters differently from the plain module.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
         kept = False
         with preserve_state(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
-            totals, again = self._run_watched(layout, passes, hooks, run, watch, found)
-            again = self._require_same(found, watch, layout, allowed, again)
-            factor = self._factor(layout, hooks, device)
-            sums = sum_gradients(layout, found, holders, factor, self._ranks.world_size)
+            totals, again = self._run_watched(layout, passes, hooks, run, watch, plain)
+            again = self._require_same_changes(plain, watch, layout, allowed, again)
+            factor = self._gradient_factor(layout, hooks, device)
+            sums = sum_gradients(layout, plain, holders, factor, self._ranks.world_size)
             schedule = SCHEDULES.get(self._plan.schedule)
             tp = self._plan.tp
-            asked = found.names, found.sums, totals.to(device), sums, allowed, schedule, tp
+            asked = plain.names, plain.sums, totals.to(device), sums, allowed, schedule, tp
             compared = LayoutComparison(*asked)
             wrong = compared.first_wrong()
             kept = wrong is None and reuse and not again and self._plan.precision not in SCALED
@@ -247,162 +246,161 @@ class FirstBatch:
             layout.discard_comparison()
         if wrong is None:
             ways_out = WAYS_OUT[self._by_command]
-            LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()
+            LaterWrites(layout, self._plan, plain.written, ways_out, steps=int(kept)).begin()
         return wrong, totals if kept else None
 
-    def _tell_differences(
-        self, found: PlainSums, allowed: ComparisonLimits, count: int, loss_apart: float
+    def _warn_of_differences(
+        self, plain: PlainSums, allowed: ComparisonLimits, count: int, loss_apart: float
     ) -> None:
-        """Warn about effects of splitting the batch, and about unsaved state, that are not errors.
+        """Warn of unsaved state, and of effects of splitting the batch that are no errors.
 
         `count` is the number of micro-batches in a step. `loss_apart` is the relative difference in
-        loss between two combinations of the same samples.
+        loss between two combinations of the same samples. Collective.
         """
-        apart = max(report.cut.loss for report in found.reports)
-        counts = [report.cut.counts for report in found.reports if report.cut.counts]
+        apart = max(report.cut.loss for report in plain.reports)
+        counts = [report.cut.counts for report in plain.reports if report.cut.counts]
         least = halves_tolerance(self._plan, allowed)
-        mixed = found.mixed
+        mixed = plain.mixed
         if counts:
             self._say(explain_counts(counts[0]))
         elif apart > least:
-            cause = common_cause([r.cut.cause for r in found.reports if r.cut.loss > least])
-            read = sorted({name for report in found.reports for name in report.cut.read})
+            cause = common_cause([r.cut.cause for r in plain.reports if r.cut.loss > least])
+            read = sorted({name for report in plain.reports for name in report.cut.read})
             if read and not cause:
                 self._say(explain_moved_buffers(read))
             else:
-                swapped = any(report.cut.swapped for report in found.reports)
+                swapped = any(report.cut.swapped for report in plain.reports)
                 how = SWAPPED if swapped else "the batch is split in two"
-                self._say(self._about_cut(apart, how, count, cause))
+                self._say(self._explain_cut(apart, how, count, cause))
         elif mixed.loss:
-            self._say(self._about_cut(mixed.loss, BY_THEMSELVES, count, mixed.cause))
+            self._say(self._explain_cut(mixed.loss, BY_THEMSELVES, count, mixed.cause))
         elif mixed.gradient:
             self._say(explain_gradient_cut(mixed))
         else:
-            moved = self._find_moved_buffers(found, count)
+            moved = self._find_moved_buffers(plain, count)
             if moved:
                 self._say(explain_moved_buffers(moved))
-            elif loss_apart > max(least, allowed.loss) and not (found.written or found.states):
+            elif loss_apart > max(least, allowed.loss) and not (plain.written or plain.states):
                 self._say(
-                    self._about_cut(loss_apart, "its samples are combined differently", count)
+                    self._explain_cut(loss_apart, "its samples are combined differently", count)
                 )
-        self._tell_counted_buffers(found)
-        self._tell_repetitions(found, count)
-        states = found.states
+        self._warn_of_counted_values(plain)
+        self._warn_of_repetitions(plain, count)
+        states = plain.states
         if states:
             told = states, self._plan.data_parallel, self._by_command, self.resumed
             self._say(explain_kept_state(*told))
 
-    def _tell_repetitions(self, found: PlainSums, count: int) -> None:
-        """Warn about random draws and writes that each micro-batch repeats. Collective."""
-        if any(report.state.draws for report in found.reports):
-            self._tell_draws(found.sums.device, count)
-        if found.written and count > 1:
-            self._say(explain_repeated_writes(sorted(found.written), count))
+    def _warn_of_repetitions(self, plain: PlainSums, count: int) -> None:
+        """Warn of draws and writes to parameters that each micro-batch repeats. Collective."""
+        if any(report.state.draws for report in plain.reports):
+            self._warn_of_draws(plain.sums.device, count)
+        if plain.written and count > 1:
+            self._say(explain_repeated_writes(sorted(plain.written), count))
 
-    def _tell_draws(self, device: torch.device, count: int) -> None:
+    def _warn_of_draws(self, device: torch.device, count: int) -> None:
         """Warn that the plan draws other random numbers than one process. Collective."""
         states = [state.cpu().numpy().tobytes() for state in random_state(device)[2:]]
         alike = all(one == states for one in gather_objects(states))
         if self._plan.data_parallel > 1 or count > 1:
             self._say(explain_draws(alike and self._plan.data_parallel > 1))
 
-    def _tell_counted_buffers(self, found: PlainSums) -> None:
+    def _warn_of_counted_values(self, plain: PlainSums) -> None:
         """Warn about values that cover only a rank's samples and that no loss reads. Collective."""
-        reports = found.reports
+        reports = plain.reports
         counted = {name for report in reports for name in report.counted}
         unsure = {name for report in reports for name in report.unsure}
         read = {name for report in reports for name in report.cut.read}
         prints = [one.buffer_prints for one in reports if one.buffer_prints is not None]
-        names = sorted((counted | unsure & {*_apart_names(prints)}) - read)
+        names = sorted((counted | unsure & {*_differing_names(prints)}) - read)
         if names:
-            apart = compare_ranks_buffers({n: found.buffers.get(n) for n in names})
+            apart = compare_ranks_buffers({n: plain.buffers.get(n) for n in names})
             self._say(explain_counted_buffers(names, apart, self._plan.data_parallel))
         attributes = sorted({name for report in reports for name in report.attributes})
         if attributes:
             self._say(explain_counted_attributes(attributes, self._plan.data_parallel))
 
-    def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
+    def _find_moved_buffers(self, plain: PlainSums, count: int) -> list[str]:
         """Return buffers that the loss depends on and that parts of the batch change differently.
 
         If a rank has several micro-batches, these are all changing buffers that the loss depends
         on: unlike in one process with all samples, each micro-batch reads what the previous ones
         have left.
         """
-        by_halves = {name for report in found.reports for name in report.cut.buffers}
-        prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
+        by_halves = {name for report in plain.reports for name in report.cut.buffers}
+        prints = [one.buffer_prints for one in plain.reports if one.buffer_prints is not None]
         # Ranks with the same samples ran different micro-batches, so their fingerprints differ.
-        by_ranks = _apart_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
-        read = {name for report in found.reports for name in report.cut.read}
+        by_ranks = _differing_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
+        read = {name for report in plain.reports for name in report.cut.read}
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
 
-    def _require_alike(self, found: PlainSums) -> None:
-        """Refuse writes by the forward or backward that strategies cannot reproduce.
+    def _require_reproducible_changes(self, plain: PlainSums) -> None:
+        """Refuse changes by the forward or backward that strategies cannot reproduce.
 
         These are writes to sharded parameters, writes that differ between ranks or may do so later
         (by an embedding with max_norm), and writes that cannot be observed. Also refuse new
         parameters, writes to modules in plain attributes, saved buffers that change shape, and
         buffers that a backward changes. Raises BadInputError on all ranks.
         """
-        reports = found.reports
+        reports = plain.reports
         made = next((report.made for report in reports if report.made), None)
         if made is not None:
-            raise _on_all_ranks(explain_new_parameters(made))
+            raise _shared_error(explain_new_parameters(made))
         reshaped = sorted({name for report in reports for name in report.state.reshaped})
         if reshaped:
-            raise _on_all_ranks(f"{explain_reshaped(reshaped)} {WAYS_OUT[self._by_command]}")
+            raise _shared_error(f"{explain_reshaped(reshaped)} {WAYS_OUT[self._by_command]}")
         hidden = sorted({name for report in reports for name in report.hidden})
         if hidden:
-            raise _on_all_ranks(explain_hidden(hidden))
+            raise _shared_error(explain_hidden(hidden))
         unseen = sorted({name for report in reports for name in report.unseen})
         if unseen:
-            raise _on_all_ranks(self._explain_moves(unseen, _UNSEEN))
+            raise _shared_error(self._explain_moves(unseen, _UNSEEN))
         shards = sorted({name for report in reports for name in report.spread})
         if shards:
-            raise _on_all_ranks(
+            raise _shared_error(
                 self._explain_moves(shards, "what it writes is lost, because ranks hold shards")
             )
         moved_back = sorted({name for report in reports for name in report.moved_back})
         if moved_back:
             said = explain_moved_back(moved_back, self._plan.strategy)
-            raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
+            raise _shared_error(f"{said} {WAYS_OUT[self._by_command]}")
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
         # Ranks with the same samples ran different micro-batches, so their fingerprints differ.
         if self._plain.pieces.ranks_per_share == 1:
             prints = [report.prints for report in reports if report.prints is not None]
-            apart = apart or _apart_names(prints)
+            apart = apart or _differing_names(prints)
         if apart:
-            raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+            raise _shared_error(self._explain_moves(apart, _BY_SAMPLES))
 
-    def _require_one_loss(self, found: PlainSums) -> None:
+    def _require_same_loss(self, plain: PlainSums) -> None:
         """Refuse a loss that differs between ranks, or gradients that do not scale with the loss.
 
         Also refuse a forward or loss that calls backward itself, and batch tensors that index
         samples by position, since positions refer to other samples in a rank's part. Raises
         BadInputError on all ranks.
         """
-        if any(one.cut.cause == "places" for one in found.reports):
-            raise _on_all_ranks(f"{PLACED}. {WAYS_OUT[self._by_command]}")
-        by_rank = max(report.by_rank for report in found.reports)
+        if any(one.cut.cause == "places" for one in plain.reports):
+            raise _shared_error(f"{PLACED}. {WAYS_OUT[self._by_command]}")
+        by_rank = max(report.by_rank for report in plain.reports)
         if by_rank > SINGLE.loss:
-            raise _on_all_ranks(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")
-        if found.builds.apart > SINGLE.loss:
-            raise _on_all_ranks(f"{explain_builds(found.builds)} {WAYS_OUT[self._by_command]}")
-        backwards = sorted({name for report in found.reports for name in report.state.backwards})
+            raise _shared_error(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")
+        if plain.builds.apart > SINGLE.loss:
+            raise _shared_error(f"{explain_builds(plain.builds)} {WAYS_OUT[self._by_command]}")
+        backwards = sorted({name for report in plain.reports for name in report.state.backwards})
         if backwards:
-            raise _on_all_ranks(explain_backwards(backwards))
-        unscaled = sorted({name for report in found.reports for name in report.unscaled})
+            raise _shared_error(explain_backwards(backwards))
+        unscaled = sorted({name for report in plain.reports for name in report.unscaled})
         if unscaled:
             said = explain_unscaled_gradients(unscaled)
-            raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
+            raise _shared_error(f"{said} {WAYS_OUT[self._by_command]}")
 
-    def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that each rank would compute from its own samples."""
+    def _require_equal_state(self, plain: PlainSums, allowed: ComparisonLimits) -> None:
         least = halves_tolerance(self._plan, allowed)
-        if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
+        if self._plan.data_parallel > 1 and any(one.apart > least for one in plain.states):
             ways_out = WAYS_OUT[self._by_command]
-            raise _on_all_ranks(explain_state_apart(found.states, self._plan.strategy, ways_out))
+            raise _shared_error(explain_state_apart(plain.states, self._plan.strategy, ways_out))
 
     def _run_watched(
         self,
@@ -413,7 +411,7 @@ class FirstBatch:
         watch: MovedParameters,
         plain: PlainSums,
     ) -> tuple[Tensor, bool]:
-        """Run the layout as `_run_layout` does; `watch` records changes.
+        """Run the layout by `_run_layout`, and let `watch` record its writes to parameters.
 
         Raises BadInputError if the layout fails. It may fail because a backward needs a value that
         another micro-batch in flight has overwritten, even with an equal value (max_norm, while no
@@ -446,10 +444,10 @@ class FirstBatch:
 
     @property
     def _offloads(self) -> bool:
-        """Return whether the layout itself writes to parameters between forwards."""
+        """Whether the layout itself writes to parameters between forwards."""
         return self._plan.offload_parameters != "none"
 
-    def _require_same(
+    def _require_same_changes(
         self,
         plain: PlainSums,
         watch: MovedParameters,
@@ -459,7 +457,7 @@ class FirstBatch:
     ) -> bool:
         """Refuse a layout that changes parameters differently from the plain module. Collective.
 
-        Returns whether `again` is set on any rank: the step then has to be computed again.
+        Returns whether any rank has set `again`: the step then has to be computed again.
         """
         moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
@@ -469,26 +467,25 @@ class FirstBatch:
         wrong = sorted(set().union(*(names for _, names, _ in said)))
         if wrong:
             why = "they are changed more often, or by something else, than in one process"
-            raise _on_all_ranks(self._explain_moves(wrong, why))
+            raise _shared_error(self._explain_moves(wrong, why))
         changed = set().union(*(names for names, *_ in said))
         if changed:
             mine = {name: fingerprint(held[name]) for name in changed & held.keys()}
-            apart = _apart_names(gather_objects(mine), holders_alone=True)
+            apart = _differing_names(gather_objects(mine), holders_only=True)
             if apart:
-                raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+                raise _shared_error(self._explain_moves(apart, _BY_SAMPLES))
         return any(one for *_, one in said)
 
     def _find_wrong_changes(
         self,
-        moved: Mapping[str, Tensor],
-        moved_too: Mapping[str, Tensor],
+        plain_moved: Mapping[str, Tensor],
+        layout_moved: Mapping[str, Tensor],
         held: Mapping[str, Tensor],
         allowed: ComparisonLimits,
     ) -> list[str]:
-        """Return this rank's parameters whose new values differ from the plain module's."""
         wrong = []
-        for name in {*moved, *moved_too} & held.keys():
-            wanted, found = moved.get(name), held[name]
+        for name in {*plain_moved, *layout_moved} & held.keys():
+            wanted, found = plain_moved.get(name), held[name]
             if self._plan.data_rank(self._ranks.rank) is None:
                 continue  # this rank ran no forward
             if wanted is None or wanted.shape != found.shape or not torch.allclose(
@@ -501,7 +498,7 @@ class FirstBatch:
         said = explain_writes(names, self._plan.strategy, why)
         return f"{said} {WAYS_OUT[self._by_command]}"
 
-    def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
+    def _gradient_factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
         """Return the ratio of the layout's gradients to the plain module's."""
         if self._plan.precision in SCALED:
             return 1.0
@@ -513,8 +510,8 @@ class FirstBatch:
     ) -> tuple[Tensor, bool]:
         """Run the layout; return this rank's sums of losses and counts. Collective.
 
-        Gradients are kept. Also returns whether the step has to be computed again, because this
-        pass ran without compilation or dropout.
+        Gradients are kept. The second result tells whether the step has to be computed again,
+        because this pass ran without compilation or dropout.
         """
         averages = layout.averages
         if self._plan.precision in SCALED:
@@ -526,25 +523,25 @@ class FirstBatch:
             totals = run(BatchCopies(passes), hooks)
         return totals, self._compiled or (nothing is not None and nothing.would_drop)
 
-    def _tell_left_out(self, reason: str) -> None:
+    def _say_not_compared(self, reason: str) -> None:
         self._say(
             f"strategy {self._plan.strategy} was not compared with the plain module before the "
             f"first step: {reason}. To compare them, with a smaller module of the same code if "
-            f"necessary, use {self._verify()}."
+            f"necessary, use {self._name_verify_command()}."
         )
 
-    def _verify(self) -> str:
+    def _name_verify_command(self) -> str:
         if self._by_command:
             return "outpace verify --model FILE.py:FUNCTION"
         return "outpace.verify(module, loss=…, batch=…)"
 
-    def _refusal(self, what: str, cause: str) -> str:
+    def _explain_wrong(self, what: str, cause: str) -> str:
         return (
             f"strategy {self._plan.strategy} does not compute what your module computes in one "
             f"process: on the first global batch {what}. {cause} {WAYS_OUT[self._by_command]}"
         )
 
-    def _about_cut(self, apart: float, how: str, count: int, cause: CutCause = "") -> str:
+    def _explain_cut(self, apart: float, how: str, count: int, cause: CutCause = "") -> str:
         where = " in what build returns" if self._by_command else ""
         cure = ""
         if self._plain.shared_norms:
@@ -558,20 +555,20 @@ class FirstBatch:
         return explain_cut(apart, how, cure, cause)
 
 
-def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
+def _differing_names(prints: Sequence[Mapping[str, Any]], holders_only: bool = False) -> list[str]:
     """Return the names whose fingerprints differ between ranks.
 
-    A name that is missing on some ranks counts as different, unless `holders_alone`.
+    A name that is missing on some ranks counts as different, unless `holders_only`.
     """
     names = sorted(set().union(*prints))
     return [
         name
         for name in names
-        if len({one.get(name) for one in prints if name in one or not holders_alone}) > 1
+        if len({one.get(name) for one in prints if name in one or not holders_only}) > 1
     ]
 
 
-def _on_all_ranks(sentence: str) -> BadInputError:
+def _shared_error(sentence: str) -> BadInputError:
     error = BadInputError(sentence)
     error.on_all_ranks = True
     return error

@@ -34,13 +34,13 @@ class IndexBounds(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "namespace", None) == "aten":
-            for indices, least, size in _indices_of(func.overloadpacket.__name__, args):
+            for indices, least, size in _list_indices(func.overloadpacket.__name__, args):
                 if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
                     raise IndexError(f"an index is outside of a dimension of size {size}")
         return func(*args, **(kwargs or {}))
 
 
-def _indices_of(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, int]]:
+def _list_indices(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, int]]:
     """Yield each index tensor of an operator, with the lowest index allowed and the size."""
     if name in _LISTS:
         dim = 0

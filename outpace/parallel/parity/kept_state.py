@@ -136,12 +136,12 @@ def find_kept_state(
     begin = ModuleState(plain)
     for batch, before in _choose_samples(piece, other, halved):
         try:
-            found = _Comparison(plain, begin, hooks, alone, writes, drops, share)
+            found = _LossComparison(plain, begin, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
             if found.unused and not state.found:
                 given = plain, begin, hooks, alone, writes, drops, share
                 state = _find_by_gradient(
-                    _Comparison(*given, by_gradient=True), piece, other, state
+                    _LossComparison(*given, by_gradient=True), piece, other, state
                 )
             halves = None if found.saw_writes or not halved else found.first_totals
             return replace(
@@ -185,7 +185,7 @@ def _choose_samples(
 
 
 def _find_by_gradient(
-    search: "_Comparison", piece: Batch, other: Batch | None, state: KeptState
+    search: "_LossComparison", piece: Batch, other: Batch | None, state: KeptState
 ) -> KeptState:
     """Return state that affects only the gradient of a few samples; `state` if there is none."""
     batch, before = next(_choose_samples(piece, other, halved=False))
@@ -196,7 +196,7 @@ def _find_by_gradient(
     return state
 
 
-class _Comparison:
+class _LossComparison:
     """A comparison of an objective's losses with and without running other samples first.
 
     `by_gradient`: compare a measure of the loss's gradients instead of the loss.
@@ -247,7 +247,7 @@ class _Comparison:
         drew = self._drew
         left, self._trained_first = self._left, self._trained
         after, kept_after = self._loss_after(other, batch, begin)
-        alike = _are_alike(left, self._left) and self._trained == self._trained_first
+        alike = _are_equal_buffers(left, self._left) and self._trained == self._trained_first
         self.first_totals = self._totals[0], self._totals[1]
         drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
         generators = tuple(sorted(drawn))
@@ -261,25 +261,25 @@ class _Comparison:
         if fresh == after and changed and not alike:
             return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
-            later = self._find_later_by_few(changed, batch, fresh) if changed else None
+            later = self._find_later_effects_in_few(changed, batch, fresh) if changed else None
             made = {n for n, v in self._made_first.items() if v == kept.get(n)}
             made -= {*changed, *generators}
             self.unused = changed
-            if later is None and made and self._keeps_weights(batch):
+            if later is None and made and self._caches_weights(batch):
                 later = tuple(sorted(made))
             return KeptState(later is not None, later or (), generators)
-        noise, moved = self._find_noise(other, batch, fresh, after), difference(after, fresh)
+        noise, moved = self._measure_noise(other, batch, fresh, after), difference(after, fresh)
         unseen = noise > 0 and moved <= _OF_NOISE * noise
         if unseen and max(noise, moved) <= _ROUNDING:
             return KeptState(generators=generators)
-        idle = {name for name in changed if self._is_idle(name, 1, batch, fresh)}
+        idle = {name for name in changed if self._is_idle_counter(name, 1, batch, fresh)}
         if changed <= idle:
-            changed = self._find_moved(other, begin) - set(generators)
+            changed = self._find_changed_state(other, begin) - set(generators)
         changed -= idle
         apart = 0.0 if self._alone or unseen else self._compare_after_others(whole, more)
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
-    def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
+    def _measure_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
         """Return the relative difference between the losses of identical forwards.
 
         If a repetition shows none, but the effect of other samples is as small as rounding, both
@@ -291,10 +291,9 @@ class _Comparison:
         noise = difference(self._loss_after(None, batch)[0], fresh)
         return max(noise, difference(self._loss_after(other, batch)[0], after))
 
-    def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
-        """Return the names of state that a forward of other samples changes."""
-        with self._without_effects():
-            self._mean(other)
+    def _find_changed_state(self, other: Batch, begin: dict[str, Any]) -> set[str]:
+        with self._without_side_effects():
+            self._run_forward(other)
             left = self._begin.attributes()
         return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
 
@@ -305,18 +304,18 @@ class _Comparison:
 
         If `begin`, the state before both, is given, record what `other` changes.
         """
-        with self._without_effects():
+        with self._without_side_effects():
             drawn = random_state(self._device)
             if other is not None:
                 self._measures = False
-                self._mean(other)
+                self._run_forward(other)
                 self._measures = True
                 if begin is not None:
                     now = self._begin.attributes()
                     self._made_first = {n: v for n, v in now.items() if v != begin.get(n)}
                 set_random_state(drawn, self._device)
                 self._begin.restore_draws()
-            mean = self._mean(batch)
+            mean = self._run_forward(batch)
             self._drew = not same_random_state(drawn, random_state(self._device))
             return mean, self._begin.attributes()
 
@@ -328,13 +327,13 @@ class _Comparison:
         """
         losses = []
         for _ in range(2):
-            with self._without_effects():
+            with self._without_side_effects():
                 seed_all_generators(self._device, _SEED)
-                losses.append(self._mean(batch))
+                losses.append(self._run_forward(batch))
         noise = difference(losses[1], losses[0])
         return difference(losses[0], fresh) > _OF_NOISE * noise
 
-    def _keeps_weights(self, batch: Batch) -> bool:
+    def _caches_weights(self, batch: Batch) -> bool:
         """Return whether the loss of a later forward depends on the weights of the first one.
 
         This detects values that are computed from weights once and then cached. A cached table that
@@ -342,25 +341,26 @@ class _Comparison:
         """
         few = take_first(batch, _FEW)
         with suppress(Exception):  # such as normalisation over too few samples
-            with self._without_effects(), _other_weights(self._model):
-                fresh = self._mean(few)
-            with self._without_effects():
-                self._mean(few)
-                with _other_weights(self._model):
-                    return difference(self._mean(few), fresh) > _ROUNDING
+            with self._without_side_effects(), _perturb_weights(self._model):
+                fresh = self._run_forward(few)
+            with self._without_side_effects():
+                self._run_forward(few)
+                with _perturb_weights(self._model):
+                    return difference(self._run_forward(few), fresh) > _ROUNDING
         return False
 
-    def _find_later_by_few(
+    def _find_later_effects_in_few(
         self, changed: set[str], batch: Batch, fresh: float
     ) -> tuple[str, ...] | None:
-        """Run `_find_later` with a few samples if the module supports it, otherwise with all."""
         if samples_in(batch) > _FEW:
             few = take_first(batch, _FEW)
             with suppress(Exception):  # such as normalisation over too few samples
-                return self._find_later(changed, few, self._loss_after(None, few)[0])
-        return self._find_later(changed, batch, fresh)
+                return self._find_later_effects(changed, few, self._loss_after(None, few)[0])
+        return self._find_later_effects(changed, batch, fresh)
 
-    def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
+    def _find_later_effects(
+        self, changed: set[str], batch: Batch, fresh: float
+    ) -> tuple[str, ...] | None:
         """Return the changed state that affects losses some steps later; None if none does.
 
         Several forwards run in a row; others run with counters set to much later values, or with
@@ -368,34 +368,33 @@ class _Comparison:
         lists, and the others divide the values of counters among them.
         """
         number, ranks = self._share
-        calls = 0 if number else self._count_calls(batch, fresh)
+        calls = 0 if number else self._count_calls_until_change(batch, fresh)
         if calls:
-            counters = self._matter_alone(changed, partial(add, calls), batch, fresh)
+            counters = self._select_effective(changed, partial(add, calls), batch, fresh)
             if counters:
                 return counters
-            idle = {name for name in changed if self._is_idle(name, calls, batch, fresh)}
+            idle = {name for name in changed if self._is_idle_counter(name, calls, batch, fresh)}
             return tuple(sorted(changed - idle))
         changes = (
             _CHANGES if ranks == 1 else () if not number else _CHANGES[number - 1 :: ranks - 1]
         )
         for change in changes:
-            if self._matters(sorted(changed), change, batch, fresh):
-                alone = self._matter_alone(changed, change, batch, fresh)
+            if self._affects_forward(sorted(changed), change, batch, fresh):
+                alone = self._select_effective(changed, change, batch, fresh)
                 return alone or tuple(sorted(changed))
-        if not number and self._is_changed_by_lists(sorted(changed), batch, fresh):
-            alone = tuple(n for n in changed if self._is_changed_by_lists([n], batch, fresh))
+        if not number and self._depends_on_list_lengths(sorted(changed), batch, fresh):
+            alone = tuple(n for n in changed if self._depends_on_list_lengths([n], batch, fresh))
             return tuple(sorted(alone)) or tuple(sorted(changed))
         return None
 
-    def _is_changed_by_lists(self, names: Sequence[str], batch: Batch, fresh: float) -> bool:
-        """Return whether longer lists in these attributes change a batch's loss."""
+    def _depends_on_list_lengths(self, names: Sequence[str], batch: Batch, fresh: float) -> bool:
         names = [name for name in names if has_lists(self._plain, name)]
         if not names:
             return False
-        with self._without_effects():
+        with self._without_side_effects():
             drawn = random_state(self._device)
             self._measures = False
-            self._mean(batch)
+            self._run_forward(batch)
             self._measures = True
             if not sum(lengthen_lists(self._plain, name, _ENTRIES) for name in names):
                 return False
@@ -403,37 +402,37 @@ class _Comparison:
             self._begin.restore_draws()
             try:
                 with require_bounds(self._device):
-                    return difference(self._mean(batch), fresh) > _ROUNDING
+                    return difference(self._run_forward(batch), fresh) > _ROUNDING
             except Exception:  # such as a list that must be as long as another
                 return False
 
-    def _count_calls(self, batch: Batch, fresh: float) -> int:
+    def _count_calls_until_change(self, batch: Batch, fresh: float) -> int:
         """Return the number of forwards after which a batch's loss changes; 0 if it never does.
 
         A change in which parameters require gradients counts as well.
         """
-        forwards = self._forwards_in_a_row(batch)
+        forwards = self._run_in_a_row(batch)
         for calls, (loss, trained) in enumerate(forwards):
             if difference(loss, fresh) > _ROUNDING or trained != self._trained_first:
                 return calls
-            if self._is_exact and loss != fresh and self._forwards_in_a_row(batch) == forwards:
+            if self._is_exact and loss != fresh and self._run_in_a_row(batch) == forwards:
                 return calls
         return 0
 
-    def _forwards_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
+    def _run_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
         """Run several forwards; return each loss and the parameters that then require gradients."""
         forwards: list[tuple[float, set[str]]] = []
-        with self._without_effects():
+        with self._without_side_effects():
             drawn = random_state(self._device)
             for call in range(_FORWARDS):
                 self._measures = call in (0, 1, _FORWARDS - 1)
-                loss = self._mean(batch)
+                loss = self._run_forward(batch)
                 forwards.append((loss if self._measures else forwards[0][0], self._trained))
                 set_random_state(drawn, self._device)
                 self._begin.restore_draws()
         return forwards
 
-    def _matters(
+    def _affects_forward(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
         """Return whether changing the counters in these attributes affects a forward of the batch.
@@ -441,12 +440,12 @@ class _Comparison:
         It does if the forward fails, or if the loss or the set of parameters that require gradients
         changes.
         """
-        with self._without_effects():
+        with self._without_side_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
                 return False
             try:
                 with require_bounds(self._device):
-                    loss = self._mean(batch)
+                    loss = self._run_forward(batch)
             except Exception:  # such as an index past the end of a list
                 return True
         if difference(loss, fresh) > _ROUNDING or self._trained != self._trained_first:
@@ -454,16 +453,15 @@ class _Comparison:
         changes = self._is_exact and loss != fresh
         return changes and self._loss_after(None, batch)[0] == fresh
 
-    def _matter_alone(
+    def _select_effective(
         self, names: set[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> tuple[str, ...]:
-        return tuple(n for n in sorted(names) if self._matters([n], change, batch, fresh))
+        return tuple(n for n in sorted(names) if self._affects_forward([n], change, batch, fresh))
 
-    def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
-        """Return whether a value is a counter that has no effect on the loss."""
-        with self._without_effects():
+    def _is_idle_counter(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
+        with self._without_side_effects():
             counts = change_counters(self._plain, name, partial(add, calls))
-        return counts and not self._matters([name], partial(add, calls), batch, fresh)
+        return counts and not self._affects_forward([name], partial(add, calls), batch, fresh)
 
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
         """Compare the loss of a second forward of a batch with its loss after other samples.
@@ -485,15 +483,15 @@ class _Comparison:
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
         """Run `other`; return the shapes of the state after it, and then the loss of `batch`."""
-        with self._without_effects():
+        with self._without_side_effects():
             drawn = random_state(self._device)
-            self._mean(other)
+            self._run_forward(other)
             shapes = shapes_in(self._begin.attributes())
             set_random_state(drawn, self._device)
-            return shapes, self._mean(batch)
+            return shapes, self._run_forward(batch)
 
     @contextmanager
-    def _without_effects(self) -> Iterator[None]:
+    def _without_side_effects(self) -> Iterator[None]:
         """Disable dropout and observe writes inside the context; restore everything on exit."""
         self._is_first = True
         with ExitStack() as stack:
@@ -505,9 +503,9 @@ class _Comparison:
                 stack.enter_context(self._watch)
             yield
 
-    def _mean(self, batch: Batch) -> float:
+    def _run_forward(self, batch: Batch) -> float:
         """Return a forward's mean loss (or gradient measure); restore what checkpoints contain."""
-        put_back = self._put_back_saved()
+        put_back = self._make_saved_undo()
         is_first, self._is_first = self._is_first, False
         noted = note_backwards(self._model, self.backwards)
         with torch.enable_grad(), self._given.cast(), noted:
@@ -529,7 +527,7 @@ class _Comparison:
             return measured
         return totals[0] / totals[1] if totals[1] else math.nan
 
-    def _put_back_saved(self) -> Callable[[], None]:
+    def _make_saved_undo(self) -> Callable[[], None]:
         """Return a function that restores the buffers and extra state that checkpoints contain."""
         held = [
             (
@@ -593,7 +591,7 @@ class _Comparison:
 
 
 @contextmanager
-def _other_weights(model: nn.Module) -> Iterator[None]:
+def _perturb_weights(model: nn.Module) -> Iterator[None]:
     """Change the first values of each parameter inside the context, hidden from dispatch modes."""
     some = [p.detach().view(-1)[:_MOST_CHANGED] for p in all_parameters(model) if p.is_contiguous()]
     some = [one for one in some if one.is_floating_point()]
@@ -609,8 +607,7 @@ def _other_weights(model: nn.Module) -> Iterator[None]:
                 one.copy_(values)
 
 
-def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:
-    """Return whether two forwards of the same samples leave equal saved buffers."""
+def _are_equal_buffers(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:
     return left.keys() == left_after.keys() and all(
         one.shape == left_after[name].shape
         and torch.allclose(one, left_after[name], rtol=_ROUNDING, equal_nan=True)

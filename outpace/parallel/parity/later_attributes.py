@@ -25,12 +25,12 @@ def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) 
     `name` is as in `kept_attributes`. Single-element tensors and arrays, floats without a fraction,
     and entries of dicts and lists count as well.
     """
-    return bool(sum(_change(value, put, change) for value, put in _find_named(module, name)))
+    return bool(sum(_apply(value, put, change) for value, put in _find_values(module, name)))
 
 
 def has_lists(module: nn.Module, name: str) -> bool:
     """Return whether the attribute `name` is a list or may contain lists."""
-    values = (value for value, _ in _find_named(module, name))
+    values = (value for value, _ in _find_values(module, name))
     return any(type(value) in (*SEQUENCES, *MAPPINGS) for value in values)
 
 
@@ -40,24 +40,23 @@ def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
     Floating-point numbers and tensors are slightly larger in the copies. Of large tensors, fewer
     than `entries` copies are appended.
     """
-    values = [value for value, _ in _find_named(module, name)]
+    values = [value for value, _ in _find_values(module, name)]
     values += [one for value in values if type(value) in MAPPINGS for one in value.values()]
     lists = [one for one in values if type(one) in SEQUENCES and one]
     for one in lists:
         tensors = [leaf for leaf in tree_leaves(one[-1]) if isinstance(leaf, Tensor)]
         most = _MOST_ADDED_BYTES // max(sum(leaf.nbytes for leaf in tensors), 1)
-        one.extend([_vary(one[-1])] * min(entries, most))
+        one.extend([_enlarge(one[-1])] * min(entries, most))
     return bool(lists)
 
 
-def _vary(entry: Any) -> Any:
-    """Return a slightly larger number or tensor; anything else unchanged."""
+def _enlarge(entry: Any) -> Any:
     floating = isinstance(entry, Tensor) and entry.is_floating_point()
     return entry * _VARIED if floating or type(entry) is float else entry
 
 
-def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
-    """Return the values with this name in `kept_attributes`, each with a function that sets it."""
+def _find_values(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
+    """Return the values called `name` in `kept_attributes`, each with a function that sets it."""
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
         return [(place.get(), place.put) for place in places]
@@ -68,13 +67,13 @@ def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any],
     return [(getattr(holder, attribute, None), partial(setattr, holder, attribute))]
 
 
-def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
+def _apply(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
     """Apply `change` to integers in a value, in place or by `put`; return whether it has any."""
     if type(value) in (*MAPPINGS, *SEQUENCES):
         keys = list(value) if type(value) in MAPPINGS else range(len(value))
         if len(value) > _MOST_COUNTERS:
             return False
-        return bool(sum(_change(value[k], partial(value.__setitem__, k), change) for k in keys))
+        return bool(sum(_apply(value[k], partial(value.__setitem__, k), change) for k in keys))
     if isinstance(value, Tensor | np.ndarray):
         if isinstance(value, nn.Parameter) or math.prod(value.shape) != 1:
             return False

@@ -63,8 +63,8 @@ class LaterWrites:
         self._held: list[tuple[str, Tensor]] = []
         self._before: list[int] = []
         self._written: set[str] = set()
-        self._looks = False
-        self._seen: _Writes | None = None
+        self._observes = False
+        self._recorder: _WriteRecorder | None = None
 
     def begin(self) -> None:
         """Start monitoring with the next step, unless the layout itself writes to parameters."""
@@ -73,33 +73,33 @@ class LaterWrites:
             return
         self._layout.gradients = self.gradients  # type: ignore[method-assign]
         if self._use is not None:
-            self._use.find_writes = self._find_writes
+            self._use.find_writes = self._find_new_writes
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run the layout's `gradients`. Raises BadInputError for new writes to parameters."""
         self._step += 1
-        self._looks = self._step & (self._step - 1) == 0
-        if self._looks:
+        self._observes = self._step & (self._step - 1) == 0
+        if self._observes:
             self._held = list(self._list_tensors())
         self._before = [tensor._version for _, tensor in self._held]
-        looks = self._looks and not self._compiled
-        self._seen = _Writes(self._held) if looks else None
+        observes = self._observes and not self._compiled
+        self._recorder = _WriteRecorder(self._held) if observes else None
         try:
-            with self._seen or nullcontext():
+            with self._recorder or nullcontext():
                 totals = self._gradients(batches, hooks)
         except RuntimeError as error:
-            if not has_other_cause(error) and self._find_writes():
-                raise self._refusal(sorted(self._written)) from error
+            if not has_other_cause(error) and self._find_new_writes():
+                raise self._make_refusal(sorted(self._written)) from error
             if is_lost_value(error) and self._plan.pp > 1:
                 said = explain_lost_value((), self._plan.strategy)
                 raise BadInputError(f"{said} {self._ways_out}") from error
             raise
-        if self._find_writes():
-            self._refuse_unequal()
+        if self._find_new_writes():
+            self._require_equal_writes()
         return totals
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parameters and the unsharded tensors of `fully_shard`, with names."""
+        """Yield this rank's parameters and the tensors that `fully_shard` gathers, with names."""
         names: dict[Any, str] = {}
         for name, parameter in self._layout.named_parameters():
             names[parameter] = name
@@ -112,29 +112,37 @@ class LaterWrites:
                     if gathered is not None:
                         yield names[one.sharded_param], gathered
 
-    def _find_writes(self) -> bool:
-        """Return whether this step has written to parameters in a way that needs checking."""
+    def _find_new_writes(self) -> bool:
+        """Set `_written` to the parameters that this step wrote to; return whether there are any.
+
+        Parameters to which writes have been accepted are left out in most steps.
+        """
         pairs = zip(self._held, self._before, strict=True)
         written = {name for (name, tensor), before in pairs if tensor._version != before}
-        if self._seen is not None:
-            written |= self._seen.find_names()
+        if self._recorder is not None:
+            written |= self._recorder.written_names()
         # In observed steps, accepted writes are compared again, since ranks may differ by now.
-        self._written = written if self._looks and self._use is not None else written - self._known
+        self._written = (
+            written if self._observes and self._use is not None else written - self._known
+        )
         return bool(self._written)
 
-    def _refuse_unequal(self) -> None:
-        """Refuse writes unless all ranks have written the same values. Collective if all wrote."""
+    def _require_equal_writes(self) -> None:
+        """Raise BadInputError unless all ranks have written the same values.
+
+        Collective, but only if every rank has written to a parameter.
+        """
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:
-            raise self._refusal(names)
+            raise self._make_refusal(names)
         prints = {n: fingerprint(p) for n, p in self._layout.named_parameters() if n in names}
         if any(one != prints for one in gather_objects(prints)):
-            error = self._refusal(names)
+            error = self._make_refusal(names)
             error.on_all_ranks = True
             raise error
         self._known.update(names)
 
-    def _refusal(self, names: Sequence[str]) -> BadInputError:
+    def _make_refusal(self, names: Sequence[str]) -> BadInputError:
         named = dict(self._layout.named_parameters())
         if any(name in named and is_spread(named[name]) for name in names):
             why = "what it writes is lost, because ranks hold shards"
@@ -150,8 +158,11 @@ class LaterWrites:
         )
 
 
-class _Writes(TorchDispatchMode):
-    """A dispatch mode that records which tensors operators write to, except collectives."""
+class _WriteRecorder(TorchDispatchMode):
+    """A dispatch mode that records which of the named tensors operators write to.
+
+    Writes by collectives and by `fully_shard` itself, which fill gathered tensors, are left out.
+    """
 
     supports_higher_order_operators = True
 
@@ -167,8 +178,7 @@ class _Writes(TorchDispatchMode):
                 self._watched.setdefault(int(storage._cdata), []).append(name)
         self._names: set[str] = set()
 
-    def find_names(self) -> set[str]:
-        """Return the recorded names, and those of tensors with other memory now (p.data = …)."""
+    def written_names(self) -> set[str]:
         for name, tensor, storage in self._tensors:
             if storage_id(local(tensor)) != storage._cdata:
                 self._names.add(name)
@@ -182,13 +192,12 @@ class _Writes(TorchDispatchMode):
         if schema is not None and func.namespace not in _COLLECTIVES:
             for one in find_written(schema, args, kwargs):
                 names = self._watched.get(storage_id(one))
-                if names and not _gathers():
+                if names and not _is_called_by_fully_shard():
                     self._names.update(names)
         return func(*args, **kwargs)
 
 
-def _gathers() -> bool:
-    """Return whether `fully_shard` itself calls the current operator, to fill unsharded tensors."""
+def _is_called_by_fully_shard() -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back  # skip the mode's frame

@@ -65,14 +65,14 @@ def find_unscaled_gradients(
         with hooks.cast(), NoCollectives(strategy):  # other ranks may run no forward
             loss_sum, *_ = plain(take_first(piece, _FEW))
         whole, scaled = run_backward(loss_sum, 1.0), run_backward(loss_sum, _SCALE)
-        apart = _list_apart(names, whole, scaled, allowed)
+        apart = _list_differing(names, whole, scaled, allowed)
         # a backward that draws random numbers differs each time
-        noisy = _list_apart(names, whole, run_backward(loss_sum, 1.0), allowed) if apart else []
+        noisy = _list_differing(names, whole, run_backward(loss_sum, 1.0), allowed) if apart else []
         return [name for name in apart if name not in noisy]
     return []
 
 
-def _list_apart(
+def _list_differing(
     names: Sequence[str],
     some: dict[str, Tensor],
     others: dict[str, Tensor],

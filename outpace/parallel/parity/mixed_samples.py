@@ -103,7 +103,7 @@ class MixedSamples:
         few = piece is None or samples_in(piece) < FEWEST
         if any(gather_objects(few)) or piece is None:
             return False
-        self._found = self._compare(False, allowed)
+        self._found = self._compare_first_samples(False, allowed)
         reason = None
         if not self._found.loss:
             sample = leave_out_first(take_first(piece, 3), 2)
@@ -113,12 +113,15 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference; an empty one if any rank has set `other_cause`. Collective."""
+        """Return how samples run together differ from samples run separately. Collective.
+
+        The difference is empty if any rank has set `other_cause`: something else may explain it.
+        """
         if self._found is None:
-            return self._compare(other_cause, allowed)
+            return self._compare_first_samples(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found
 
-    def _compare(self, leave_out: bool, allowed: ComparisonLimits) -> MixedDifference:
+    def _compare_first_samples(self, leave_out: bool, allowed: ComparisonLimits) -> MixedDifference:
         """Compare the first samples of ranks' micro-batches. Collective.
 
         All ranks skip the comparison if any sets `leave_out`.
@@ -149,7 +152,7 @@ class MixedSamples:
             if place < len(senders) // 2 * 2:
                 pair = [said[senders[place // 2 * 2 + one]][1][2] for one in range(2)]
                 try:
-                    self._add(sums, pair, count, together=place % 2 == 0)
+                    self._run_pair(sums, pair, count, together=place % 2 == 0)
                 except Exception:  # such as normalisation over a single sample
                     sums[_FAILED] = 1
             dist.all_reduce(sums)
@@ -162,7 +165,7 @@ class MixedSamples:
                 break
         return found
 
-    def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
+    def _run_pair(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
         """Run the samples of two ranks, together or separately, and add the results to `sums`."""
         self._ran.clear()
         parts = [take_first(unpack(one, self._device), count) for one in pair]

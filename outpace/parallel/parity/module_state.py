@@ -38,7 +38,7 @@ _MOST_NUMBERS = 1_000_000  # of larger tensors, only a sample of the values is c
 Undo = Callable[[], None]
 
 
-class _Values(NamedTuple):
+class _Array(NamedTuple):
     """A tensor or an array, in a comparable form."""
 
     dtype: str
@@ -46,7 +46,7 @@ class _Values(NamedTuple):
     fingerprint: int | None
 
 
-class _Draws(NamedTuple):
+class _GeneratorState(NamedTuple):
     """The state of a random generator, in a comparable form that ranks can send each other."""
 
     state: Any
@@ -62,7 +62,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._places = module, find_places(module)
         self._parameters = list(module.parameters())
-        undo = list(_find_undo(module, self._places, self._parameters))
+        undo = list(_list_undos(module, self._places, self._parameters))
         self._undo = [place.undo() for place in self._places] + [step for _, step in undo]
         self._undo_draws = [step for value, step in undo if isinstance(value, _GENERATORS)]
 
@@ -97,7 +97,7 @@ class ModuleState:
             step()
 
     def attributes(self, with_buffers: bool = True) -> dict[str, Any]:
-        """Return the current `kept_attributes`."""
+        """Return the module's current state, in the form of `kept_attributes`."""
         return _list_attributes(self._module, self._places, with_buffers)
 
 
@@ -127,15 +127,15 @@ def _list_attributes(
     seen = {id(part) for _, part in parts}
     found: dict[str, Any] = {}
     for name, part in parts:
-        _find_attributes(part, name, found, seen)
+        _add_attributes(part, name, found, seen)
         for buffer, tensor in part._buffers.items() if with_buffers else ():
             kind = unsaved_kind(module, name, part, buffer)
             if kind is not None:
                 path = f"{name}.{buffer}" if name else buffer
-                found[f"{path} ({kind})"] = _comparable(tensor, seen)
+                found[f"{path} ({kind})"] = _to_comparable(tensor, seen)
     for place in places:
         inside: dict[str, Any] = {}
-        _find_value(place.get(), place.name, inside, seen)
+        _add_value(place.get(), place.name, inside, seen)
         for name, value in inside.items():
             found[f"{name} ({place.kind})"] = value
     return found
@@ -150,7 +150,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
             if attribute in _INTERNAL or not isinstance(value, list | tuple | dict | nn.Module):
                 continue
             for one in tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
-                for path, parameter in one.named_parameters() if _is_module(one) else ():
+                for path, parameter in one.named_parameters() if _is_eager_module(one) else ():
                     if id(parameter) not in known:
                         found[".".join(filter(None, (name, attribute, path)))] = parameter
     return found
@@ -161,16 +161,16 @@ def parameter_versions(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]
     return {name: (one.data_ptr(), one._version) for name, one in named.items()}
 
 
-def _is_module(value: Any) -> bool:
+def _is_eager_module(value: Any) -> bool:
     return isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule)
 
 
 def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the `id` and the version counter of each buffer, by name."""
-    return {name: _version(one) for name, one in module.named_buffers()}
+    return {name: _buffer_version(one) for name, one in module.named_buffers()}
 
 
-def _version(buffer: Tensor) -> tuple[int, int]:
+def _buffer_version(buffer: Tensor) -> tuple[int, int]:
     return id(buffer), -1 if buffer.is_inference() else buffer._version
 
 
@@ -185,49 +185,46 @@ def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) 
     return None if of_model else "a buffer of the loss"
 
 
-def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add the attributes of a module, or of an object of the user's class, to `found`."""
+def _add_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[int]) -> None:
     inherent = _INTERNAL if isinstance(holder, nn.Module) else ()
     for attribute, value in [one for one in vars(holder).items() if one[0] not in inherent]:
-        _find_value(value, f"{name}.{attribute}" if name else attribute, found, seen)
+        _add_value(value, f"{name}.{attribute}" if name else attribute, found, seen)
 
 
-def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add a value, or the contents of an object of the user's class, to `found`."""
+def _add_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
     value = value.__self__ if isinstance(value, MethodType) else value
     if not (isinstance(value, nn.Module) or is_user_object(value)):
-        found[path] = _comparable(value, seen)
+        found[path] = _to_comparable(value, seen)
     elif id(value) not in seen:
         seen.add(id(value))
-        _find_attributes(value, path, found, seen)
+        _add_attributes(value, path, found, seen)
 
 
-def _comparable(value: Any, seen: set[int]) -> Any:
-    """Return a representation of a value that compares equal for equal contents."""
+def _to_comparable(value: Any, seen: set[int]) -> Any:
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return repr(value)
     if isinstance(value, nn.Parameter):
         return "a parameter"
     if isinstance(value, Tensor):
-        return _Values(str(value.dtype), tuple(value.shape), fingerprint(_sample_of(value)))
+        return _Array(str(value.dtype), tuple(value.shape), fingerprint(_sample_elements(value)))
     if isinstance(value, np.ndarray):
         # not `hash`, which differs in each process
-        found = None if is_constant(value) else zlib.crc32(_sample_of(value).tobytes())
-        return _Values(str(value.dtype), value.shape, found)
+        found = None if is_constant(value) else zlib.crc32(_sample_elements(value).tobytes())
+        return _Array(str(value.dtype), value.shape, found)
     if isinstance(value, random.Random):
-        return _Draws(zlib.crc32(repr(value.getstate()).encode()))  # see above
+        return _GeneratorState(zlib.crc32(repr(value.getstate()).encode()))  # see above
     if isinstance(value, torch.Generator):
-        return _Draws(fingerprint(value.get_state()))
+        return _GeneratorState(fingerprint(value.get_state()))
     if isinstance(value, np.random.Generator):
-        return _Draws(repr(value.bit_generator.state))
+        return _GeneratorState(repr(value.bit_generator.state))
     if isinstance(value, np.random.RandomState):
-        return _Draws(repr(value.get_state(legacy=False)))
+        return _GeneratorState(repr(value.get_state(legacy=False)))
     if isinstance(value, tuple) or type(value) in (*MAPPINGS, *SEQUENCES, set):
-        return _comparable_container(value, seen)
+        return _container_to_comparable(value, seen)
     return type(value).__name__
 
 
-def _sample_of(value: Any) -> Any:
+def _sample_elements(value: Any) -> Any:
     """Return a tensor or an array, or evenly spaced elements of it if it is large.
 
     The stride is odd, so that the sample covers all columns of a table with 2^n columns.
@@ -245,7 +242,7 @@ def is_constant(array: Any) -> bool:
 
 def is_generator(comparable: Any) -> bool:
     """Return whether a value in `kept_attributes` belongs to a random generator."""
-    return isinstance(comparable, _Draws)
+    return isinstance(comparable, _GeneratorState)
 
 
 def is_numeric(comparable: Any) -> bool:
@@ -254,46 +251,44 @@ def is_numeric(comparable: Any) -> bool:
         with suppress(ValueError):
             complex(comparable)
             return True
-    return isinstance(comparable, _Values)
+    return isinstance(comparable, _Array)
 
 
 def shapes_in(comparable: Any) -> Any:
     """Return the shapes of the tensors in the result of `kept_attributes`."""
     if isinstance(comparable, dict):
         return {name: shapes_in(one) for name, one in comparable.items()}
-    if isinstance(comparable, _Values):
+    if isinstance(comparable, _Array):
         return comparable.shape
     return tuple(map(shapes_in, comparable)) if isinstance(comparable, tuple) else None
 
 
-def _comparable_container(value: Any, seen: set[int]) -> Any:
+def _container_to_comparable(value: Any, seen: set[int]) -> Any:
     if id(value) in seen or len(value) > _MOST_ENTRIES:
         return type(value).__name__, len(value)
     seen.add(id(value))
     if type(value) in MAPPINGS:
         # In brackets, so that a key that is a number is not mistaken for a value.
-        return tuple((f"[{key!r}]", _comparable_entry(one, seen)) for key, one in value.items())
+        return tuple((f"[{key!r}]", _entry_to_comparable(one, seen)) for key, one in value.items())
     if type(value) is set:
         return frozenset(map(repr, value))
-    return tuple(_comparable_entry(one, seen) for one in value)
+    return tuple(_entry_to_comparable(one, seen) for one in value)
 
 
-def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return the comparable form of a container's entry, possibly a module or user's object."""
+def _entry_to_comparable(value: Any, seen: set[int]) -> Any:
     if not (isinstance(value, nn.Module) or is_user_object(value)):
-        return _comparable(value, seen)
+        return _to_comparable(value, seen)
     if id(value) in seen:
         return type(value).__name__
     seen.add(id(value))
     inside: dict[str, Any] = {}
-    _find_attributes(value, "", inside, seen)
+    _add_attributes(value, "", inside, seen)
     return tuple(inside.items())
 
 
-def _find_undo(
+def _list_undos(
     module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Any, Undo]]:
-    """Yield each value that buffers, attributes and functions reach, with its `Undo`."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
     seen: dict[int, Any] = {id(p): p for p in parameters}
@@ -302,14 +297,13 @@ def _find_undo(
         if id(value) in seen or isinstance(value, str | int | float | bool | None | nn.Parameter):
             continue
         seen[id(value)] = value
-        found = _undo_value(value)
+        found = _make_undo(value)
         if found is not None:
             yield value, found
-        waiting.extend(_children_of(value))
+        waiting.extend(_list_children(value))
 
 
-def _children_of(value: Any) -> Iterable[Any]:
-    """Return the attributes or entries of a value."""
+def _list_children(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
@@ -322,27 +316,27 @@ def _children_of(value: Any) -> Iterable[Any]:
     return list(vars(value).values()) if is_user_object(value) else ()
 
 
-def _undo_value(value: Any) -> Undo | None:
+def _make_undo(value: Any) -> Undo | None:
     """Return a function that restores a value; None if the value cannot change in place."""
     if isinstance(value, nn.Module):
-        return _undo_module(value)
+        return _make_module_undo(value)
     if isinstance(value, Tensor):
-        return _undo_tensor(value)
+        return _make_tensor_undo(value)
     if type(value) in (*MAPPINGS, *SEQUENCES, set):
-        return _undo_container(value, list(value.items() if type(value) in MAPPINGS else value))
+        return _make_items_undo(value, list(value.items() if type(value) in MAPPINGS else value))
     if isinstance(value, np.ndarray):
-        return None if is_constant(value) else _undo_array(value, value.copy())
+        return None if is_constant(value) else _make_array_undo(value, value.copy())
     if isinstance(value, random.Random):
         drawn = value.getstate()
         return lambda: value.setstate(drawn)
     if isinstance(value, torch.Generator):
-        return partial(_undo_generator, value, value.get_state())
+        return partial(_set_generator_state, value, value.get_state())
     if isinstance(value, np.random.Generator):
-        return _undo_bits(value.bit_generator, value.bit_generator.state)
+        return _make_bits_undo(value.bit_generator, value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
         numbers = value.get_state()
         return lambda: value.set_state(numbers)
-    return _undo_attributes(value) if is_user_object(value) else None
+    return _make_attributes_undo(value) if is_user_object(value) else None
 
 
 def is_user_object(value: Any) -> bool:
@@ -353,7 +347,7 @@ def is_user_object(value: Any) -> bool:
     return library not in _LIBRARIES and isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _undo_attributes(value: Any) -> Undo:
+def _make_attributes_undo(value: Any) -> Undo:
     before = dict(vars(value))
 
     def undo() -> None:
@@ -365,8 +359,8 @@ def _undo_attributes(value: Any) -> Undo:
     return undo
 
 
-def _undo_module(module: nn.Module) -> Undo:
-    attributes, buffers = _undo_attributes(module), dict(module._buffers)
+def _make_module_undo(module: nn.Module) -> Undo:
+    attributes, buffers = _make_attributes_undo(module), dict(module._buffers)
     if isinstance(module, torch.jit.ScriptModule):  # whose set of buffers is fixed
         return attributes
     hooks = [(held, dict(held)) for held in (getattr(module, name) for name in _HOOKS)]
@@ -383,18 +377,18 @@ def _undo_module(module: nn.Module) -> Undo:
     return undo
 
 
-def _undo_tensor(tensor: Tensor) -> Undo | None:
+def _make_tensor_undo(tensor: Tensor) -> Undo | None:
     """Return a function that restores a tensor, without a write if it has not changed."""
     if tensor.is_meta or tensor.is_inference():
         return None
-    values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
+    values, version, gradient = tensor.detach().clone(), tensor._version, _leaf_gradient(tensor)
 
     def undo() -> None:
         nonlocal version
         if tensor._version != version or _is_changed(tensor, values):
             restore_values(tensor, values)
             version = tensor._version
-        if _gradient(tensor) is not gradient:
+        if _leaf_gradient(tensor) is not gradient:
             tensor.grad = gradient
 
     return undo
@@ -409,17 +403,17 @@ def restore_values(tensor: Tensor, values: Tensor) -> None:
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
     """Return whether a tensor's values have changed although its version has not."""
-    some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
+    some, some_before = fingerprint(_sample_elements(tensor)), fingerprint(_sample_elements(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before
     return not torch.equal(tensor, values)
 
 
-def _gradient(tensor: Tensor) -> Tensor | None:
+def _leaf_gradient(tensor: Tensor) -> Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
-def _undo_container(value: Any, content: list[Any]) -> Undo:
+def _make_items_undo(value: Any, content: list[Any]) -> Undo:
     def undo() -> None:
         value.clear()
         if isinstance(value, dict):
@@ -430,7 +424,7 @@ def _undo_container(value: Any, content: list[Any]) -> Undo:
     return undo
 
 
-def _undo_array(array: Any, values: Any) -> Undo:
+def _make_array_undo(array: Any, values: Any) -> Undo:
     def undo() -> None:
         if array.flags.writeable:
             array[...] = values
@@ -438,11 +432,11 @@ def _undo_array(array: Any, values: Any) -> Undo:
     return undo
 
 
-def _undo_generator(generator: torch.Generator, state: Tensor) -> None:
+def _set_generator_state(generator: torch.Generator, state: Tensor) -> None:
     generator.set_state(state)
 
 
-def _undo_bits(bits: Any, state: Any) -> Undo:
+def _make_bits_undo(bits: Any, state: Any) -> Undo:
     def undo() -> None:
         bits.state = state
 

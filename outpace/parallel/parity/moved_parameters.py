@@ -37,7 +37,7 @@ class MovedParameters(TorchDispatchMode):
         for name, tensor in named:
             held = local(tensor).detach()
             if held.numel() and not held.is_meta:
-                self._watched.setdefault(_memory(held), []).append((name, held))
+                self._watched.setdefault(_memory_address(held), []).append((name, held))
                 self._tensors[name] = tensor, held
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions = self._count_writes()
@@ -68,17 +68,17 @@ class MovedParameters(TorchDispatchMode):
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
     ) -> None:
         for one in find_written(schema, args, kwargs):
-            for name, held in self._watched.get(_memory(one), ()):
+            for name, held in self._watched.get(_memory_address(one), ()):
                 self.written.add(name)
                 if by_samples:
                     self.written_by_samples.add(name)
                 if name not in self._before:
                     self._before[name] = held, held.clone()
 
-    def _note_replaced(self) -> None:
+    def _record_replaced(self) -> None:
         """Record parameters whose values were replaced (p.data = …), which calls no operator."""
         for name, (tensor, held) in self._tensors.items():
-            if not is_spread(tensor) and _memory(tensor) != _memory(held):
+            if not is_spread(tensor) and _memory_address(tensor) != _memory_address(held):
                 self.replaced.add(name)
                 self.written.add(name)
                 self._before.setdefault(name, (held, held.clone()))
@@ -89,7 +89,7 @@ class MovedParameters(TorchDispatchMode):
         Operators are not observed in other threads, such as a backward on CUDA. If this mode was
         never entered, the result has all tensors that were written to.
         """
-        self._note_replaced()
+        self._record_replaced()
         now = self._count_writes()
         return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
 
@@ -114,7 +114,7 @@ class MovedParameters(TorchDispatchMode):
 
     def changes(self) -> dict[str, Tensor]:
         """Return the tensors whose values have changed, by name."""
-        self._note_replaced()
+        self._record_replaced()
         found = {}
         for name, (held, before) in self._before.items():
             now = self._tensors[name][0].detach() if name in self.replaced else held
@@ -180,7 +180,7 @@ def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                     yield leaf
 
 
-def _memory(tensor: Tensor) -> int:
+def _memory_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

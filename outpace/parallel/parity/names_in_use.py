@@ -48,7 +48,7 @@ class NamesInUse:
     def _names(self) -> set[str]:
         names: set[str] = set()
         methods = self._list_methods()
-        waiting = [*self._list_first(), *(f for f in methods if _is_called_by_torch(f.__name__))]
+        waiting = [*self._list_roots(), *(f for f in methods if _is_called_by_torch(f.__name__))]
         seen: dict[int, FunctionType] = {}
         while waiting:
             function = waiting.pop()
@@ -58,27 +58,25 @@ class NamesInUse:
             inside = set(_names_in(function.__code__))
             names |= inside
             waiting += [one for one in methods if one.__name__ in inside]
-            waiting += _find_globals(function, inside)
-            waiting += _functions_among(_list_enclosed(function))
+            waiting += _find_global_functions(function, inside)
+            waiting += _find_functions(_list_defaults_and_closure(function))
         return names
 
-    def _list_first(self) -> list[FunctionType]:
-        """Return the functions to start from: the loss, hooks, and functions in attributes."""
+    def _list_roots(self) -> list[FunctionType]:
         first: list[Any] = [self._loss]
         for part in self._parts:
             first += list(vars(part).values())
             first += [hook for kind in _HOOKS for hook in getattr(part, kind, {}).values()]
-        return _functions_among(first)
+        return _find_functions(first)
 
     def _list_methods(self) -> list[FunctionType]:
-        """Return the methods of the submodules' classes, except torch's own."""
         kinds = {kind for part in self._parts for kind in type(part).__mro__}
         return [
             function
             for kind in kinds
             if kind is not object and _package_of(kind) != "torch"
             for value in list(vars(kind).values())
-            for function in _functions_in(value)
+            for function in _unwrap(value)
         ]
 
 
@@ -86,8 +84,7 @@ def _is_called_by_torch(name: str) -> bool:
     return name == "forward" or (name in vars(nn.Module) and name not in _NOT_CALLED)
 
 
-def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions behind a method, a property or a partial."""
+def _unwrap(value: Any) -> Iterator[FunctionType]:
     if isinstance(value, property):
         parts: Collection[Any] = (value.fget, value.fset)
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -101,28 +98,28 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             inner = getattr(value, "__wrapped__", None)  # the function inside a decorator
             parts = (inner,) if inner is not None else ()
     for part in parts:
-        yield from _functions_in(part)
+        yield from _unwrap(part)
 
 
-def _functions_among(values: Collection[Any]) -> list[FunctionType]:
+def _find_functions(values: Collection[Any]) -> list[FunctionType]:
     """Return the functions among values, including the `__call__` of callable objects."""
-    found = [function for value in values for function in _functions_in(value)]
+    found = [function for value in values for function in _unwrap(value)]
     for value in values:
         if isinstance(value, nn.Module):  # such as a criterion
             kinds = {type(part) for part in value.modules() if _package_of(type(part)) != "torch"}
-            found += [function for kind in kinds for function in _functions_in(kind.forward)]
+            found += [function for kind in kinds for function in _unwrap(kind.forward)]
             continue
         if isinstance(value, type) or not callable(value):
             continue
         call = getattr(type(value), "__call__", None)  # noqa: B004
-        found += _functions_in(call)
+        found += _unwrap(call)
         if isinstance(value, MethodType):
-            found += [f for one in vars(type(value.__self__)).values() for f in _functions_in(one)]
+            found += [f for one in vars(type(value.__self__)).values() for f in _unwrap(one)]
     return found
 
 
-def _find_globals(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
-    """Return the functions that these names refer to in a function's globals.
+def _find_global_functions(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
+    """Return the functions that a function's globals have under any of these names.
 
     Only functions of the same package or of the user's files count: other libraries do not refer to
     attributes of the user's classes.
@@ -133,7 +130,7 @@ def _find_globals(function: FunctionType, names: Collection[str]) -> list[Functi
             values += [vars(value).get(name) for name in names]
     return [
         one
-        for one in _functions_among(values)
+        for one in _find_functions(values)
         if _package_of(one) == _package_of(function) or is_user_file(one.__code__.co_filename)
     ]
 
@@ -142,7 +139,7 @@ def _package_of(value: Any) -> str:
     return (value.__module__ or "").partition(".")[0]
 
 
-def _list_enclosed(function: FunctionType) -> list[Any]:
+def _list_defaults_and_closure(function: FunctionType) -> list[Any]:
     found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

@@ -61,14 +61,14 @@ def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
-        if all(_is_enough(samples_in(batch)) for batch in passes):
+        if all(_allow_swap(samples_in(batch)) for batch in passes):
             packed = [pack(take_first(batch, 1)) for batch in passes]
             sent = [one for one in packed if one is not None]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sizes = gather_objects([len(one) for one in sent])
     if any(len(some) != len(passes) for some in sizes):
         return None
-    received = _send_around(sent, sizes[(rank + 1) % ranks], device)
+    received = _ring_shift(sent, sizes[(rank + 1) % ranks], device)
     mixed: list[Batch | None] = [None]
     with suppress(Exception):  # its class may differ on this rank
         others = [unpack(one, device) for one in reversed(received)]
@@ -80,7 +80,7 @@ def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[
     return None if any(gather_objects(fails)) else mixed
 
 
-def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
+def _ring_shift(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
     """Send bytes to the previous rank, and return those received from the next rank. Collective.
 
     `sizes` are the lengths of the received bytes. Unlike with a gather, no rank holds the samples
@@ -109,7 +109,7 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
     turned = []
     for number, batch in enumerate(passes):
         before = passes[number - 1]
-        if not _is_enough(samples_in(batch) // micro_batches):
+        if not _allow_swap(samples_in(batch) // micro_batches):
             return None
         last = leave_out_first(before, samples_in(before) - 1)
         joined = concatenate(last, take_first(batch, samples_in(batch) - 1))
@@ -119,8 +119,7 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
     return turned
 
 
-def _is_enough(samples: int) -> bool:
-    """Return whether a number of samples is even and at least four."""
+def _allow_swap(samples: int) -> bool:
     return samples >= FEWEST and samples % 2 == 0
 
 
@@ -133,11 +132,11 @@ def explain_dependence(
     afterwards. `drops`: accept a module that uses dropout.
     """
 
-    def compare(run: _Run) -> bool:
+    def compare(run: _RunForward) -> bool:
         together = run(few)
         with torch.no_grad():  # which makes forwards faster
             parts = [run(one) for one in cut(few, samples_in(few))]
-        return _add_up(together, parts, tolerance)
+        return _parts_add_up(together, parts, tolerance)
 
     return _explain_forwards(plain, hooks, drops, compare)
 
@@ -157,22 +156,21 @@ def explain_company(
     afterwards.
     """
 
-    def compare(run: _Run) -> bool:
+    def compare(run: _RunForward) -> bool:
         parts, joined = [run(sample)], sample
         for other, totals in others:
             joined = concatenate(joined, other)
             parts.append(run(other) if totals is None else totals)
         together = run(joined)
-        return run(sample) == parts[0] and _add_up(together, parts, tolerance)
+        return run(sample) == parts[0] and _parts_add_up(together, parts, tolerance)
 
     return _explain_forwards(plain, hooks, True, compare)
 
 
-_Run = Callable[[Batch], Totals]  # a forward
+_RunForward = Callable[[Batch], Totals]  # a forward
 
 
-def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
-    """Return whether the parts together have the mean loss and the count of the whole."""
+def _parts_add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
     sums = sum(one for one, _ in parts), sum(count for _, count in parts)
     if not (whole[1] and sums[1] and math.isfinite(whole[0]) and math.isfinite(sums[0])):
         return False
@@ -181,12 +179,13 @@ def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
 
 
 def _explain_forwards(
-    plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_Run], bool]
+    plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_RunForward], bool]
 ) -> str | None:
-    """Return why `compare`, called with a function that runs forwards, fails; None if it succeeds.
+    """Call `compare` with a function that runs forwards; return why it fails, None if it succeeds.
 
-    It succeeds if it returns True, and no forward draws random numbers or changes anything. Dropout
-    is disabled, and everything is restored afterwards.
+    It succeeds if it returns True, and no forward draws random numbers or changes anything.
+    `drops`: accept a module that uses dropout. Dropout is disabled, and everything is restored
+    afterwards.
     """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())
@@ -206,13 +205,13 @@ def _explain_forwards(
         ):
             # suppresses warnings about single samples, which do not occur in training
             warnings.simplefilter("ignore")
-            drawn, before = random_state(device), _state_of(plain)
+            drawn, before = random_state(device), _comparable_state(plain)
             independent = compare(run)
             draws = not same_random_state(drawn, random_state(device))
             if draws or (dropout.would_drop and not drops):
                 return "a forward draws random numbers"
             writes = watch.written or watch.written_unseen() or watch.communicates
-            if writes or _state_of(plain) != before:
+            if writes or _comparable_state(plain) != before:
                 return "a forward changes something"
     except Exception as error:  # such as normalisation over a single sample
         return f"a few samples fail ({type(error).__name__})"
@@ -225,5 +224,5 @@ def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
     return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 
 
-def _state_of(plain: nn.Module) -> tuple[Any, ...]:
+def _comparable_state(plain: nn.Module) -> tuple[Any, ...]:
     return *find_unsaved_state(plain), buffer_versions(plain)

@@ -46,32 +46,31 @@ def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> li
 
     Pass the `loss` of a user's module; an objective has its loss as an attribute.
     """
-    walk = _Walk()
-    walk.add(loss)
+    walk = _CodeTraversal()
+    walk.visit(loss)
     for part in module.modules():
-        walk.add(type(part))
+        walk.visit(type(part))
         for value in list(vars(part).values()):
             if type(value) not in _DATA:
-                walk.add(value)
+                walk.visit(value)
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for hook in hooks.values():
-                walk.add(hook)
+                walk.visit(hook)
     return walk.places
 
 
-class _Walk:
-    """A traversal of code and the code that it refers to, which collects variables in `places`."""
+class _CodeTraversal:
+    """A traversal from functions to all code that they refer to; `places` collects variables."""
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
         self._seen: dict[int, Any] = {}  # kept alive, so that ids are not reused
         self._variables: set[tuple[int, str]] = set()
 
-    def add(self, value: Any) -> None:
-        """Visit a function, a class or a callable object, and the code that it refers to."""
+    def visit(self, value: Any) -> None:
         value = value.func if isinstance(value, partial) else value
         if isinstance(value, MethodType):
-            self.add(type(value.__self__))
+            self.visit(type(value.__self__))
             value = value.__func__
         if id(value) in self._seen:
             return
@@ -85,19 +84,19 @@ class _Walk:
                 if one is value:
                     self._add_class(one)
                 else:
-                    self.add(one)
+                    self.visit(one)
         elif type(value).__module__ != "builtins" and callable(value):
-            self.add(type(value))
+            self.visit(type(value))
 
-    def _add_class(self, one: type) -> None:
-        functions = list(_functions_of(one))
+    def _add_class(self, kind: type) -> None:
+        functions = list(_list_functions(kind))
         if not any(is_user_file(function.__code__.co_filename) for function in functions):
             return
         for function in functions:
-            self.add(function)
-        for name, value in list(vars(one).items()):
+            self.visit(function)
+        for name, value in list(vars(kind).items()):
             if not name.startswith("__") and not _is_code(value):
-                self._add_place(one, name, f"{one.__name__}.{name}", "of the class")
+                self._add_attribute(kind, name, f"{kind.__name__}.{name}", "of the class")
 
     def _add_function(self, function: FunctionType) -> None:
         for name in _globals_in(function.__code__):
@@ -109,9 +108,11 @@ class _Walk:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if not _is_code(value):
                 where = f"a default argument of {function.__name__}"
-                self.places.append(OuterVariable("state", where, partial(_same, value), _keep))
+                self.places.append(
+                    OuterVariable("state", where, partial(_identity, value), _ignore)
+                )
         for name in list(vars(function)):
-            self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
+            self._add_attribute(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
         """Add a global that code refers to, or all variables of a user's Python module."""
@@ -128,7 +129,7 @@ class _Walk:
                     if not one.startswith("__"):
                         self._add_variable(inside, one, str(value.__file__))
         elif _is_code(value):
-            self.add(value)
+            self.visit(value)
         elif not name.startswith("__"):
             kind = f"a global of {Path(file).name}"
             get, put = partial(namespace.get, name, _ABSENT), partial(_put_global, namespace, name)
@@ -143,7 +144,7 @@ class _Walk:
         except ValueError:  # an empty cell
             return
         if _is_code(value):
-            self.add(value)
+            self.visit(value)
         else:
             kind = f"a closure variable of {function}"
             get = partial(getattr, cell, "cell_contents")
@@ -151,16 +152,16 @@ class _Walk:
                 OuterVariable(name, kind, get, partial(setattr, cell, "cell_contents"))
             )
 
-    def _add_place(self, holder: Any, attribute: str, name: str, kind: str) -> None:
+    def _add_attribute(self, holder: Any, attribute: str, name: str, kind: str) -> None:
         get, put = (
-            partial(_attribute, holder, attribute),
+            partial(_get_attribute, holder, attribute),
             partial(_put_attribute, holder, attribute),
         )
         self.places.append(OuterVariable(name, kind, get, put))
 
 
-def _functions_of(one: type) -> Iterator[FunctionType]:
-    for value in list(vars(one).values()):
+def _list_functions(kind: type) -> Iterator[FunctionType]:
+    for value in list(vars(kind).values()):
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
@@ -169,14 +170,12 @@ def _functions_of(one: type) -> Iterator[FunctionType]:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a value is code (a function, class, Python module or descriptor), not data."""
     described = isinstance(value, staticmethod | classmethod | property)
     return described or isinstance(value, FunctionType | MethodType | type | ModuleType | partial)
 
 
 @cache
 def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """Return the names that code, including nested code, uses as globals."""
     used = [one.argval for one in dis.get_instructions(code) if one.opname in _GLOBALS]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return tuple(dict.fromkeys([*used, *(name for names in inner for name in names)]))
@@ -189,12 +188,12 @@ def _put_global(namespace: dict[str, Any], name: str, value: Any) -> None:
         namespace[name] = value
 
 
-def _attribute(holder: Any, attribute: str) -> Any:
+def _get_attribute(holder: Any, attribute: str) -> Any:
     return vars(holder).get(attribute, _ABSENT)
 
 
 def _put_attribute(holder: Any, attribute: str, value: Any) -> None:
-    if _attribute(holder, attribute) is value:
+    if _get_attribute(holder, attribute) is value:
         return
     if value is _ABSENT:
         delattr(holder, attribute)
@@ -202,11 +201,11 @@ def _put_attribute(holder: Any, attribute: str, value: Any) -> None:
         setattr(holder, attribute, value)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _keep(value: Any) -> None:
+def _ignore(value: Any) -> None:
     """Do nothing, because calls do not replace default arguments."""
 
 

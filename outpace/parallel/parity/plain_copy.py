@@ -60,12 +60,12 @@ def fill_copy(
     frozen = frozenset().union(*(one.frozen for one in holders))
     for name in frozen.intersection(names):
         model.get_parameter(name).requires_grad_(False)
-    values = _values(model, layout, plan, ranks, holders)
+    values = _collect_values(model, layout, plan, ranks, holders)
     if plan.data_rank(ranks.rank) is None:
         yield names
         return
     with _swap_parameters(model, values) as unswapped:
-        before = _register(plain, unswapped, values)
+        before = _replace_registered(plain, unswapped, values)
         try:
             yield names
         finally:
@@ -73,17 +73,17 @@ def fill_copy(
                 register[name] = value
 
 
-_Registered = list[tuple[dict[str, Any], str, Any]]
+_ReplacedAttributes = list[tuple[dict[str, Any], str, Any]]
 
 
-def _register(
+def _replace_registered(
     plain: nn.Module, parameters: Mapping[int, nn.Parameter], values: Mapping[int, Tensor]
-) -> _Registered:
+) -> _ReplacedAttributes:
     """Replace registered parameters and buffers, given new tensors by the `id` of the old ones.
 
-    Returns each replaced attribute with its previous tensor.
+    Also replaces parameters in plain attributes. Returns each replaced attribute and its old value.
     """
-    before: _Registered = []
+    before: _ReplacedAttributes = []
     for part in plain.modules():
         registers: tuple[tuple[dict[str, Any], Any], ...] = (
             (part._parameters, parameters), (part._buffers, values),
@@ -111,7 +111,7 @@ def _swap_parameters(
     Yields new parameters, by the `id` of the old ones, where torch cannot swap.
     """
     made = {p: parameter_like(values[id(p)], p) for p in all_parameters(model)}
-    swapped = [p for p, parameter in made.items() if _swap(p, parameter)]
+    swapped = [p for p, parameter in made.items() if _try_swap(p, parameter)]
     done = set(swapped)
     try:
         yield {id(p): parameter for p, parameter in made.items() if p not in done}
@@ -120,10 +120,10 @@ def _swap_parameters(
             # Hooks move with the values, and would count as registered on the layout's tensors.
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             p._backward_hooks = None
-            _swap(p, made[p])  # otherwise it would stay in memory as long as the copy
+            _try_swap(p, made[p])  # otherwise it would stay in memory as long as the copy
 
 
-def _swap(one: Tensor, other: Tensor) -> bool:
+def _try_swap(one: Tensor, other: Tensor) -> bool:
     """Swap two tensors; return False if torch cannot, for example because of weak references."""
     try:
         torch.utils.swap_tensors(one, other)
@@ -149,16 +149,16 @@ def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Itera
             object.__setattr__(part, "__dict__", attributes)
 
 
-def _values(
+def _collect_values(
     model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> dict[int, Tensor]:
     """Return whole tensors for the parameters and buffers of a meta model, by `id`. Collective."""
     device = layout._device()
-    held = _tensors_of(layout)
+    held = _held_by_name(layout)
     readers = [rank for rank in range(ranks.world_size) if plan.data_rank(rank) is not None]
     values: dict[int, Tensor] = {}
-    split: _Alike = {}
-    sent: _Alike = {}
+    split: _TensorGroups = {}
+    sent: _TensorGroups = {}
     for name, meta_tensor in [*model.named_parameters(), *model.named_buffers()]:
         everywhere = all(name in holders[rank].dtypes for rank in readers)
         if ranks.rank not in readers and everywhere:
@@ -177,27 +177,25 @@ def _values(
                 mine = torch.empty_like(meta_tensor, device=device, dtype=dtype)
             values[key] = mine.to(device)
             sent.setdefault((owner, dtype), []).append((key, values[key]))
-    values |= {key: found.to(device) for key, found in _gather(split)}
-    _send(sent, ranks.rank)
+    values |= {key: found.to(device) for key, found in _gather_split(split)}
+    _broadcast_from_owners(sent, ranks.rank)
     return values
 
 
 # Tensors, each with the `id` of its parameter, grouped by ranks and dtype.
-_Alike = dict[Any, list[tuple[int, Tensor]]]
+_TensorGroups = dict[Any, list[tuple[int, Tensor]]]
 
 
-def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
-    """Gather tensors that are split by rows. Collective."""
+def _gather_split(split: _TensorGroups) -> Iterator[tuple[int, Tensor]]:
     for alike in split.values():
-        for some in _messages(alike):
+        for some in _group_into_messages(alike):
             wholes = gather_rows([one for _, one in some])
             yield from zip([key for key, _ in some], wholes, strict=True)
 
 
-def _send(sent: _Alike, rank: int) -> None:
-    """Send tensors from their owners to the other ranks. Collective."""
+def _broadcast_from_owners(sent: _TensorGroups, rank: int) -> None:
     for (owner, dtype), alike in sent.items():
-        for some in _messages(alike):
+        for some in _group_into_messages(alike):
             into = [one for _, one in some]
             if rank == owner:
                 dist.broadcast(concatenate(into), owner)
@@ -208,8 +206,7 @@ def _send(sent: _Alike, rank: int) -> None:
                 spread(message, into)
 
 
-def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield groups of tensors, each to be sent as one message."""
+def _group_into_messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
     some: list[tuple[int, Tensor]] = []
     for one in alike:
         some.append(one)
@@ -224,15 +221,14 @@ def held_tensors(layout: Layout) -> ModuleDtypes:
     """Return a description of the tensors that this rank holds."""
     parameters = [p for _, p in layout.named_parameters() if p.is_floating_point()]
     return ModuleDtypes(
-        {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},
+        {name: tensor.dtype for name, tensor in _held_by_name(layout).items()},
         min((p.itemsize for p in parameters), default=8),
         layout.has_sums,
         frozenset(name for name, p in layout.named_parameters() if not p.requires_grad),
     )
 
 
-def _tensors_of(layout: Layout) -> dict[str, Tensor]:
-    """Return this rank's parameters and buffers."""
+def _held_by_name(layout: Layout) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
     return held | {n: b.detach() for n, b in layout.model.named_buffers()}
 

@@ -30,7 +30,7 @@ class PlainFailure:
     by_cut: bool = False
 
 
-def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
+def _can_run(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
     """Return whether a forward over a batch completes; None if there is not enough memory.
 
     Gradients are enabled only if the forward fails without them, because some forwards need them.
@@ -57,7 +57,7 @@ def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
 
 def describe_failure(error: Exception) -> str:
     """Return the reason why the plain forward and backward did not complete."""
-    if isinstance(error, CollectiveError) or _is_advice(error):
+    if isinstance(error, CollectiveError) or _is_advice_to_user(error):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory for a single process's forward and backward"
@@ -65,8 +65,7 @@ def describe_failure(error: Exception) -> str:
     return f"{_FAILS} ({type(error).__name__}: {said[0][:200]})"
 
 
-def _is_advice(error: Exception) -> bool:
-    """Return whether an error is outpace's advice to the user, not an error in the user's code."""
+def _is_advice_to_user(error: Exception) -> bool:
     return isinstance(error, BadInputError) and error.__cause__ is None
 
 
@@ -96,7 +95,7 @@ def explain_failure(
     whole = pieces.gather_whole(passes)
     # Ranks may have run unequal numbers of forwards, so collectives of batch statistics would hang.
     asked = bool(passes) and whole is not None and not synchronised
-    said = gather_objects(_runs(plain, whole, hooks) if asked else None)
+    said = gather_objects(_can_run(plain, whole, hooks) if asked else None)
     known = {one for one in said if one is not None}
     if known == {False} or (lengths is None and known != {True}):
         return PlainFailure(reason)

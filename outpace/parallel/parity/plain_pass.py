@@ -112,8 +112,8 @@ class PlainPass:
         self._asks_for_rank = may_ask_for_rank(in_use)
         self._by_process = may_differ_by_process(in_use)
         try:
-            self._copy = meta_copy(objective, _buffers_of_loss(objective))
-            self._copy.register_forward_pre_hook(_give_copies)
+            self._copy = meta_copy(objective, _copy_loss_buffers(objective))
+            self._copy.register_forward_pre_hook(_copy_batches)
             self._trained = list(objective.modules())
             self._settings = LoopSettings(objective, [self._copy])
         except Exception as error:
@@ -148,12 +148,12 @@ class PlainPass:
         if self.pieces.share is None:
             passes = []
         state = piece = None
-        asks_few = self.pieces.ranks_per_share == 1 and not self._recombines
-        with self._fill(layout, holders) as (plain, found):
+        asks_few = self.pieces.ranks_per_share == 1 and not self._may_recombine
+        with self._fill_copy(layout, holders) as (plain, found):
             self.release()
             model = model_of(plain)
             if self.pieces.ranks_per_share > 1:  # each rank runs some of the micro-batches
-                piece = _reduce(self.pieces.find_first(passes), has_dropout(plain))
+                piece = _take_part(self.pieces.find_first(passes), has_dropout(plain))
                 state = self._find_state(plain, piece, passes, hooks)
             # If state depends on previous micro-batches, each rank runs all of them in order.
             in_order = state is not None and any(gather_objects(state.is_any or state.writes))
@@ -178,14 +178,14 @@ class PlainPass:
                 self._plan.strategy, found.sums.device, *self.pieces.choose(passes),
             )  # fmt: skip
             first = None
-            if asks_few and self._compare_company(found, mixed, allowed):
+            if asks_few and self._are_independent(found, mixed, allowed):
                 state = KeptState()
             else:
                 if state is None:
-                    piece = _reduce(None if found.first is None else found.first[0], found.drops)
+                    piece = _take_part(None if found.first is None else found.first[0], found.drops)
                     state = self._find_state(plain, piece, passes, hooks, found.drops)
-                first = self._first_of(found, state, in_order, piece)
-            report = self._report(plain, found, state, first, passes, hooks, allowed)
+                first = self._choose_first_piece(found, state, in_order, piece)
+            report = self._make_report(plain, found, state, first, passes, hooks, allowed)
             found.mixed = mixed.settle(self._has_other_cause(found, report, allowed), allowed)
         # After the context, since inside it references to the layout's modules lead to the copy.
         named = dict(layout.named_parameters())
@@ -193,7 +193,7 @@ class PlainPass:
         found.reports = gather_objects(replace(report, spread=spread))
         return found
 
-    def _report(
+    def _make_report(
         self,
         plain: nn.Module,
         found: PlainSums,
@@ -222,11 +222,11 @@ class PlainPass:
         return PlainReport(
             apart, state, made, sorted(found.written), (), found.by_samples, found.unseen,
             prints if samples else None, buffer_prints if samples else None,
-            *self._find_counted(plain, found, state, hooks), moved_back, unscaled, by_rank,
+            *self._find_counted_values(plain, found, state, hooks), moved_back, unscaled, by_rank,
             found.hidden,
         )  # fmt: skip
 
-    def _find_counted(
+    def _find_counted_values(
         self, plain: nn.Module, found: PlainSums, state: KeptState, hooks: StepHooks
     ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
         """Return buffers and attributes whose changes depend on samples, and buffers that may.
@@ -254,7 +254,7 @@ class PlainPass:
         counted = [name for name in counted if name in buffers]
         return counted, attributes, () if found.drops else others
 
-    def _compare_company(
+    def _are_independent(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
     ) -> bool:
         """Return whether a few samples of several ranks do not affect each other. Collective.
@@ -292,13 +292,13 @@ class PlainPass:
         differently, if a few of them show that a forward draws random numbers or changes state, or
         that samples affect each other (by more than `allowed`), or if this pass changes state.
         """
-        if not self._recombines:
+        if not self._may_recombine:
             return None
         parts = self._recombine(passes, layout._device())
         reason = None if parts else "samples cannot be combined differently"
         if gather_first(reason) is not None or parts is None:
             return None
-        with self._fill(layout, holders) as (plain, found):
+        with self._fill_copy(layout, holders) as (plain, found):
             model = model_of(plain)
             said = gather_objects(self._explain_dependence(plain, parts[0], hooks, allowed))
             self._affected = AFFECTED in said
@@ -318,7 +318,7 @@ class PlainPass:
         return found if gather_first(reason) is None else None
 
     @property
-    def _recombines(self) -> bool:
+    def _may_recombine(self) -> bool:
         """Return whether the plain pass may combine samples differently from the plan.
 
         In 16 bits, the rounding errors of parts exceed the tolerances of most strategies, and
@@ -367,7 +367,7 @@ class PlainPass:
         self._copy, self._trained, self._settings = None, [], None
 
     @contextmanager
-    def _fill(
+    def _fill_copy(
         self, layout: Layout, holders: Sequence[ModuleDtypes]
     ) -> Iterator[tuple[nn.Module, PlainSums]]:
         """Fill the copy with the layout's values; yield it with empty sums. Collective.
@@ -383,14 +383,14 @@ class PlainPass:
         ):
             yield plain, PlainSums(names, model_of(plain), device)
 
-    def _let_recompute(self, model: nn.Module) -> None:
+    def _apply_checkpointing(self, model: nn.Module) -> None:
         """Apply activation checkpointing to the copy, to save memory; later calls do nothing."""
         if not self._recomputes:
             named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
             apply_checkpointing(model, "full", named)
             self._recomputes = True
 
-    def _first_of(
+    def _choose_first_piece(
         self, found: PlainSums, state: KeptState, in_order: bool, state_piece: Batch | None
     ) -> FirstPiece | None:
         """Return this rank's first micro-batch, to be compared with its parts.
@@ -416,7 +416,6 @@ class PlainPass:
     def _find_unscaled(
         self, plain: nn.Module, found: PlainSums, hooks: StepHooks, allowed: ComparisonLimits
     ) -> Sequence[str]:
-        """Return parameters whose gradients do not scale with the loss (see loss_scale.py)."""
         if found.first is None or not (self._has_hooks or found.user_backward):
             return ()
         return find_unscaled_gradients(
@@ -487,7 +486,7 @@ class PlainPass:
         draws = draws or PlainDraws([None], {}, device)
         try:
             if self._plan.recomputes or self._plan.offload_activations != "none":
-                self._let_recompute(model)
+                self._apply_checkpointing(model)
             dropping = nullcontext() if self.draws_alike else without_dropout(plain)
             follow = draws.follow(model)
             with preserve_state(plain, device), follow, dropping as nothing, torch.enable_grad():
@@ -515,7 +514,7 @@ class PlainPass:
         return None
 
 
-def _buffers_of_loss(objective: nn.Module) -> dict[int, Tensor]:
+def _copy_loss_buffers(objective: nn.Module) -> dict[int, Tensor]:
     """Return copies of the loss's buffers, which ranks do not send, by the buffers' `id`."""
     of_model = {id(buffer) for buffer in model_of(objective).buffers()}
     own = (buffer for buffer in objective.buffers() if id(buffer) not in of_model)
@@ -536,7 +535,7 @@ def _run_backward(
     Also record the buffers that the first micro-batch changes. `versions`: the buffers' versions
     before the first micro-batch.
     """
-    first, moved = found.first is None, _find_moved(model, versions)
+    first, moved = found.first is None, _find_changed_buffers(model, versions)
     if not number:
         found.buffers = moved
         now = buffer_versions(model)
@@ -546,16 +545,15 @@ def _run_backward(
     loss_sum.backward()
     found.count(number, piece, loss_sum.detach(), count)
     if first:
-        back = _find_moved(model, begun)
+        back = _find_changed_buffers(model, begun)
         found.moved_back = {name: b for name, b in back.items() if name not in moved}
 
 
-def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-    """Return copies of the batches for a forward, which may change them."""
+def _copy_batches(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
     return tuple(map(copy_batch, batches))
 
 
-def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
+def _take_part(piece: Batch | None, drops: bool) -> Batch | None:
     """Return half or a quarter of a micro-batch with dropout, with at least four samples.
 
     The loss of the micro-batch without dropout is not known, so a part is enough to compare. Other
@@ -566,8 +564,7 @@ def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
     return cut(piece, 2 if samples_in(piece) % 16 else 4)[0]
 
 
-def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the values of saved buffers whose versions have changed."""
+def _find_changed_buffers(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:
     now = buffer_versions(model)
     moved = {n: b for n, b in model.named_buffers() if versions.get(n) != now[n]}
     saved = model.state_dict(keep_vars=True) if moved else {}

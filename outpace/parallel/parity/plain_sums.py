@@ -96,7 +96,7 @@ class PlainSums:
 
     @property
     def states(self) -> list[KeptState]:
-        """Return what ranks have found about kept state, where there is something to report."""
+        """Return the kept state that ranks have found, of those that have something to report."""
         return [report.state for report in self.reports if report.state.is_any]
 
     def take_writes(self, watch: MovedParameters) -> None:
@@ -119,10 +119,10 @@ class PlainSums:
             if self._taker is not None:
                 self._taker(name, parameter.grad)
             else:
-                self._add(self._places[name], self.projection.project(parameter.grad))
+                self._add_product(self._places[name], self.projection.project(parameter.grad))
             parameter.grad = None
 
-    def _add(self, place: int, product: Tensor) -> None:
+    def _add_product(self, place: int, product: Tensor) -> None:
         before = self._products[place]
         self._products[place] = product if before is None else before + product
         self._gradients[place] += 1

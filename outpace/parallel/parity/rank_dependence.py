@@ -47,7 +47,7 @@ def compare_ranks(
         set_random_state(begin, device)
         with (
             trial_forward(plain, drops),
-            _act_as(rank, world_size),
+            _pretend_to_be(rank, world_size),
             hooks.cast(),
             NoCollectives(strategy),
         ):
@@ -68,7 +68,7 @@ def compare_ranks(
 
 
 @contextmanager
-def _act_as(rank: int, world_size: int) -> Iterator[None]:
+def _pretend_to_be(rank: int, world_size: int) -> Iterator[None]:
     """Make user code see this rank and number of ranks inside the context.
 
     torch's functions read both from the default group, also if imported under other names.
@@ -89,10 +89,6 @@ def explain_rank_dependence(apart: float) -> str:
     return (
         "the loss depends on the rank that computes it, or on the number of ranks "
         "(dist.get_rank(), dist.get_world_size(), RANK): on another rank, or in one process, it "
-        f"differs {_show(apart)}. Return the mean loss of the rank's samples, as one process "
-        "would; outpace averages the gradients as if they came from one batch."
+        f"differs by {100 * apart:.2g} %. Return the mean loss of the rank's samples, as one "
+        "process would; outpace averages the gradients as if they came from one batch."
     )
-
-
-def _show(apart: float) -> str:
-    return f"by {100 * apart:.2g} %"

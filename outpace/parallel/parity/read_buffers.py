@@ -41,16 +41,17 @@ def find_read_buffers(
 ) -> Names:
     """Return the `moved` buffers that training on a few samples of a batch depends on.
 
-    These are buffers whose new values affect the loss. If there are none and `later` is set, these
-    are buffers that affect only the gradient, or the loss some steps later; ranks may then run
-    unequal numbers of forwards. Each forward draws the same random numbers.
+    `moved` has the buffers' new values by name, and `piece` the samples. The result has the buffers
+    whose new values change the loss. If there are none and `later` is set, it has the buffers that
+    change only the gradient, or the loss some steps later; ranks may then run unequal numbers of
+    forwards. Each forward draws the same random numbers. `drops`: disable dropout.
     """
     if not moved:
         return ()
     try:
         with keep_values(model_of(plain).named_parameters()):
-            search = _Search(plain, hooks, drops, moved, take_first(piece, _FEW))
-            return search.find_now() or (search.find_later() if later else ())
+            search = _BufferSearch(plain, hooks, drops, moved, take_first(piece, _FEW))
+            return search.find_changing_loss() or (search.find_changing_training() if later else ())
     except Exception:  # such as normalisation over too few samples
         return ()
 
@@ -70,7 +71,7 @@ def find_moved_buffers(plain: nn.Module, hooks: StepHooks, drops: bool, piece: B
     return ()
 
 
-class _Search:
+class _BufferSearch:
     def __init__(
         self,
         plain: nn.Module,
@@ -86,60 +87,62 @@ class _Search:
         self._moved = moved
         self._measure = GradientMeasure(self._model)
 
-    def find_now(self) -> Names:
-        """Return the buffers whose new values change the loss."""
+    def find_changing_loss(self) -> Names:
+        """Return the buffers whose new values change the loss; all if none does so alone."""
         moved = self._moved
-        before, _ = self._run({}, gradient=False)
-        if self._run(moved, gradient=False)[0] == before:
+        before, _ = self._evaluate({}, gradient=False)
+        if self._evaluate(moved, gradient=False)[0] == before:
             return ()
         some = list(moved)[:_MOST_NAMED]
-        alone = (n for n in some if self._run({n: moved[n]}, gradient=False)[0] != before)
+        alone = (n for n in some if self._evaluate({n: moved[n]}, gradient=False)[0] != before)
         return tuple(alone) or tuple(moved)
 
-    def find_later(self) -> Names:
-        """Return the buffers that affect the gradient now, or training some steps later."""
-        names = list(self._list_unknown())
+    def find_changing_training(self) -> Names:
+        """Return the buffers that change the gradient now, or training some steps later."""
+        names = list(self._list_candidates())
         if not names:
             return ()
         begin = {name: self._held[name].detach().clone() for name in names}
         moved = {name: self._moved[name] for name in names}
-        fresh = self._run({})
-        found = self._list_used(moved, begin, fresh)
+        fresh = self._evaluate({})
+        found = self._select_effective(moved, begin, fresh)
         for number, calls in enumerate(() if found else _CALLS):
             with suppress(Exception):  # such as a row index out of bounds
                 later = {
-                    name: _move_on(begin[name], moved[name], calls, alike=number % 2 == 0)
+                    name: _extrapolate(begin[name], moved[name], calls, alike=number % 2 == 0)
                     for name in names
                 }
                 if all(later[name] is moved[name] for name in names):
                     break  # none of them is a counter
-                found = found or self._list_used(later, begin, fresh)
+                found = found or self._select_effective(later, begin, fresh)
         if found:
             return found
-        after = self._values_after()
-        return self._list_used(after, {n: self._held[n].detach().clone() for n in after}, fresh)
+        after = self._values_after_forwards()
+        return self._select_effective(
+            after, {n: self._held[n].detach().clone() for n in after}, fresh
+        )
 
-    def _list_unknown(self) -> Iterable[str]:
+    def _list_candidates(self) -> Iterable[str]:
         """Return the moved buffers, except BatchNorm's, which training never reads."""
         known = batchnorm_state(self._model)
         return [name for name in self._moved if id(self._held[name]) not in known]
 
-    def _list_used(
+    def _select_effective(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return the names of values that change the outcome from `fresh`.
+        """Return the buffers whose new `values` change the outcome; empty if it is still `fresh`.
 
-        Without any one of these values, the outcome differs. If no single value matters, all are
-        returned.
+        `fresh` is the outcome with the values `begin`. A buffer counts if the outcome changes once
+        it alone is set back to its value in `begin`. If none does, all are returned.
         """
-        outcome = self._run(values)
-        if not _are_apart(outcome, fresh):
+        outcome = self._evaluate(values)
+        if not _differ(outcome, fresh):
             return ()
         some = list(values)[:_MOST_NAMED]
-        without = {name: self._run({**values, name: begin[name]}) for name in some}
-        return tuple(n for n in some if _are_apart(without[n], outcome)) or tuple(values)
+        without = {name: self._evaluate({**values, name: begin[name]}) for name in some}
+        return tuple(n for n in some if _differ(without[n], outcome)) or tuple(values)
 
-    def _run(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
+    def _evaluate(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
         """Run a forward with these buffer values, restore everything, and return the outcome."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping:
@@ -152,8 +155,8 @@ class _Search:
             mean = float(loss_sum.detach().double() / count.double())
             return mean, self._measure.take(loss_sum) if gradient else 0.0
 
-    def _values_after(self) -> dict[str, Tensor]:
-        """Return the values of saved buffers after several forwards."""
+    def _values_after_forwards(self) -> dict[str, Tensor]:
+        """Return the values of saved buffers after several forwards of the same few samples."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping, torch.enable_grad():
             begin = {name: buffer.detach().clone() for name, buffer in self._held.items()}
@@ -170,15 +173,16 @@ class _Search:
             }
 
 
-def _are_apart(one: _Outcome, other: _Outcome) -> bool:
+def _differ(one: _Outcome, other: _Outcome) -> bool:
     return any(difference(*pair) > _ROUNDING for pair in zip(one, other, strict=True))
 
 
-def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
-    """Return the value of a counter after many calls, or of another buffer after the first call.
+def _extrapolate(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
+    """Return a counter's value after `calls` forwards; `moved` itself for other buffers.
 
-    Counters are integers, or a single float (a fraction of progress). `alike`: entries that the
-    first call does not change (classes without a sample) increase as fast as the fastest entry.
+    Counters are whole numbers, or a single number (a fraction of progress). `begin` and `moved` are
+    the values before and after the first forward. `alike`: entries that it does not change (classes
+    without a sample) increase as fast as the fastest entry.
     """
     if moved.dtype == torch.bool or moved.is_complex():
         return moved

@@ -18,28 +18,28 @@ def explain_reshaped(names: Sequence[str]) -> str:
 
 
 def explain_kept_state(
-    found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
+    kept: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return a warning about state that ranks have `found`.
+    """Return a warning about the state that ranks have found; empty if there is nothing to report.
 
     `by_command`: a command started the run, so refer to its checkpoints instead of `state_dict()`.
     `resumed`: this run was resumed.
     """
     said = []
-    states = [one for one in found if one.found]
+    states = [one for one in kept if one.found]
     if states:
-        names = _names_of(states)
+        names = _names_in(states)
         own = " Each rank keeps its own, computed from its samples." if data_parallel > 1 else ""
         either = _EITHER if all(one.unseen for one in states) else ""
         said.append(
             f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
-            f"and {_name_dependent(states)} depends on it. {CURE} Until then: "
-            f"{_explain_loss(by_command, resumed, _are_of_gradient(states))}{own}"
+            f"and {_name_affected(states)} depends on it. {CURE} Until then: "
+            f"{_explain_unsaved(by_command, resumed, _affect_only_gradient(states))}{own}"
         )
-    drawn = sorted({name for one in found for name in one.generators})
+    drawn = sorted({name for one in kept for name in one.generators})
     if drawn:
         said.append(_explain_generators(drawn))
-    failure = next((one.failure for one in found if one.failure), None)
+    failure = next((one.failure for one in kept if one.failure), None)
     if failure is not None and not said:
         said.append(
             "it could not be determined whether the forward or the loss keeps state from step to "
@@ -48,15 +48,15 @@ def explain_kept_state(
     return " ".join(said)
 
 
-def _are_of_gradient(found: Sequence[KeptState]) -> bool:
-    return all(one.of_gradient for one in found)
+def _affect_only_gradient(states: Sequence[KeptState]) -> bool:
+    return all(one.of_gradient for one in states)
 
 
-def _name_dependent(found: Sequence[KeptState]) -> str:
-    return "the gradient, though not the loss," if _are_of_gradient(found) else "the loss"
+def _name_affected(states: Sequence[KeptState]) -> str:
+    return "the gradient, though not the loss," if _affect_only_gradient(states) else "the loss"
 
 
-def _explain_loss(by_command: bool, resumed: bool, of_gradient: bool) -> str:
+def _explain_unsaved(by_command: bool, resumed: bool, of_gradient: bool) -> str:
     if not by_command:
         does = "trains differently" if of_gradient else "computes different losses"
         return f"state_dict() of the module does not contain it, so a run that loads it {does}."
@@ -111,10 +111,10 @@ def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str
     """Return a message about state that would make ranks compute different losses."""
     states = [one for one in found if one.apart]
     apart = max(one.apart for one in states)
-    what = "gradient" if _are_of_gradient(states) else "loss"
+    what = "gradient" if _affect_only_gradient(states) else "loss"
     return (
-        f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
-        f"and {_name_dependent(states)} depends on it: under strategy {strategy} each rank would "
+        f"the forward or the loss keeps {name_attributes(_names_in(states))} from step to step, "
+        f"and {_name_affected(states)} depends on it: under strategy {strategy} each rank would "
         f"keep its own, for its own samples, which changes the {what} of the next batch by "
         f"{100 * apart:.2g} %, and no checkpoint contains it. {CURE} {ways_out}"
     )
@@ -133,14 +133,14 @@ def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
     if not states:
         return None
     return (
-        f"{_name_dependent(states).capitalize()} depends on {name_attributes(_names_of(states))}, "
+        f"{_name_affected(states).capitalize()} depends on {name_attributes(_names_in(states))}, "
         "which the forward or the loss keeps from step to step, and which is not the same on the "
         f"ranks as in one process. {CURE}"
     )
 
 
-def _names_of(found: Sequence[KeptState]) -> list[str]:
-    return sorted({name for one in found for name in one.names})
+def _names_in(states: Sequence[KeptState]) -> list[str]:
+    return sorted({name for one in states for name in one.names})
 
 
 def name_attributes(names: Sequence[str]) -> str:
@@ -154,5 +154,4 @@ def name_attributes(names: Sequence[str]) -> str:
 
 
 def _strip_model(name: str) -> str:
-    """Return an attribute's name as the user knows it, without the objective's prefix `model`."""
     return name.removeprefix("model.")

@@ -35,7 +35,7 @@ class NoCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if is_collective(func) and _is_over_all((args, kwargs)):
+        if is_collective(func) and _uses_world_group((args, kwargs)):
             name = func.__name__.partition(".")[0].strip("_")
             raise CollectiveError(
                 f"{COLLECTIVE} ({name}) over all ranks, but under strategy {self._strategy} not "
@@ -46,10 +46,9 @@ class NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_over_all(given: Any) -> bool:
-    """Return whether a call's arguments contain the group of all ranks, as object or name."""
+def _uses_world_group(arguments: Any) -> bool:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    for leaf in tree_leaves(given):
+    for leaf in tree_leaves(arguments):
         if isinstance(leaf, str) and leaf == name:
             return True
         if type(leaf).__name__ == "ScriptObject" and "ProcessGroup" in str(leaf._type()):
