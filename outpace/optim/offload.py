@@ -8,6 +8,7 @@ gradients and state and the previous unit's weights are transferred. The arithme
 optimizer without offloading, so the results are exactly the same.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from outpace.nn.dtensor import is_spread, local
 from outpace.nn.scratch_files import Region, Scratch, prefetch, release
 from outpace.optim.build import Build, Groups, fill_state
+from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
 # Bytes per unit. If units were smaller, launching steps would cost more than transferring data.
@@ -54,6 +56,11 @@ def _with_local_memory(tensor: Tensor, memory: Tensor) -> Tensor:
 
 def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _versions(parameter: Tensor) -> tuple[int, int]:
+    """Return the numbers of writes to a parameter and to its local part, which count separately."""
+    return parameter._version, local(parameter)._version
 
 
 @dataclass
@@ -91,7 +98,9 @@ class _CopyStreams:
 class _Unit:
     """Parameters that are updated together, by a separate optimizer over their twins.
 
-    A twin is the parameter's copy on the host, or the parameter itself if it has no copy.
+    A twin is the parameter's copy on the host, or the parameter itself if it has no copy. If
+    something else than the last step wrote to a parameter, as far as `versions` tell, or if
+    `reads_weights` is set, the parameter is first copied to its twin.
     """
 
     parameters: Sequence[Tensor]
@@ -99,7 +108,8 @@ class _Unit:
     inner: torch.optim.Optimizer
     streams: _CopyStreams
     regions: Sequence[Region]
-    versions: list[int] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    reads_weights: bool = False
     _arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
@@ -107,12 +117,13 @@ class _Unit:
         prefetch(self.regions)
         with _stream_context(self.streams.down):
             for number, (parameter, twin) in enumerate(self._pairs_with_twins()):
-                if local(parameter)._version != self.versions[number]:  # changed from outside
+                if self.reads_weights or _versions(parameter) != self.versions[number]:
                     local(twin).copy_(local(parameter), non_blocking=True)
                 gradient = parameter.grad
                 if gradient is not None:
                     memory = self.streams.host_copy(local(gradient))
                     twin.grad = _with_local_memory(gradient, memory)
+        self.reads_weights = False
         if self.streams.down is not None:
             self._arrived = self.streams.down.record_event()
 
@@ -128,7 +139,7 @@ class _Unit:
                 if twin.grad is not None:
                     local(parameter).copy_(local(twin), non_blocking=True)
                     twin.grad = None
-                self.versions[number] = local(parameter)._version
+                self.versions[number] = _versions(parameter)
         release(self.regions)
 
     def _pairs_with_twins(self) -> Iterable[tuple[Tensor, Tensor]]:
@@ -155,25 +166,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scratch: Scratch,
     ) -> None:
         like = build(groups)  # fills in options that are missing in the groups
-        super().__init__(like.param_groups, like.defaults)
-        held = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        closure = inspect.signature(type(like).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise BadInputError(
+                f"{type(like).__name__} evaluates the loss in its step, with all weights, but an "
+                "offloaded optimizer steps some parameters at a time. Leave out offload_optimizer "
+                "and offload_parameters, or use another optimizer."
+            )
+        held = list(chain.from_iterable(group["params"] for group in like.param_groups))
         self._streams = _CopyStreams(held[0].device if held else torch.device("cpu"))
+        self._build, self._has_twin = build, has_twin
         self._disk, self._scratch = disk, scratch
-        self._units = [
-            [self._make_unit(group, part, build, has_twin) for part in _units_of(group["params"])]
-            for group in self.param_groups
-        ]
+        self._units: list[list[_Unit]] = []  # of each group
+        super().__init__(like.param_groups, like.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with its own units, as torch's optimizers do."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        self._units.append([self._make_unit(added, part) for part in _units_of(added["params"])])
 
     @torch.no_grad()
-    def _make_unit(
-        self,
-        group: dict[str, Any],
-        parameters: Sequence[Tensor],
-        build: Build,
-        has_twin: Callable[[Tensor], bool],
-    ) -> _Unit:
-        twins = [self._make_twin(p) if has_twin(p) else p for p in parameters]
-        inner = build([{**group, "params": twins}])
+    def _make_unit(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> _Unit:
+        twins = [self._make_twin(p) if self._has_twin(p) else p for p in parameters]
+        inner = self._build([{**group, "params": twins}])
         regions = [r for p in parameters if (r := self._scratch.region_of(local(p)))]
         fill_state(inner)
         if self._disk is not None:
@@ -181,7 +197,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for parameter, twin in zip(parameters, twins, strict=True):
             self.state[parameter] = inner.state[twin]
         release(regions)
-        versions = [local(p)._version for p, twin in zip(parameters, twins, strict=True)
+        versions = [_versions(p) for p, twin in zip(parameters, twins, strict=True)
                     if twin is not p]  # fmt: skip
         return _Unit(parameters, twins, inner, self._streams, regions, versions)
 
@@ -244,6 +260,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 for key, value in state_dict["state"].get(number, {}).items():
                     self._load_value(self.state[parameter], key, value)
         release(region for units in self._units for unit in units for region in unit.regions)
+        self.read_weights()  # checkpoints are loaded into shards without a new version
+
+    def read_weights(self) -> None:
+        """Make the next step begin with the parameters' present values, whoever wrote them.
+
+        Not all writes are noticed: versions count neither those to a shard that is reached from
+        another DTensor, as when a checkpoint is loaded, nor those through `.data`.
+        """
+        for unit in chain.from_iterable(self._units):
+            unit.reads_weights = True
 
     def _load_value(self, state: dict[str, Any], key: str, value: Any) -> None:
         mine = state.get(key)

@@ -19,6 +19,7 @@ from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
 from outpace.nn.user_warning import warn_user
+from outpace.optim.offload import OffloadedOptimizer
 from outpace.parallel import apply
 from outpace.parallel.batches import copy_batch, length_of, samples_in, tensors_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
@@ -191,6 +192,7 @@ class ParallelModule:
         if wrong is not None:  # in a pipeline, perhaps on this rank alone
             raise refuse_between_steps(wrong) if self.plan.pp > 1 else BadInputError(wrong)
         optimizer = place_optimizer(self.layout, self.plan, self._scratch, listed, build)
+        optimizer.register_step_pre_hook(_read_weights)
         optimizer.register_step_pre_hook(self._measure_stage_scaling)
         if self._agreement is not None:
             optimizer.register_step_pre_hook(leave_to_python(self._agreement.before_step))
@@ -408,6 +410,13 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
         group = dist.new_group()
         assert group is not None
         synchronise(custom.module, group)
+
+
+def _read_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Make an offloaded optimizer read the weights, since the user's loop may have changed them."""
+    stepped = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
+    if isinstance(stepped, OffloadedOptimizer):
+        stepped.read_weights()
 
 
 def refused_strategy(strategy: str) -> str | None:

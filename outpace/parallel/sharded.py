@@ -110,7 +110,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 def _shard_units(request: LayoutRequest, over: DeviceMesh) -> Layout:
     plan, held = request.plan, offload_policy(request.plan, request.device)
-    own = ranks_may_differ(request.objective) and plan.world_size > 1
+    own = ranks_may_differ(request.objective)
     if own:
         named = request.objective.model.named_parameters()  # type: ignore[union-attr]
         refuse_scripted(request.objective.model, plan.strategy)  # type: ignore[arg-type]
@@ -118,6 +118,8 @@ def _shard_units(request: LayoutRequest, over: DeviceMesh) -> Layout:
     copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     blocks, again = _find_units(request), plan.strategy != "zero2"
     whole = unsplittable(request.objective, blocks) if own else []
+    for parameter in whole:  # fully_shard moves only what it shards
+        parameter.data = parameter.data.to(request.device)
     attributes = ParameterAttributes(request.objective)
     if own:
         places = {part: name for name, part in request.objective.model.named_modules()}  # type: ignore[union-attr]

@@ -80,15 +80,16 @@ class SharedStates(Replicas):
         """Return an optimizer of all parameters that updates and broadcasts this rank's share."""
         groups = [{**group, "params": parameters_in(group)} for group in groups]
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        # One broadcast per rank instead of one per parameter. It needs a buffer, which has a single
+        # dtype (torch does not check that all parameters have it) and is not on disk.
+        has_buffer = len(dtypes) == 1 and not self.on_disk
         kind: type[ZeroRedundancyOptimizer] = _MixedDtypeOptimizer
-        if len(dtypes) == 1:
+        if has_buffer:
             kind = ZeroRedundancyOptimizer if self.use is None else _CustomModelOptimizer
         made = kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
-            # One broadcast per rank instead of one per parameter. It needs a buffer, which has a
-            # single dtype; torch does not check that all parameters have that dtype.
-            parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
+            parameters_as_bucket_view=has_buffer,
         )
         made.defaults.update(made.optim.defaults)  # OneCycleLR reads betas from these
         return made

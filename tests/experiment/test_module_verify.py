@@ -13,7 +13,7 @@ from torch import nn
 import outpace
 from outpace.cli.main import main
 from outpace.experiment.module_verdict import CUT_ALIKE
-from outpace.experiment.module_verify import STRATEGIES, verify_custom
+from outpace.experiment.module_verify import STRATEGIES, plan_for_module, verify_custom
 from outpace.interop.custom_model import CustomModel
 from outpace.nn.dtensor import local
 from outpace.parallel.parallel_module import refused_strategy
@@ -240,6 +240,37 @@ def test_targets_that_name_their_images_by_places_are_refused():
     given = {"images": batch(1)[0], "of": of, "wanted": torch.randn(len(of), 3)}
     verdict = verdict_of(Stack(), "ddp", loss, given)
     assert verdict.refused and "refer to samples by their position" in verdict.reason
+
+
+class TiedScaled(Stack):
+    """What shards cannot hold: a weight of two blocks, and a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3].linear.weight = self.blocks[0].linear.weight
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def penalised(module, batch):
+    return squares(module, batch) + 1e-3 * sum(p.square().sum() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changed"),
+    [
+        ("zero3", {"offload_optimizer": "cpu"}),
+        ("zero1", {"offload_parameters": "disk"}),
+        ("single", {"offload_parameters": "cpu"}),
+    ],
+)
+def test_offloaded_plans_equal_one_process_and_resume(strategy, changed):
+    plan = plan_for_module(strategy, 1 if strategy == "single" else 2, 8)
+    plan = Plan.model_validate({**plan.model_dump(), **changed})
+    verdict = verdict_of(TiedScaled(), plan, penalised)
+    assert verdict.passed, verdict.reason
 
 
 def test_a_difference_by_buffers_that_move_is_explained_by_them():

@@ -326,6 +326,22 @@ def test_whole_averages_take_shards(tmp_path):
     require_equal(tmp_path, "zero3", "whole_average", "ema_of_copy", check="off")
 
 
+@pytest.mark.parametrize(("strategy", "loop"), [("zero3", "Decay"), ("zero1", "DecayData")])
+def test_an_offloaded_optimizer_begins_with_what_the_loop_wrote(tmp_path, strategy, loop):
+    """Its copies would undo it: versions of shards do not count it, nor those of `.data`."""
+    require_equal(tmp_path, strategy, loop, change={"offload_optimizer": "cpu"})
+
+
+def test_groups_are_added_to_an_offloaded_optimizer(tmp_path):
+    offloaded = {"change": {"offload_optimizer": "cpu"}, "check": "off"}
+    require_equal(tmp_path, "ddp", "add_group", **offloaded)
+
+
+def test_an_optimizer_that_needs_a_closure_is_not_offloaded(tmp_path):
+    offloaded = {"change": {"offload_optimizer": "cpu"}, "check": "off"}
+    require_refused(tmp_path, "zero3", "lbfgs", "LBFGS evaluates the loss", **offloaded)
+
+
 @pytest.mark.parametrize(
     ("strategy", "loop"),
     [("ddp", "unfreeze"), ("zero3", "eval_first_rank"), ("zero3", "block_first_rank")],
