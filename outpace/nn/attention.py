@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.nn.operators import operator
+from outpace.nn.operators import operator, pieces_to_run
 
 ROWS = 128  # queries per block; a causal block skips the keys after its last query
 # Bytes of scores per block, so that they stay in cache between the two matmuls.
@@ -33,6 +33,11 @@ class _Block:
     kv_heads: slice
     queries: slice
     keys: int
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the number of samples, heads, queries and keys."""
+        each = (self.entries, self.kv_heads, self.queries)
+        return (*(one.stop - one.start for one in each), self.keys)
 
 
 def _score_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
@@ -111,7 +116,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     """
     parts = _BlockViews(q, k, mask, causal)
     out = _empty_tokens_first(q)
-    for block in _score_blocks(q, k, causal):
+    for block in pieces_to_run(q, _score_blocks(q, k, causal), _Block.shape):
         seen = parts.probabilities(parts.query_rows(q, block), parts.key_rows(k, block), block)
         parts.write_query_rows(out, block, torch.bmm(seen, parts.key_rows(v, block)))
     return out
@@ -131,7 +136,7 @@ def _attention_backward(
     sums = [_empty_tokens_first(x) for x in (k, v)]
     if several:
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in sums]
-    for block in _score_blocks(q, k, causal):
+    for block in pieces_to_run(q, _score_blocks(q, k, causal), _Block.shape):
         queries, keys = parts.query_rows(q, block), parts.key_rows(k, block)
         seen = parts.probabilities(queries, keys, block)
         own = parts.query_rows(grad, block)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.nn.operators import operator
+from outpace.nn.operators import chunks_to_run, operator
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -28,10 +28,11 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     The derivative is NaN for magnitudes beyond 10¹³, whose cube overflows fp32.
     """
     value, slope = torch.empty_like(x), torch.empty_like(x)
-    pieces = [one.view(-1).split(ELEMENTS) for one in (x, value, slope)]
+    flat = [one.view(-1) for one in (x, value, slope)]
     scratch = x.new_empty((3, min(ELEMENTS, x.numel())), dtype=torch.float32)
     linear = x.new_full((), _SLOPE, dtype=torch.float32)
-    for low, its_value, its_slope in zip(*pieces, strict=True):
+    for chunk in chunks_to_run(x, x.numel(), ELEMENTS):
+        low, its_value, its_slope = (one[chunk] for one in flat)
         wide, inner, sigmoid = (one[: len(low)] for one in scratch)
         wide.copy_(low)
         torch.addcmul(linear, wide, wide, value=_SLOPE * _CUBIC, out=inner).mul_(wide)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.nn.operators import operator
+from outpace.nn.operators import chunks_to_run, operator
 
 ROW_BYTES = 1 << 20  # per chunk of rows; the scaling pass still finds them in cache
 
@@ -30,10 +30,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     weight = weight.to(rows.dtype)
     made = torch.empty_like(rows)
     count = max(1, ROW_BYTES // (rows.element_size() * rows.shape[1]))
-    for one, its_factor, its in zip(
-        rows.split(count), factor.split(count), made.split(count), strict=True
-    ):
-        torch.mul(one, its_factor, out=its).mul_(weight)
+    for chunk in chunks_to_run(x, len(rows), count):
+        torch.mul(rows[chunk], factor[chunk], out=made[chunk]).mul_(weight)
     return made.to(x.dtype).view(x.shape), factor
 
 

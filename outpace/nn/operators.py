@@ -4,13 +4,18 @@ They replace `torch.library.custom_op`, whose first call loads torch's compiler,
 second to the start of a run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.library import Library
+
+Piece = TypeVar("Piece")
 
 _LIBRARY = Library("outpace", "DEF")
 
@@ -25,6 +30,28 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Call the operator through torch's dispatcher."""
         return self.overload(*args)
+
+
+def pieces_to_run(
+    x: Tensor, pieces: Iterable[Piece], size: Callable[[Piece], Any]
+) -> Iterator[Piece]:
+    """Yield the pieces in which an operator's code computes on `x`.
+
+    Fake tensors have no values, and their code only runs to measure its memory, which no piece
+    changes after two of the same size. So of those in a row, only the first two are yielded: a step
+    with a large batch has hundreds of thousands.
+    """
+    if not isinstance(x, FakeTensor):
+        yield from pieces
+        return
+    for _, alike in groupby(pieces, size):
+        yield from islice(alike, 2)
+
+
+def chunks_to_run(x: Tensor, total: int, most: int) -> Iterator[slice]:
+    """Yield slices of up to `most` of the `total` entries of a dimension, as `pieces_to_run`."""
+    chunks = (slice(begin, min(begin + most, total)) for begin in range(0, total, most))
+    return pieces_to_run(x, chunks, lambda chunk: chunk.stop - chunk.start)
 
 
 def operator(

@@ -5,14 +5,22 @@ import threading
 import pytest
 import torch
 
+from outpace.nn.attention import attention, attention_backward
+from outpace.nn.gelu import gelu_tanh
 from outpace.nn.loss import linear_loss_sum
+from outpace.nn.norms import rms_norm
 from outpace.nn.torch_versions import add_wide_matmul
 from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.allocations import Allocations
 from outpace.trace.fake import fake_tensors
+from outpace.trace.tracker import Tracker
 
 pytestmark = pytest.mark.fakeworld
 ROWS, HIDDEN, VOCAB = 768, 64, 2048
+OPERATORS = {
+    "attention": attention, "attention_backward": attention_backward, "gelu_tanh": gelu_tanh,
+    "rms_norm": rms_norm,
+}  # fmt: skip
 
 
 def loss():
@@ -80,3 +88,30 @@ def test_a_chunks_matmul_that_adds_is_counted_once_and_takes_no_memory():
         watch.mark("backward")
     segment = watch.segments[-1]
     assert segment.flops == 2 * 128 * 512 * 64 and not segment.changes
+
+
+class Calls(Tracker):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_pieces_of_the_same_size_are_traced_twice_and_take_what_all_take(name):
+    """A batch of thousands of samples has as many pieces, and took minutes to trace."""
+
+    def run():
+        x = torch.ones(70, 6, 384, 16, dtype=torch.bfloat16)
+        given = {
+            "attention": (x, x, x, None, True), "attention_backward": (x, x, x, x, None, True),
+            "gelu_tanh": (x,), "rms_norm": (x, x[0, 0, 0], 1e-6),
+        }  # fmt: skip
+        return OPERATORS[name].code(*given[name])
+
+    with Calls() as real:
+        run()
+    with fake_tensors(), Calls() as fake:
+        run()
+    assert fake.peak_bytes == real.peak_bytes and fake.count < real.count

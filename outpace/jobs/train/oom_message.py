@@ -35,6 +35,8 @@ class OomMessage:
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
+        searching = f"Searching for settings that fit, for at most {SEARCH_BEFORE_S:.0f} s"
+        notify(self._job.callbacks, "on_hint", f"{short.sentence}. {searching}")
         notify(self._job.callbacks, "on_stage", "searching for settings that fit in memory")
         text = self.format(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
