@@ -55,6 +55,8 @@ class Record(BaseModel):
 
     # Whether `save` writes a checksum into the file, which readers verify.
     has_checksum: ClassVar[bool] = False
+    # Whether `save` writes one line instead of indented ones, for records with long series.
+    is_compact: ClassVar[bool] = False
     # Columns of a notebook's table, such as "estimate.step_time_s"; default: all scalar fields.
     summary_fields: ClassVar[tuple[str, ...]] = ()
 
@@ -90,11 +92,13 @@ class Record(BaseModel):
 
     def as_file(self) -> str:
         """Return the JSON text that `save` writes."""
-        text = self.model_dump_json(indent=2)
+        indent = None if self.is_compact else 2
+        text = self.model_dump_json(indent=indent)
         if self.has_checksum:
             values = json.loads(text)
             values = {**values, _CHECKSUM: _checksum(values)}
-            text = json.dumps(values, indent=2, ensure_ascii=False)
+            separators = (",", ":") if self.is_compact else None
+            text = json.dumps(values, indent=indent, separators=separators, ensure_ascii=False)
         return text + "\n"
 
 
@@ -265,7 +269,19 @@ def _format_problem(problem: Any, known: Any) -> str:
         return f"{name + ': ' if name else ''}{shorten(str(problem['ctx']['error']), 1000)}"
     if problem["type"] == "missing":
         return f"{name} is missing"
-    return f"{name} = {excerpt(problem['input'])}: {shorten(problem['msg'], 1000)}"
+    said = f"{name} = {excerpt(problem['input'])}: {shorten(problem['msg'], 1000)}"
+    close = suggest_choice(problem)
+    return f"{said}.{close}" if close else said
+
+
+def suggest_choice(problem: Any) -> str:
+    """Return ' Did you mean …?' for pydantic's error about a word that is not in a closed list.
+
+    Return '' for other errors, and if no word of the list is similar.
+    """
+    if problem["type"] != "literal_error" or not isinstance(problem["input"], str):
+        return ""
+    return suggest(problem["input"], re.findall("'([^']*)'", problem["ctx"]["expected"]))
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -14,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record, entry, write_atomic
+from outpace.records.base import Record, entry
 
 Values = tuple[int | float | None, ...]
 _DISTURBING = 0.25  # share of a host's cores above which use by other processes is reported
@@ -203,6 +202,7 @@ class Utilisation(Record):
     """Time series of one host and its devices, saved in the run's folder."""
 
     has_checksum: ClassVar[bool] = True
+    is_compact: ClassVar[bool] = True
 
     node: NonNegativeInt = entry("index of the host in the job", 0)
     started: Time = Field(description="UTC, ISO 8601")
@@ -247,10 +247,6 @@ class Utilisation(Record):
     def average(self) -> Load | None:
         """Return the average load over the whole time; None if nothing was recorded."""
         return average(self.loads) if self.ends_s else None
-
-    def save(self, path: Path) -> None:
-        """Write the record as compact JSON, atomically. Raises OSError."""
-        write_atomic(path, self.model_dump_json() + "\n")
 
 
 def series(

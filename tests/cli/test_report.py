@@ -387,8 +387,11 @@ def test_figures_that_were_changed_are_not_believed(run, capsys, tmp_path):
         lines = path.read_bytes().splitlines(keepends=True)
         lines[1] = lines[1].replace(b'"loss":6', b'"loss":5')
         path.write_bytes(b"".join(lines))
+    loads = other / "utilisation" / "host-0.json"
+    loads.write_text(loads.read_text().replace('"node":0', '"node":1'))
     assert main(["report", str(other), "--format=md"]) == 0
     shown = capsys.readouterr().out
+    assert f"{loads.name} was changed since outpace wrote it" in shown
     for path in (metrics, evals):
         assert f"{path.name}, line 2, was changed since outpace wrote it" in shown
     assert main(["compare", "--runs", str(run), str(other), f"--out={tmp_path / 'c'}"]) == 2

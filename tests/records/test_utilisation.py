@@ -74,7 +74,11 @@ def test_a_series_comes_back_from_its_file(tmp_path: Path):
     read = Utilisation.load(tmp_path / "a.json")
     assert read == made and list(read.loads) == loads
     assert read.average() == average(loads)
-    assert (tmp_path / "a.json").read_text().count("\n") == 1
+    text = (tmp_path / "a.json").read_text()
+    assert text.count("\n") == 1 and '"xxh3_128":"' in text
+    (tmp_path / "a.json").write_text(text.replace('"sampler_cpu_s":0.01', '"sampler_cpu_s":0.02'))
+    with pytest.raises(BadInputError, match="was changed since outpace wrote it"):
+        Utilisation.load(tmp_path / "a.json")
 
 
 def test_a_series_of_before_clocks_were_recorded_is_read():

@@ -71,18 +71,21 @@ def read_run(path: Path) -> RunFolder:
     (past,) = mark_running([read_past_run(path)])
     if past.record is None or past.row.damage is not None:
         raise BadInputError(past.row.damage or f"{path} is damaged.")
+    changed = [*past.row.changed, *filter(None, map(describe_changes, logs))]
+    utilisation = tuple(
+        Utilisation.load(one, changed.append)
+        for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))
+    )
     return RunFolder(
         path=path,
         record=past.record,
         state=past.row.state,
         failure=past.failure,
-        changed=(*past.row.changed, *filter(None, map(describe_changes, logs))),
+        changed=tuple(changed),
         steps=read_steps(path / METRICS_FILE),
         measurement=past.result,
         evaluations=tuple(_read_evaluations(path / EVALS_FILE)),
-        utilisation=tuple(
-            Utilisation.load(one) for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))
-        ),
+        utilisation=utilisation,
         memory=MemoryUse.load(memory) if memory.is_file() else None,
         certificate=Certificate.load(certificate) if certificate.is_file() else None,
     )
