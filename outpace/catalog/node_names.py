@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES
 from outpace.records.aliases import translate_alias
-from outpace.records.errors import BadInputError, join_or, nearest_of, suggest
+from outpace.records.errors import BadInputError, join_or, nearest_of, similar_names, suggest
 from outpace.records.hardware import Accelerator, Architecture, Bundle, Node, Topology
 
 _GIB = 2**30
@@ -54,15 +54,17 @@ def _find_by_name(name: str) -> Node | None:
 
 
 def _suggest_names(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest similar names, and keep a count of chips: "8xh100" for "8xh100x"."""
+    """Suggest similar names of the catalog, else similar chips without their boards.
+
+    A count of chips is kept: "8xh100-sxm" for "8xh100x", and "4xh100" for "4xh1000".
+    """
     counted = _COUNT_FIRST.fullmatch(wanted)
-    if counted is None:
-        return suggest(wanted, known)
-    count = counted[1]
-    return suggest(
-        f"{count}x{counted[2]}",
-        [f"{count}x{_chip_name(chip)}" for chip in chips] + [*known],
-    )
+    count, word = ("", wanted) if counted is None else (f"{counted[1]}x", counted[2])
+    names = [*(f"{count}{_chip_name(chip)}" for chip in chips if counted), *known]
+    boards = (_ON_BOARD.fullmatch(_chip_name(chip)) for chip in chips)
+    plain = dict.fromkeys(board[1] for board in boards if board)
+    meant = [repr(f"{count}{chip}") for chip in similar_names(word, plain)]
+    return suggest(f"{count}{word}", names) or (f" Did you mean {join_or(meant)}?" if meant else "")
 
 
 def _find_counted(name: str, text: str) -> Node | None:
@@ -103,6 +105,7 @@ _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon|appl
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
 _KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
 _MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
+_ON_BOARD = re.compile(r"(.+)-sxm\d?")
 _MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
 
 

@@ -20,6 +20,7 @@ from outpace.cli.experiments import (
     format_interruption,
     format_now,
     from_toml,
+    refuse_missing_folder,
     show_result,
     whole_lines,
 )
@@ -268,6 +269,7 @@ def _move_run_folders(arguments: argparse.Namespace) -> None:
         return
     others = [word for word in arguments.arm if Path(word) not in folders]
     if others:
+        refuse_missing_folder(others[0], f"arm {others[0]!r}")
         raise BadInputError(
             f"{others[0]!r} is not a finished run, but {(folders or arguments.runs)[0]} is. "
             "Compare finished runs with each other, or strategies and settings."
@@ -401,6 +403,7 @@ def _parser() -> Parser:
     parser.switch("--trusted",
         "run the commands and set the variables of a comparison.json; use it only with a file that "
         "you trust")  # fmt: skip
-    add("--runs", "RUN", Path, "folders of finished runs to compare", default=[], nargs="*")
+    add("--runs", "RUN", Path, "folders of finished runs to compare; may be repeated",
+        default=[], nargs="*", action="extend")  # fmt: skip
     options.add_settings(parser, _TEXTS)
     return parser

@@ -17,6 +17,7 @@ from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.line_checksums import strip_checksum
 from outpace.records.plan import Strategy
+from outpace.records.run import require_run, suggest_runs
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -168,12 +169,24 @@ def arm_of(word: str) -> Arm:
 def _check_strategy(name: str, word: str) -> str:
     known = get_args(Strategy)
     if name not in known:
+        refuse_missing_folder(name, f"arm {word!r}")
         raise BadInputError(
-            f"arm {word!r}: {name!r} is not a strategy.{suggest(name, known)} Write a "
-            "strategy, settings (micro_batch=2,precision=bf16) or environment variables "
-            "(NAME=value), separated by commas; or give the .toml file of an experiment."
+            f"arm {word!r}: {name!r} is neither a strategy nor the folder of a run."
+            f"{suggest(name, known)}{suggest_runs(Path(name))} Write a strategy, settings "
+            "(micro_batch=2,precision=bf16) or environment variables (NAME=value), separated by "
+            "commas; or give the folders of finished runs, or the .toml file of an experiment."
         )
     return name
+
+
+def refuse_missing_folder(word: str, where: str) -> None:
+    """Raise BadInputError if a word can only be the path of a run, and there is none."""
+    path = Path(word)
+    if path.exists() or (len(path.parts) > 1 and "=" not in word):
+        try:
+            require_run(path)
+        except BadInputError as error:
+            raise BadInputError(f"{where}: {error}") from None
 
 
 def _parse_setting(key: str, value: Any, where: str) -> dict[str, Any]:

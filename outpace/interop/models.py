@@ -14,7 +14,7 @@ from outpace.interop.user_file import load_function
 from outpace.interop.weight_files import has_weights
 from outpace.records.base import read_object, read_toml, require_fetched
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, excerpt
+from outpace.records.errors import BadInputError, excerpt, suggest
 from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES
 from outpace.records.run import resume_command
@@ -184,10 +184,9 @@ def read_spec(path: Path) -> ModelSpec:
             f"{path} is a Hugging Face config; name its directory: --model {path.parent}"
         )
     if values.get("family") not in FAMILIES:
-        said = (
-            f"unknown family {excerpt(values['family'])}"
-            if "family" in values
-            else "family is missing"
-        )
-        raise BadInputError(f"{path}: {said}; families: {', '.join(FAMILIES)}")
+        said, close = "family is missing", ""
+        if "family" in values:
+            said = f"unknown family {excerpt(values['family'])}"
+            close = suggest(str(values["family"]), FAMILIES)
+        raise BadInputError(f"{path}: {said}; families: {', '.join(FAMILIES)}.{close}")
     return ModelSpec.parse(values, str(path))

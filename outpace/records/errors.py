@@ -156,14 +156,14 @@ def suggest(
     """
     known = list(dict.fromkeys(choices))
     names, remark = translate_alias(word, known, form)
-    names = names or _similar_names(word, known)
+    names = names or similar_names(word, known)
     if not names:
         return ""
     question = f" Did you mean {join_or(map(repr, names[:3]))}?"
     return f"{question} ({remark[0].upper()}{remark[1:]}.)" if remark else question
 
 
-def _similar_names(word: str, known: list[str]) -> list[str]:
+def similar_names(word: str, known: Iterable[str]) -> list[str]:
     """Return up to three names that begin with `word` or differ by a typo, most similar first."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}

@@ -1,5 +1,7 @@
 """MemoryAccount: the contents of a rank's memory during a step, traced or measured."""
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -7,23 +9,28 @@ from pydantic import NonNegativeInt, PositiveInt
 from outpace.records.base import Record
 
 Kind = Literal[
-    "weights",  # this rank's weights, kept between steps
-    "weight copies",  # copies in another dtype, for computation
-    "unsharded",  # weights gathered from other ranks
-    "gradients",
-    "optimizer state",
-    "activations",  # saved by forwards for backwards
-    "workspaces",  # workspaces of matrix libraries
-    "communication",  # buffers of collectives
-    "inputs",
-    "offloaded",  # in host memory or on disk; not in the sum
-    "temporary",  # allocated and freed within a pass or an optimizer step
-]
-KINDS: tuple[Kind, ...] = (
-    "weights", "weight copies", "unsharded", "optimizer state", "gradients", "activations",
-    "communication", "inputs", "workspaces", "temporary",
-    "offloaded",
-)  # fmt: skip
+    "weights", "weight copies", "unsharded", "gradients", "optimizer state", "activations",
+    "workspaces", "communication", "inputs", "offloaded", "temporary",
+]  # fmt: skip
+# What each kind holds, in the order of display.
+KIND_MEANINGS: Mapping[Kind, str] = MappingProxyType(
+    {
+        "weights": "this rank's, as kept between steps",
+        "weight copies": "in the precision of matmuls",
+        "unsharded": "weights gathered from other ranks",
+        "optimizer state": "",
+        "gradients": "",
+        "activations": "saved by forward passes for backward passes",
+        "communication": "buffers of collectives",
+        "inputs": "",
+        "workspaces": "of matrix libraries",
+        "temporary": "allocated and freed within a pass",
+        "offloaded": "in host memory or on disk, not included in the sum",
+    }
+)
+KINDS = tuple(KIND_MEANINGS)
+# Kinds whose names alone do not say what they hold.
+_UNCLEAR: tuple[Kind, ...] = ("weight copies", "unsharded", "temporary")
 Part = Literal["prepare", "data", "forward", "backward", "communication", "optimizer", "other"]
 Source = Literal["traced", "measured", "estimated"]
 
@@ -106,3 +113,9 @@ class MemoryUse(Record):
 
     traced: MemoryAccount | None = None
     measured: MemoryAccount | None = None
+
+
+def explain_kinds(shown: Collection[str]) -> str:
+    """Explain the kinds of a chart whose names alone do not say what they hold; "" if none is."""
+    meanings = (f"{kind}: {KIND_MEANINGS[kind]}" for kind in _UNCLEAR if kind in shown)
+    return "; ".join(meanings)

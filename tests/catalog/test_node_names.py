@@ -20,6 +20,9 @@ def test_an_accelerator_is_a_machine_of_one():
         find_node("2xm4")
     with pytest.raises(BadInputError, match="Did you mean '8xh100-sxm'"):
         find_node("8xh100x")
+    for wrong, right in (("4xh1000", "4xh100"), ("h1000", "h100")):
+        with pytest.raises(BadInputError, match=rf"Did you mean '{right}'\?"):
+            find_node(wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -263,7 +264,11 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     assert "were not interleaved" in shown and "Losses agree in all steps" in shown
     assert "sent per step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert "in these two runs (with too few steps" in shown and "per M" in shown
-    (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
+    assert main(["compare", *runs[:1], str(tmp_path / "missing")]) == 2
+    assert f"there is no folder {tmp_path / 'missing'}" in capsys.readouterr().err
+    apart = [word for run in runs for word in ("--runs", run)]
+    (stored := compared(capsys, tmp_path, *apart, out="again")).experiment
+    assert [one.arm for one in stored.arms] == [Path(run).name for run in runs]
     assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more
     assert not {"out", "measure_only", "sample_tokens"} & stored.experiment.common.keys()
     monkeypatch.chdir(tmp_path / "c" / "runs")  # the runs are found from anywhere
@@ -281,7 +286,15 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     [
         (["ddp"], "nothing to compare ddp with: name at least two arms, as in outpace compare"),
         ([], "nothing to compare: name at least two"),
-        (["ddp", "zero4"], "'zero4' is not a strategy. Did you mean 'zero"),
+        (
+            ["ddp", "zero4"],
+            "'zero4' is neither a strategy nor the folder of a run. Did you mean 'zero",
+        ),
+        (
+            ["runs/a", "runs/b"],
+            "arm 'runs/a': there is no folder runs/a. Give the folder of a run.",
+        ),
+        (["ddp", "/"], "arm '/': / holds no run (no run.json)."),
         (["ddp", "micro_bach=2"], "'micro_bach' is not a setting. Did you mean 'micro_batch'"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
         (["ddp", "ddp"], "two arms are called ddp. Give each its own name, as in NAME:SETTINGS"),

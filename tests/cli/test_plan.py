@@ -104,6 +104,9 @@ def test_one_plan_is_walked_through_and_written(capsys, monkeypatch, tmp_path):
     ranked = said(capsys, *LLAMA)["plans"]
     file = tmp_path / "plan.json"
     text = shown(capsys, monkeypatch, *LLAMA, "--explain=3", f"--out={file}")
+    told = " ".join(text.split())
+    assert "unsharded: weights gathered from other ranks; temporary: allocated and freed" in told
+    assert "(HFU includes recomputation; both count full causal attention, and only" in told
     assert f"Plan 3 of {len(ranked)}" in text and ranked[2]["title"] in text
     for axis, link in ranked[2]["placement"].items():
         assert f"{axis}: {link}" in text and "in a node" in link
@@ -127,7 +130,9 @@ def test_figures_of_three_digits_fit_in_80_columns(capsys, monkeypatch):
         one["estimate"] |= wide
     answer["plans"] *= 3
     Console(width=80).print(plans_text(Plans.parse(answer, "the document")))
-    table = capsys.readouterr().out.partition("memory \n")[2].splitlines()
+    text = capsys.readouterr().out
+    assert "HFU also those of recomputation" in " ".join(text.split())
+    table = text.partition("memory \n")[2].splitlines()
     rows = [line for line in table if "133.4 %" in line]
     assert len(rows) == 15 and all("100.5 %   133.4 %   188.88 GiB" in line for line in rows)
 
@@ -654,6 +659,9 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--keep=zero=x"], "--keep zero=x: use one of 1, 2, 3."),
         (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),
         (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, tf32, bf16, "),
+        (["--keep=strategy=zero4"], "Did you mean 'zero1', 'zero2' or 'zero3'?"),
+        (["--keep=checkpointing=ful"], "Did you mean 'full'?"),
+        (["--machine=4xh1000"], "Did you mean '4xh100'?"),
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
         (["--keep=fsdp=64"], "Did you mean 'strategy=zero3'?"),
         (["--keep=checkpoint=full"], "Did you mean 'checkpointing'?"),

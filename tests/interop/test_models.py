@@ -180,7 +180,9 @@ def test_what_is_planned_only_is_told_by_the_planner(name: str) -> None:
         ({"heads": 5}, "hidden 32 is not a multiple of heads 5"),
         ({"layers": 0}, "layers = 0"),
         ({"activation": "relu"}, "activation = 'relu'"),
+        ({"activation": "gelu_tan"}, "Did you mean 'gelu_tanh'"),
         ({"family": "gtp2"}, "unknown family 'gtp2'"),
+        ({"family": "llamma"}, "Did you mean 'llama'?"),
     ],
 )
 def test_bad_specs(values: dict[str, Any], said: str, tmp_path: Path) -> None:

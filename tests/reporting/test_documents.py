@@ -220,6 +220,7 @@ def test_memory_of_a_run_is_over_a_step_and_at_the_peak(of_run, run):
     assert {"weights", "activations", "optimizer state"} <= {t["name"] for t in over.traces}
     assert figure(of_run, "Memory at the peak").table.rows[1][0] == "traced"
     assert "estimated" in [row[0] for row in figure(of_run, "Memory at the peak").table.rows]
+    assert "emporary: allocated and freed within a pass." in words(of_run)
 
 
 def test_a_run_is_beside_its_prediction(of_run, run, probe):

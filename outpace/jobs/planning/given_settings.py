@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from outpace.planner.model.adapters import ADAPTER_NAMES
+from outpace.records.base import suggest_choice
 from outpace.records.errors import BadInputError, join_or, suggest
 from outpace.records.plan import Plan
 
@@ -94,8 +95,9 @@ def parse_value(name: str, value: str, typed: str | None = None) -> Any:
         given = int(value) if whole else parts
         found = TypeAdapter(annotation).validate_python(given, strict=False)
     except ValidationError as error:
-        remedy = _format_allowed_values(error.errors()[0])
-        raise BadInputError(f"{typed}: {remedy}.") from None
+        problem = error.errors()[0]
+        remedy = f"{_format_allowed_values(problem)}.{suggest_choice(problem)}"
+        raise BadInputError(f"{typed}: {remedy}") from None
     except ValueError:
         allowed = f"one of {', '.join(map(str, choices))}"
         raise BadInputError(f"{typed}: use {allowed}.") from None

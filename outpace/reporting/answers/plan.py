@@ -9,6 +9,10 @@ from outpace.reporting.answers.defaults import default_words
 from outpace.reporting.render.document import Cell, DataTable, Items, Number, Paragraph, Part
 
 _UNTRAINED = "† outpace itself does not train it."
+_UTILISATION = (
+    "MFU counts the FLOPs that the model needs, HFU also those of recomputation, relative to the "
+    "devices' peak."
+)
 
 
 def plans_head(answer: Plans) -> str:
@@ -52,6 +56,8 @@ def ranking(answer: Plans) -> Iterator[Part]:
     marks = not common_obstacle(answer.plans)  # these are shown above the table
     marked = marks and any(one.untrained for one in answer.plans)
     yield _plans_table(answer, marked)
+    if any(one.estimate.hfu != one.estimate.mfu for one in answer.plans):
+        yield Paragraph(_UTILISATION)
     if marked:
         yield Paragraph(_UNTRAINED)
     reasons = []

@@ -14,14 +14,14 @@ def memory_document(
     `limit_bytes` is the device's memory, None if unknown.
     """
     by_kind = {str(kind): size for kind, size in account.peak.by_kind.items()}
-    charts = [memory_anatomy.at_the_peak({account.source: by_kind}, limit_bytes)]
+    parts = [*memory_anatomy.at_the_peak({account.source: by_kind}, limit_bytes)]
     where, rank = "", "the fullest"
     if account.timeline:  # the planner's formula gives no moments, and only the fullest rank
-        charts.insert(0, memory_anatomy.over_a_step(account, limit_bytes))
+        parts.insert(0, memory_anatomy.over_a_step(account, limit_bytes))
         where, rank = f", in the {account.peak.location}", str(account.rank)
     return Document(
         "memory", f"Memory of a training step of {model}",
         (f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak{where}.", step),
         (("rank", f"{rank} of {account.world_size}"), ("source", account.source)),
-        (DocumentSection("Memory", tuple(charts)),),
+        (DocumentSection("Memory", tuple(parts)),),
     )  # fmt: skip

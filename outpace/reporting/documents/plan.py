@@ -37,10 +37,10 @@ def plan_document(answer: Plans) -> Document:
         DocumentSection("Where the time goes", (parts_bars(
             "Parts of a step", {_list_title(answer, one): one.estimate for one in answer.plans}
         ),)),
-        DocumentSection("Memory", (memory_anatomy.at_the_peak(
+        DocumentSection("Memory", memory_anatomy.at_the_peak(
             {_list_title(answer, one): one.estimate.memory for one in answer.plans},
             first.estimate.memory_bytes,
-        ),)),
+        )),
         *_pipeline_sections(answer),
         *_nearest_steps_sections(first),
         DocumentSection("Rejected plans", tuple(_rejection_parts(answer))),

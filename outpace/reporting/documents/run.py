@@ -342,7 +342,7 @@ def _memory_section(run: RunFolder, prediction: Prediction | str) -> DocumentSec
         if account is not None and account.timeline:
             parts.append(memory_anatomy.over_a_step(account))
     if at_peak:
-        parts.append(memory_anatomy.at_the_peak(at_peak, limit))
+        parts += memory_anatomy.at_the_peak(at_peak, limit)
     peak = peak_memory(run)
     if peak is not None:
         parts.append(Paragraph(_format_total_memory(peak, run.record.device)))

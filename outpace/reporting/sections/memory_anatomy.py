@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from outpace.records.memory import KINDS, Kind, MemoryAccount, MemoryUse
+from outpace.records.memory import KINDS, Kind, MemoryAccount, MemoryUse, explain_kinds
 from outpace.records.units import show_bytes
 from outpace.reporting.charts import palette
 from outpace.reporting.charts.downsample import thin
 from outpace.reporting.charts.figures import Unit, axis, join_items, sizes, stacked_bars
-from outpace.reporting.render.document import Cell, Chart, DataTable, Number
+from outpace.reporting.render.document import Cell, Chart, DataTable, Number, Paragraph, Part
 
 _POINTS = 600
 _HERE: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "offloaded")
@@ -102,8 +102,13 @@ def _size_cell(size: int) -> Number:
     return Number(size, show_bytes(size))
 
 
-def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None) -> Chart:
-    """Draw a bar per name, stacked by kind of memory. `limit`: the device's memory in bytes."""
+def at_the_peak(
+    bars: Mapping[str, Mapping[str, int]], limit: int | None = None
+) -> tuple[Part, ...]:
+    """Draw a bar per name, stacked by kind of memory, and explain the kinds below.
+
+    `limit`: the device's memory in bytes.
+    """
     kinds = [kind for kind in dict.fromkeys([*_HERE, *(k for one in bars.values() for k in one)])
              if kind != "offloaded"]  # fmt: skip
     totals = [float(sum(size for kind, size in one.items() if kind != "offloaded"))
@@ -112,12 +117,14 @@ def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None)
     alt = join_items(
         [f"{name}: {show_bytes(total)}" for name, total in zip(bars, totals, strict=True)]
     )
-    return stacked_bars(
+    chart = stacked_bars(
         "Memory at the peak on the fullest rank", alt, list(bars),
         {kind: [float(one.get(kind, 0)) for one in bars.values()] for kind in kinds},
         sizes([*totals, float(limit or 0) if shown else 0.0]), "memory", COLOURS,
         (f"the device has {show_bytes(limit)} ", float(limit)) if limit and shown else None,
     )  # fmt: skip
+    told = explain_kinds([kind for kind in kinds if any(one.get(kind) for one in bars.values())])
+    return (chart, Paragraph(f"{told[0].upper()}{told[1:]}.")) if told else (chart,)
 
 
 def peak_by_source(use: MemoryUse) -> dict[str, Mapping[str, int]]:

@@ -9,23 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.records.hardware import Accelerator
-from outpace.records.memory import KINDS, Kind, MemoryAccount
+from outpace.records.memory import KIND_MEANINGS, MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_size
 
-_EXPLAINED: dict[Kind, str] = {
-    "weights": "as kept between steps",
-    "weight copies": "in the precision of matmuls",
-    "unsharded": "gathered from other ranks",
-    "optimizer state": "",
-    "gradients": "",
-    "activations": "saved by forward passes for backward passes",
-    "communication": "buffers of collectives",
-    "inputs": "",
-    "workspaces": "of matrix libraries",
-    "temporary": "allocated and freed within a pass",
-    "offloaded": "in host memory or on disk, not included in the sum",
-}
 _MODULES_SHOWN = 5
 
 
@@ -110,13 +97,13 @@ def memory_table(
         table.add_column("measured", justify="right")
     table.add_column("", style="dim")
     total = traced.peak_memory_bytes
-    for kind in KINDS:
+    for kind in KIND_MEANINGS:
         amount = traced.peak.by_kind.get(kind, 0)
         seen = 0 if measured is None else measured.peak.by_kind.get(kind, 0)
         if amount or seen:
             beside = [] if measured is None else [show_bytes(seen)]
             share = "" if kind == "offloaded" else f"{100 * amount / total:.0f} %"
-            table.add_row(kind, show_bytes(amount), share, *beside, _EXPLAINED[kind])
+            table.add_row(kind, show_bytes(amount), share, *beside, KIND_MEANINGS[kind])
     beside = [] if measured is None else [show_bytes(_measured_bytes(measured))]
     table.add_section()
     table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,

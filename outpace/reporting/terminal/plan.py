@@ -11,6 +11,7 @@ from outpace.planner.explain.titles import PARTS
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
 from outpace.records.estimate import Estimate, MeasuredCase, Plans, RankedPlan
+from outpace.records.memory import explain_kinds
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.reporting.answers.plan import (
     budget_words,
@@ -92,7 +93,11 @@ def _plan_details(planned: RankedPlan) -> list[RenderableType]:
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
         _bars("  a device's memory by kind", _memory_by_kind(one), show_bytes),
     ]
-    return [*lines, _bullets(_offload_memory_notes(one), " ")]
+    notes = [
+        *filter(None, [explain_kinds(_largest_parts(_memory_by_kind(one)))]),
+        *_offload_memory_notes(one),
+    ]
+    return [*lines, _bullets(notes, " ")]
 
 
 def _offloading_lines(estimate: Estimate) -> list[str]:
@@ -144,20 +149,26 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
     for _ in range(3):
         table.add_column(no_wrap=True)
     table.add_column(overflow="crop", no_wrap=True)
-    whole = sum(values.values()) or 1.0
-    for name, value in sorted(values.items(), key=lambda pair: -pair[1]):
-        if value / whole < 1e-3:
-            continue
-        share = value / whole
+    for name, (value, share) in _largest_parts(values).items():
         table.add_row(f"    {name}", show(value), show_share(share), bar(share, _BAR))  # type: ignore[operator]
     return table
+
+
+def _largest_parts(values: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Return the parts of at least a thousandth, largest first, each with its share."""
+    whole = sum(values.values()) or 1.0
+    shares = {name: (value, value / whole) for name, value in values.items()}
+    return dict(sorted(
+        ((name, part) for name, part in shares.items() if part[1] >= 1e-3),
+        key=lambda pair: -pair[1][0],
+    ))  # fmt: skip
 
 
 def _format_rates(one: Estimate) -> str:
     ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
     used = "" if one.mfu is None else (
-        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (with full causal attention, and "
-        "only the keys within sliding windows)"
+        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (HFU includes recomputation; both "
+        "count full causal attention, and only the keys within sliding windows)"
     )  # fmt: skip
     rate, unit = one.rate
     return f"{show_count(rate)} {unit} on {ranks}{used}"
