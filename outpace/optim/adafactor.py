@@ -156,7 +156,7 @@ def step_tensor(
 
 
 def _update_means(
-    parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
+    parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, eps: float
 ) -> Tensor:
     """Update the running means of squares; return the estimate of each element's mean square."""
     if len(means) == 1:
@@ -170,7 +170,7 @@ def _update_means(
     column = _blend(means[1], over_rows, new)
     mean = _sum_over_ranks(row.sum(-2, keepdim=True), parameter, last - 1) / rows
     # A matmul is avoided, because TF32 would round it.
-    return (row * column).div_(mean.clamp_(min=least))
+    return (row * column).div_(mean.clamp_(min=eps))
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:

@@ -87,5 +87,5 @@ def _collective_group(args: Any) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed)
 
 
-def _tensor_leaves(given: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

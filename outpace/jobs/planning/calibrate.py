@@ -116,32 +116,32 @@ def calibrate_machine(
     return compared, _correct_machine(base, every)
 
 
-def _uncorrected_question(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
+def _uncorrected_question(question: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     """Return the question for the uncorrected machine, and the runs that corrected it before."""
-    if asked.machine is None:
+    if question.machine is None:
         raise BadInputError(
             "which machine are the logs from? Pass it as --machine, such as --machine hgx-h100, "
             "or pass the machine.json of outpace probe."
         )
-    path = Path(asked.machine).expanduser()
+    path = Path(question.machine).expanduser()
     if not is_corrected(path):
-        return asked, ()
+        return question, ()
     file = CorrectedMachine.load(path, option="--machine ")
     if file.node is None:
         raise BadInputError(
             f"{path} is a probe that was already corrected, and cannot be corrected again. "
             "Pass the machine.json of outpace probe, with all logs."
         )
-    check_network(asked, file, path)
+    check_network(question, file, path)
     devices = file.devices_per_node
     used = devices or find_node(file.node).processes
-    if asked.devices_per_node not in (None, used):
+    if question.devices_per_node not in (None, used):
         raise BadInputError(
-            f"--devices-per-node {asked.devices_per_node}: the runs that corrected {path} had "
+            f"--devices-per-node {question.devices_per_node}: the runs that corrected {path} had "
             f"{used}. Leave out --devices-per-node, or start another file with --machine "
             f"{file.node}."
         )
-    base = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
+    base = replace(question, machine=file.node, network=file.network, devices_per_node=devices)
     return base, file.runs
 
 
@@ -155,13 +155,13 @@ def _predicted_log_bytes(question: PlanningProblem, run: ObservedRun, planned: E
     return planned.peak_memory_bytes
 
 
-def _correct_machine(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachine:
-    path = Path(str(asked.machine)).expanduser()
+def _correct_machine(question: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachine:
+    path = Path(str(question.machine)).expanduser()
     probed = path.suffix == ".json" or path.is_file()
     return CorrectedMachine(
-        node=None if probed else asked.machine,
-        network=asked.network,
-        devices_per_node=asked.devices_per_node,
+        node=None if probed else question.machine,
+        network=question.network,
+        devices_per_node=question.devices_per_node,
         machine=Machine.load(path, option="--machine ") if probed else None,
         runs=runs,
     )

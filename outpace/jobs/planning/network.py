@@ -55,24 +55,24 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
     return _build_report(asked, name, problem, site, precision, needs, refused)
 
 
-def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
+def _file_entry(question: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
     world = site.nodes * site.per_node
     if plan.world_size != world:
         raise BadInputError(
-            f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
+            f"{question.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
             f"{site.nodes} × {site.per_node} = {world} are requested. Change the plan's axes "
             "(dp_shard, …) or --nodes, or choose another --machine."
         )
-    batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
+    batch = question.global_batch or plan.samples_per_pass * plan.data_parallel
     return NetworkEntry(plan.strategy, plan, batch)
 
 
 def _compare_strategies(
-    asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
+    question: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
-    found = list(candidate_plans(problem, asked, precision))
+    found = list(candidate_plans(problem, question, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
-    axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
+    axes = {axis: getattr(question, axis) for axis in ("tp", "pp") if getattr(question, axis)}
     if axes and PRODUCT in refused:
         given = " ".join(f"--{axis} {size}" for axis, size in axes.items())
         raise BadInputError(f"{given}: {refused[PRODUCT]}.")
@@ -114,7 +114,7 @@ def _find_spec(reference: str) -> tuple[str, ModelSpec]:
 
 
 def _build_report(
-    asked: NetworkQuestion,
+    question: NetworkQuestion,
     name: str,
     problem: NetworkProblem,
     site: Site,
@@ -125,23 +125,23 @@ def _build_report(
     probed = None if site.probe is None else site.probe.probed
     fits = [] if probed is None else [f for f in probed.fits if f.collective in _MEASURED]
     rate, memory_rate = site.rates(precision, problem.cluster.device)
-    share = asked.share if rate.origin == "catalog" else None
+    share = question.share if rate.origin == "catalog" else None
     return NetworkReport(
         model=name,
         parameters=parameter_count(problem.spec),
         seq_len=problem.seq_len,
-        machine=asked.machine or "as probed",
+        machine=question.machine or "as probed",
         nodes=site.nodes,
         devices_per_node=site.per_node,
         rate=rate,
         memory_rate=memory_rate,
         share=share,
         share_source=None if share is None else "as asked",
-        tolerance=asked.tolerance,
+        tolerance=question.tolerance,
         inside=problem.present_link,
         present=site.own,
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
-        notes=(*site.notes, *_batch_notes(asked.global_batch, needs)),
+        notes=(*site.notes, *_batch_notes(question.global_batch, needs)),
     )

@@ -158,9 +158,9 @@ def _note_long_sequences(outline: Outline, seq_len: int, trained: bool) -> Outli
 
 
 def _resolve_vary(
-    asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
+    question: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
+    found = {**default_vary(cluster, keep), **_read_vary(question, keep, cluster)}
     small = parameters(outline) < FP8_PARAMETERS
     if "precision" in found and (small or "lora_rank" in keep):
         found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
@@ -174,51 +174,51 @@ def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[A
     return {"compile": VARIED["compile"]} if asks else {}
 
 
-def _cluster_of_this_machine(asked: PlanQuestion) -> Cluster:
+def _cluster_of_this_machine(question: PlanQuestion) -> Cluster:
     """Return this machine as measured by outpace probe if its file is here, else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
         notes = (CALIBRATED_HINT,)
     elif find_probe(machine) is not None:
-        return _resolve_cluster(replace(asked, machine=str(PROBE_FILE)))
+        return _resolve_cluster(replace(question, machine=str(PROBE_FILE)))
     elif has_probe_file():
         notes = (IGNORED_PROBE_HINT,)
-    if asked.network is not None:
+    if question.network is not None:
         raise BadInputError(
-            f"--network {asked.network} needs a machine. Choose one with --machine."
+            f"--network {question.network} needs a machine. Choose one with --machine."
         )
-    ranks = asked.devices_per_node or len(machine.devices) or 1
-    measures = asked.measures and not machine.devices
+    ranks = question.devices_per_node or len(machine.devices) or 1
+    measures = question.measures and not machine.devices
     rates = measure_host_rates(machine.host_cores) if measures else None
     cluster = of_host(machine, ranks, rates)
     notes = (f"planned for this machine, with {ranks} process{'es' * (ranks > 1)}; use "
              "--machine for another machine, --devices-per-node for another number of "
              "processes.", *notes)  # fmt: skip
-    return replace(cluster, nodes=asked.nodes, notes=(*notes, *cluster.notes))
+    return replace(cluster, nodes=question.nodes, notes=(*notes, *cluster.notes))
 
 
-def _resolve_cluster(asked: PlanQuestion) -> Cluster:
-    if asked.machine is None:
-        return _cluster_of_this_machine(asked)
-    path = Path(asked.machine).expanduser()
+def _resolve_cluster(question: PlanQuestion) -> Cluster:
+    if question.machine is None:
+        return _cluster_of_this_machine(question)
+    path = Path(question.machine).expanduser()
     if is_corrected(path):
-        return _corrected_cluster(asked, path)
+        return _corrected_cluster(question, path)
     if path.suffix == ".json" or path.is_file():
         machine = Machine.load(path, option="--machine ")
-        if asked.network is not None:
+        if question.network is not None:
             raise BadInputError(
-                f"--network {asked.network}: {path} has measured links. Leave one of them out."
+                f"--network {question.network}: {path} has measured links. Leave one of them out."
             )
-        return _probed_cluster(machine, asked.nodes, asked.devices_per_node)
-    node = find_node(asked.machine)
-    if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
+        return _probed_cluster(machine, question.nodes, question.devices_per_node)
+    node = find_node(question.machine)
+    if question.devices_per_node is not None and question.devices_per_node > node.processes:
         raise BadInputError(
-            f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}. "
-            f"{_advise_larger_node(node, asked.devices_per_node)}"
+            f"--devices-per-node {question.devices_per_node}: {node.name} has {node.processes}. "
+            f"{_advise_larger_node(node, question.devices_per_node)}"
         )
-    network = None if asked.network is None else read_network(asked.network)
-    return of_catalog(node, asked.nodes, network, asked.devices_per_node)
+    network = None if question.network is None else read_network(question.network)
+    return of_catalog(node, question.nodes, network, question.devices_per_node)
 
 
 def _advise_larger_node(node: Node, devices: int) -> str:
@@ -255,14 +255,14 @@ def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> No
     )
 
 
-def _corrected_cluster(asked: PlanQuestion, path: Path) -> Cluster:
+def _corrected_cluster(question: PlanQuestion, path: Path) -> Cluster:
     file = CorrectedMachine.load(path, option="--machine ")
-    check_network(asked, file, path)
-    devices = asked.devices_per_node or file.devices_per_node
+    check_network(question, file, path)
+    devices = question.devices_per_node or file.devices_per_node
     if file.machine is not None:
-        base = _probed_cluster(file.machine, asked.nodes, devices)
+        base = _probed_cluster(file.machine, question.nodes, devices)
     else:
-        known = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
+        known = replace(question, machine=file.node, network=file.network, devices_per_node=devices)
         base = _resolve_cluster(known)
     return correct_cluster(base, file.runs)
 

@@ -132,7 +132,7 @@ def probe_collectives(
 
 
 def _prepare_run(
-    groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: RankActivity,
+    groups: Groups, device: torch.device, quick: bool, budget_s: float, activity: RankActivity,
     progress: Callable[[float], None],
 ) -> _CollectivesRun:  # fmt: skip
     """Create this rank's clock and buffers, and learn which ranks share a node. Collective."""
@@ -145,7 +145,7 @@ def _prepare_run(
         Buffers(device, ranks.rank),
     )  # fmt: skip
     clock = RanksClock(patient_clock(device, everyone), groups.control)
-    return _CollectivesRun(groups, place, clock, nodes, quick, budget_s, doing, progress)
+    return _CollectivesRun(groups, place, clock, nodes, quick, budget_s, activity, progress)
 
 
 def backend_of(device: torch.device) -> str:
@@ -212,12 +212,12 @@ def _largest_array_bytes(run: _CollectivesRun) -> int:
     return int(least.item())
 
 
-def _note_case(doing: RankActivity, case: Case) -> Case:
+def _note_case(activity: RankActivity, case: Case) -> Case:
     """Return a case that records itself as this rank's activity when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
-        doing.what = f"{case.key.kind} of {of['bytes']} bytes over the axis {of['axis']}"
+        activity.what = f"{case.key.kind} of {of['bytes']} bytes over the axis {of['axis']}"
         return case.make()
 
     return replace(case, make=make)

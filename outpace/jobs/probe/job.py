@@ -297,12 +297,12 @@ def _gather_use_by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeco
 
 
 def _build_machine(
-    here: _ProcessState, found: ProbeSection, steadiness: Steadiness, took_s: float,
+    here: _ProcessState, section: ProbeSection, steadiness: Steadiness, took_s: float,
     world_size: int, hosts: int = 1,
 ) -> Machine:  # fmt: skip
     machine, request = identify(find_accelerator), here.request
     topology = read_if_there(_DRIVER_S) if machine.devices else None
-    figures = found.figures + tuple(_catalog_figures(machine))
+    figures = section.figures + tuple(_catalog_figures(machine))
     settings = [] if request.environ is None else find_misconfiguration(request.environ)
     peaks = peak_notes(figures) if here.device.type == "cuda" else ()
     probed = ProbeRecord(
@@ -315,9 +315,9 @@ def _build_machine(
         world_size=world_size,
         hosts=hosts,
         figures=figures,
-        fits=found.fits,
-        advice=tuple(sorted(found.advice, key=lambda one: -(one.gain or 0.0))),
-        notes=(*settings, *peaks, *found.notes, *found.said),
+        fits=section.fits,
+        advice=tuple(sorted(section.advice, key=lambda one: -(one.gain or 0.0))),
+        notes=(*settings, *peaks, *section.notes, *section.said),
         steadiness=steadiness,
     )
     return machine.model_copy(update={"topology": topology, "probed": probed})

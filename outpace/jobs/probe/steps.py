@@ -53,20 +53,20 @@ def probe_steps(
 
 
 def _prepare_cases(
-    groups: Groups, device: torch.device, quick: bool, doing: RankActivity
+    groups: Groups, device: torch.device, quick: bool, activity: RankActivity
 ) -> tuple[list[Case], list[str]]:
     """Return cases that together fit in half of the free memory, and notes on the others."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _available_bytes(groups, device)
     for ranks in sorted({1, world}):
         for name, one in references(ranks, _device_kind(device), quick).items():
-            doing.what = f"a step of {name}"
+            activity.what = f"a step of {name}"
             room -= _required_bytes(one, device)
             if room < 0:
                 notes.append(f"no steps of {name}: it would need more than half of the memory")
                 room += _required_bytes(one, device)
                 continue
-            case, refused = _try_case(one, ranks, groups, device, doing)
+            case, refused = _try_case(one, ranks, groups, device, activity)
             if refused is not None:
                 notes.append(f"no steps of {name}: {refused}")
             elif case is not None:
@@ -75,12 +75,12 @@ def _prepare_cases(
 
 
 def _try_case(
-    reference: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
+    reference: Reference, ranks: int, groups: Groups, device: torch.device, activity: RankActivity
 ) -> tuple[Case | None, str | None]:
     """Return the case if all ranks can run it, or why one cannot. Collective."""
     case, own = None, None
     try:
-        case = _build_case(reference, ranks, groups, device, doing)
+        case = _build_case(reference, ranks, groups, device, activity)
     except (OutpaceError, torch.OutOfMemoryError) as error:
         own = str(error).splitlines()[0]
     said = gather_objects(own, groups.control)
@@ -111,13 +111,13 @@ def _device_kind(device: torch.device) -> Kind:
 
 
 def _build_case(
-    reference: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
+    reference: Reference, ranks: int, groups: Groups, device: torch.device, activity: RankActivity
 ) -> Case:
     course = SyntheticTraining(reference.spec, reference.global_batch, reference.seq_len)
 
     @contextmanager
     def with_threads() -> Iterator[None]:
-        doing.what = f"a step of {reference.name}"
+        activity.what = f"a step of {reference.name}"
         own = torch.get_num_threads()
         if ranks == 1 and device.type == "cpu":  # the other ranks are idle: use their cores
             torch.set_num_threads(usable_cores())

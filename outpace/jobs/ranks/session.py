@@ -109,10 +109,10 @@ class Session:
         if found is not None:
             raise BadInputError(format_mixed(found))
 
-    def _is_member(self, store: Store, one: _Arrival) -> bool:
-        key = f"member/{self.name}/{one.rank}"
+    def _is_member(self, store: Store, arrival: _Arrival) -> bool:
+        key = f"member/{self.name}/{arrival.rank}"
         member = _read_arrival(store, key) if store.check([key]) else None
-        return member is not None and (member.host, member.pid) == (one.host, one.pid)
+        return member is not None and (member.host, member.pid) == (arrival.host, arrival.pid)
 
 
 def format_mixed(surplus: str) -> str:
@@ -185,18 +185,18 @@ def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Sessio
     return Session(name, leader, seen, waiting)
 
 
-def _answer_arrival(leader: _Arrival, one: _Arrival | None) -> str:
+def _answer_arrival(leader: _Arrival, arrival: _Arrival | None) -> str:
     """Return the session's name for a process of this job, or a refusal for one of another job."""
-    different = None if one is None else leader.find_difference(one)
-    if one is None or different is None:
+    different = None if arrival is None else leader.find_difference(arrival)
+    if arrival is None or different is None:
         return leader.token
-    return _REFUSAL + _format_refusal(one, leader, f"this one has {different}")
+    return _REFUSAL + _format_refusal(arrival, leader, f"this one has {different}")
 
 
-def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
+def _format_refusal(arrival: _Arrival, leader: _Arrival | None, why: str) -> str:
     rank_0 = "" if leader is None else f" (its rank 0 is {leader.process})"
     return (
-        f"rank {one.rank} ({one.process}) found another job at this MASTER_ADDR and "
+        f"rank {arrival.rank} ({arrival.process}) found another job at this MASTER_ADDR and "
         f"MASTER_PORT{rank_0}: {why}. {_APART}. If it should be the same job, stop all its "
         "processes and start them again, each rank once and all by one launcher, or by torchrun "
         "with one --rdzv-id."

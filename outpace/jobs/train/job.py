@@ -163,11 +163,11 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
 
 def _prepare_inputs(
     settings: TrainSettings, context: RunContext, plan: Plan, device: torch.device,
-    cache_dir: Path, heard: Sequence[Callback],
+    cache_dir: Path, callbacks: Sequence[Callback],
 ) -> TrainingInputs:  # fmt: skip
-    notify(heard, "on_stage", "preparing data")
+    notify(callbacks, "on_stage", "preparing data")
     return gather(
-        settings, context.model, cache_dir, usable_cores(), heard, plan, device.type,
+        settings, context.model, cache_dir, usable_cores(), callbacks, plan, device.type,
         context.origins,
     )  # fmt: skip
 
@@ -178,13 +178,13 @@ def _keep_freed_memory(settings: TrainSettings, plan: Plan, device: torch.device
 
 
 def _compare_samples(
-    groups: Groups, settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback],
-    doing: RankActivity,
+    groups: Groups, settings: TrainSettings, inputs: TrainingInputs, callbacks: Sequence[Callback],
+    activity: RankActivity,
 ) -> None:  # fmt: skip
     """Compare some samples of the ranks' data sets, which may take long. Collective."""
-    doing.begin("comparing samples of the ranks' data sets")
-    check_samples(groups, settings, inputs.custom_model, heard)
-    doing.begin("the preparation")
+    activity.begin("comparing samples of the ranks' data sets")
+    check_samples(groups, settings, inputs.custom_model, callbacks)
+    activity.begin("the preparation")
 
 
 def _make_memory_fit(
@@ -210,7 +210,7 @@ def _make_memory_fit(
 
 def _find_micro_batch(
     settings: TrainSettings, plan: Plan, context: RunContext, groups: Groups, fitting: MemoryFit,
-    inputs: TrainingInputs, heard: Sequence[Callback],
+    inputs: TrainingInputs, callbacks: Sequence[Callback],
 ) -> Plan:  # fmt: skip
     device, spec, seq_len = fitting.device, inputs.spec, inputs.seq_len
     if can_try(plan, settings, device, inputs.is_transformer):
@@ -218,9 +218,9 @@ def _find_micro_batch(
         take = device_steps(
             spec, seq_len, device, groups.control, fitting.limit.bytes, settings.memory_limit
         )
-        return find_on_device(plan, settings, take, heard)
+        return find_on_device(plan, settings, take, callbacks)
     return auto_micro_batch.find_micro_batch(
-        plan, settings, fitting, groups, context.attempt, heard
+        plan, settings, fitting, groups, context.attempt, callbacks
     )
 
 
@@ -241,7 +241,7 @@ def _call_tidy(guard: Guard, message: str) -> None:
 
 
 def _without_disabled_compilation(
-    settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
+    settings: TrainSettings, plan: Plan, callbacks: Sequence[Callback]
 ) -> Plan:
     """Return the plan without compilation if the environment disables torch.compile.
 
@@ -255,13 +255,13 @@ def _without_disabled_compilation(
             f"--compile: the environment has {variable}, which turns torch.compile off. Unset this "
             "variable, or train with --no-compile."
         )
-    notify(heard, "on_hint", f"compile: no, since the environment has {variable}")
+    notify(callbacks, "on_hint", f"compile: no, since the environment has {variable}")
     return plan.model_copy(update={"compile": False})
 
 
 def _decide_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, fitting: MemoryFit, total_steps: int,
-    inputs: TrainingInputs, heard: Sequence[Callback],
+    inputs: TrainingInputs, callbacks: Sequence[Callback],
 ) -> Plan:  # fmt: skip
     """Return the plan, compiled as requested, or by default if that pays off within the run."""
     if settings.compile is not None or not plan.compile:
@@ -275,25 +275,25 @@ def _decide_compile(
         lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
     )
     if decision.sentence is not None:
-        notify(heard, "on_hint", decision.sentence)
+        notify(callbacks, "on_hint", decision.sentence)
     return plan.model_copy(update={"compile": decision.compile})
 
 
 def _save_hang_report(
-    run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport
+    run_dir: RunDir, explain: Callable[[Path], None] | None, report: HangReport
 ) -> None:
     path = run_dir.path / STANDSTILL_FILE
-    found.save(path)
+    report.save(path)
     if explain is not None:
         explain(path)
 
 
 def _resolve_total_steps(
-    settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback]
+    settings: TrainSettings, inputs: TrainingInputs, callbacks: Sequence[Callback]
 ) -> int:
     samples = len(inputs.train_data)
     if note := note_passes(settings.global_batch, samples):
-        notify(heard, "on_hint", note)
+        notify(callbacks, "on_hint", note)
     return resolve_steps(settings, samples, inputs.seq_len)
 
 

@@ -27,7 +27,7 @@ def check_samples(
 
 
 def _check_dataset(
-    groups: Groups, settings: TrainSettings, name: str, dataset: Any, heard: Sequence[Callback]
+    groups: Groups, settings: TrainSettings, name: str, dataset: Any, callbacks: Sequence[Callback]
 ) -> None:
     mine = digest_samples(dataset, settings.seed, settings.workers, settings.comm_timeout_s)
     found = [mine] if groups.ranks.world_size == 1 else gather_objects(mine, groups.patient)
@@ -48,14 +48,14 @@ def _check_dataset(
             "and rank 0, though most of those compared are equal. Ranks should have the same "
             "data set"
         )
-        notify(heard, "on_hint", said)
+        notify(callbacks, "on_hint", said)
     if any(one.unsteady for one in found):
-        notify(heard, "on_hint", describe_unsteady(name, found))
+        notify(callbacks, "on_hint", describe_unsteady(name, found))
     unread = [(rank, one.unread) for rank, one in enumerate(found) if one.unread]
     if unread and len(found) > 1:
         rank, why = unread[0]
         said = f"samples of the {name} were not compared between ranks: on rank {rank}, {why}"
-        notify(heard, "on_hint", said)
+        notify(callbacks, "on_hint", said)
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
