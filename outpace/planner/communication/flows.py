@@ -279,7 +279,10 @@ def _rank_share(work: StepOnRank) -> _RankShare:
 
 
 def _is_on_rank(name: str, first: bool, last: bool, tied: bool) -> bool:
-    """Return whether a rank with the first or last stage holds a parameter outside of blocks."""
+    """Return whether a rank holds a parameter outside of blocks.
+
+    `first` and `last`: the rank has the first or the last stage. Both hold a `tied` embedding.
+    """
     if name.startswith("embed."):
         return first or (last and tied and name == "embed.tokens.weight")
     return last

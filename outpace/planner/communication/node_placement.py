@@ -58,7 +58,7 @@ def _group_size_and_stride(plan: Plan, part: Part, axis: Where) -> tuple[int, in
 
 
 def _place_stage_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Place a flow between neighbouring stages.
+    """Place a flow between neighbouring stages on nodes.
 
     A tied embedding's flow is between the first and the last pipeline rank.
     """

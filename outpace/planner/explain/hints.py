@@ -78,7 +78,10 @@ def _option_label(name: str) -> str:
 def _requests_with_hinted_options(
     device: DeviceRates, wanted: SearchRequest, best: Plan
 ) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield a request for each option not searched by default, with the best plan's axes."""
+    """Yield each option that is not searched by default, with a request that requires it.
+
+    To save time, the request also requires the best plan's axis sizes.
+    """
     for name, value, _ in _ASKED:
         if (
             name in wanted.keep

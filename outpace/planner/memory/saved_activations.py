@@ -233,7 +233,10 @@ def _saved_norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats
 def _largest_matrix(
     stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch
 ) -> Floats:
-    """Return the elements of a layer's largest matrix, with experts and fused matrices separate."""
+    """Return the number of elements of a layer's largest matrix.
+
+    Each expert's matrix and each part of a fused matrix are separate matrices.
+    """
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
     for weight, share in zip(parts, cut, strict=True):

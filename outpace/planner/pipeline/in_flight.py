@@ -72,7 +72,10 @@ def ranks_of(
 
 
 def _memory_sort_key(rank: Rank) -> tuple[float, int]:
-    """Return a sort key for memory: blocks with kept activations, weighted, then all blocks."""
+    """Return a sort key by memory: blocks with kept activations, then all blocks.
+
+    Blocks that recompute count less.
+    """
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 

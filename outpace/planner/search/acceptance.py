@@ -62,7 +62,7 @@ def _layout_keys(c: PlanBatch) -> Ints:
 
 
 def _option_keys(c: PlanBatch) -> Ints:
-    """Return a row per plan: its options, and features of its layout that matter to them."""
+    """Return a row per plan, such that the trainer's answer on options depends only on the row."""
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp > 1, c.cp > 1, c.pp > 1,
         c.ep > 1, c.precision, c.optimizer, c.compile, c.offload_activations,

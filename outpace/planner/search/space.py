@@ -96,7 +96,10 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary_settings(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Combine each layout with every varied value, or the first one if they make no difference."""
+    """Combine each layout with every varied value.
+
+    If a setting makes no difference to a layout, only its first value is used.
+    """
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -293,7 +296,7 @@ def _layout_rows(wanted: SearchRequest) -> Iterator[_Row]:
 def _data_parallel_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (dp_replicate, dp_shard, ZeRO stage): replicas, then shards, then replicated shards."""
+    """Yield (dp_replicate, dp_shard, ZeRO stage) with replicas alone, shards alone, or both."""
     yield replicas, 1, 0
     if replicas == 1:
         return

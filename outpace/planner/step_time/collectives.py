@@ -97,7 +97,7 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
 def _exposed_ring_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return the communication that attention to the keys of `parts` ranks does not hide."""
+    """Return the exposed seconds of communication during attention to the keys of `parts` ranks."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
@@ -393,7 +393,7 @@ def _count_buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
 
 
 def _unit_launch_s(setup: StepTimeSetup) -> Floats:
-    """Return the host's time to gather shards and reduce gradients, unit by unit."""
+    """Return the seconds that the host needs to launch gathers and reductions of FSDP units."""
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
     sums = np.where(c.zero > 1, rounds, 0)

@@ -173,7 +173,10 @@ def _sum_passes(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime
 
 
 def _mean_over_ranks_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
-    """Return the mean seconds over ranks of one part of all passes, by its name in `PassTime`."""
+    """Return the seconds of one part of all passes, as the mean over ranks.
+
+    `name` is the part's field in `PassTime`.
+    """
     layers = passes.forward(name) + passes.backward(name)
     return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 

@@ -300,7 +300,7 @@ def _operators_outside_graphs(
 def _weight_matmuls_s(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of a weight's forward, its input gradient and its weight gradient."""
+    """Return the seconds of a weight's matmuls: forward, input gradient and weight gradient."""
     if weight.name == "router":  # never in 8 bits
         cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     tp = cells.etp if weight.experts else cells.tp
@@ -410,7 +410,7 @@ def _frozen_weight_matmuls_s(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the terms of `_weight_matmuls_s` for a frozen weight, including its adapters."""
+    """Return what `_weight_matmuls_s` returns, for a frozen weight and its adapters."""
     assert cells.adapters is not None
     one, inputs = matmuls
     grads = np.zeros_like(one)
@@ -473,7 +473,7 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
 def _unsplit_matmuls_s(
     device: DeviceRates, cells: Cells, matmuls: Sequence[MatmulShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield the terms of `_weight_matmuls_s` for matmuls that tensor parallelism does not split."""
+    """Yield what `_weight_matmuls_s` returns for matmuls that tensor parallelism does not split."""
     for matmul in matmuls:
         tokens = cells.samples * (matmul.positions or length) / cells.cp
         weight = Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
@@ -490,7 +490,10 @@ def _attention_s(
     keys: int,
     kernel: Kernel,
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of attention, forward and backward; fused causal attention is halved."""
+    """Return the seconds of attention, forward and backward.
+
+    Fused kernels skip the masked half of causal attention.
+    """
     heads = np.maximum(attention.heads / cells.tp, 1.0)
     own = length / cells.cp  # queries of this rank; keys of all ranks arrive one after the other
     widths = attention.head_dim + attention.value_dim

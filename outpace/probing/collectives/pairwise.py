@@ -142,7 +142,10 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: TransferMaker
 ) -> tuple[Callable[[], Any], Check]:
-    """Return this rank's call for a slot of pairs, and its check, after one checked call."""
+    """Return this rank's call for a slot of pairs, and the check of its result.
+
+    The call is made and checked once, so all ranks must call this. A rank in no pair stays idle.
+    """
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong

@@ -144,7 +144,10 @@ def _partition(
 def _connected_groups(
     first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yield groups of `size` that contain `first`, best links first."""
+    """Yield groups of `size` GPUs that contain `first`, best links first.
+
+    All links within a group score at least `least`.
+    """
     near = [gpu for gpu in others if score[frozenset((first, gpu))] >= least]
     groups = (
         (first, *rest)

@@ -225,7 +225,10 @@ class _LoaderBench:
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip
 
     def _find_error(self, setting: _Setting, first: Any) -> str | None:
-        """Check the first batch; only a user's data set may return different samples."""
+        """Compare the first batch with the first one that this loader ever read.
+
+        Only a user's data set may return different samples; this adds a note.
+        """
         wrong = _describe_difference(first, self._reference.setdefault(setting.loader, first))
         if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
             return wrong
