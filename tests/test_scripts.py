@@ -52,6 +52,28 @@ def quickstart(folder: Path, version: str, *options: str) -> subprocess.Complete
     )
 
 
+def test_types_are_checked_beside_the_tests_and_told_after_them(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for name, does in (("ruff", "exit 0"), ("mypy", "echo 'a.py:1: error'; exit $TYPES")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / "bin" / name).chmod(0o755)
+    environ = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+        "FAKE_VERSION": "3.12.1",
+    }
+    for code in (0, 1):
+        done = subprocess.run(
+            [folder / "scripts" / "test", "-k", "x"], capture_output=True, text=True, cwd="/",
+            env={**environ, "TYPES": str(code)}, check=False,
+        )  # fmt: skip
+        assert done.returncode == code
+        said = done.stderr.splitlines()
+        assert said.index("── tests") < said.index("── types") < said.index("a.py:1: error")
+        assert ("scripts/test: failed: types" in said) == bool(code)
+    assert "-m pytest -m not slow -n 3 --dist loadfile -k x" in (folder / "calls").read_text()
+
+
 def installs(folder: Path) -> list[str]:
     return [line for line in (folder / "calls").read_text().splitlines() if "pip install" in line]
 

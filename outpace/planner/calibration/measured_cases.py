@@ -7,7 +7,7 @@ The table is generated from benchmarks/data and the recorded predictions
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from outpace.catalog.tables import read_rows, read_table
@@ -58,7 +58,7 @@ class Likeness:
     seq_len: int | None = None
     stack: str = "outpace"
 
-    @property
+    @cached_property  # asked for each row of the table
     def axes(self) -> dict[str, int]:
         """Return the axis sizes and the ZeRO stage under the table's column names."""
         plan = self.plan

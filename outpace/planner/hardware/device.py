@@ -229,16 +229,19 @@ def matmul_s(
     depth = np.ceil(k / _TILE_STEP) * _TILE_STEP
     fill = 0.0 if device.fill == 0 else device.fill * np.where(device.is_fp8(rate), 2.0, 1.0)
     best = np.full(np.broadcast(m, n, k, rate, batch).shape, np.inf)
+    # The depth of each part, and the seconds in which the partial results are summed.
+    splits = [
+        (parts, depth / parts + fill, batch * m * n * _FP32 * parts / device.memory_bytes_per_s)
+        for parts in _SPLITS
+    ]
     for height, width, share in device.tiles:
         tiles = np.ceil(m / height) * np.ceil(n / width) * batch
         one = 2.0 * height * width * device.multiprocessors / (rate * share)
-        for parts in _SPLITS:
-            waves = np.ceil(tiles * parts / device.multiprocessors)
-            took = waves * one * (depth / parts + fill)
+        for parts, part_depth, sum_s in splits:
+            took = np.ceil(tiles * parts / device.multiprocessors) * one * part_depth
             if parts > 1:
-                took = took + batch * m * n * _FP32 * parts / device.memory_bytes_per_s
-                took = took + 1e-6
-            best = np.minimum(best, took)
+                took = took + sum_s + 1e-6
+            np.minimum(best, took, out=best)
     least = 2.0 * batch * m * n * k / (rate * device.limit)
     seconds: Floats = device.fixed_s + np.maximum(np.maximum(best, least), moved)
     if device.measured_ratios:
