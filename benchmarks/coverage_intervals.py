@@ -5,6 +5,7 @@ They are quantiles of real comparisons, stored in outpace/catalog/residuals.json
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kinds.setdefault(question_kind(row).narrow_name or "", []).append(row)
     found = {}
     for name, own in sorted(kinds.items()):
-        ratios = _units(own, LEAST_SOURCES)
+        ratios = _units(own, LEAST_SOURCES, LEAST_UNITS)
         if len(own) >= LEAST_ROWS and len(ratios) >= LEAST_SOURCES:
             spread = residuals(ratios)
             if spread["coverage"] >= LEAST_COVERAGE:
@@ -106,13 +107,16 @@ def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _units(rows: Sequence[Mapping[str, Any]], least: int) -> Ratios:
+def _units(rows: Sequence[Mapping[str, Any]], least: int, each: int = 1) -> Ratios:
     """Return measured over predicted times by source; each source is left out once.
 
-    If fewer than `least` sources have rows of a kind, each problem of a source (a model and a
-    length, on chips of one architecture) takes the place of the source.
+    If fewer than `least` sources have `each` rows of a kind, each problem of a source (a model and
+    a length, on chips of one architecture) takes the place of the source. Two rows of a second
+    software would otherwise set the interval of the 800 of a first one that are left out.
     """
-    parts = ("source",) if len(_sources(rows)) >= least else ("source", "problem", "chip")
+    counts = Counter(row["source"] for row in rows)
+    enough = sum(count >= each for count in counts.values()) >= least
+    parts = ("source",) if enough else ("source", "problem", "chip")
     ratios: Ratios = {}
     for row in rows:
         unit = ", ".join(row[part] for part in parts)

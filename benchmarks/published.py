@@ -48,7 +48,7 @@ from outpace.records.plan import Plan
 
 _DATA = Path(__file__).parent / "data"
 PUBLISHED = _DATA / "published.csv"
-ALL = (PUBLISHED, _DATA / "published-2.csv", _DATA / "published-3.csv")
+ALL = (PUBLISHED, *(_DATA / f"published-{number}.csv" for number in (2, 3, 4)))
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _VIRTUAL = (1, 2, 3, 4, 6, 8)
 _GPT2_VOCAB, _BERT_VOCAB = 50257, 30522
@@ -62,6 +62,7 @@ class UnstatedError(Exception):
 _CHIPS: Mapping[str, str] = {
     "A100": "A100 SXM 80 GB", "A100-80GB": "A100 SXM 80 GB", "A100-40GB": "A100 SXM 40 GB",
     "A100-SXM4-40GB": "A100 SXM 40 GB", "A800-80GB": "A800 SXM 80 GB",
+    "H800-80GB": "H800 SXM",
     "H100": "H100 SXM", "H100-80GB": "H100 SXM", "H200": "H200 SXM",
     "H100-96GB HBM2e 500W": "H100 SXM 96 GB 500 W",
     "H100-95GB HBM2e low-TDP": "H100 SXM 96 GB 500 W",
@@ -92,6 +93,8 @@ _TARGETS: Sequence[tuple[str, Mapping[str, Target]]] = (
     ("on GPTQ", {"qkv": Target(3), "out": _ONE}),
     ("attention qkv and proj", {"qkv": _ONE, "out": _ONE}),
     ("c_attn, c_proj, w1, w2", {"qkv": _ONE, "out": _ONE, "up": Target(2), "down": _ONE}),
+    ("q,v,o and MLP", {"qkv": Target(2), "out": _ONE, "up": Target(2), "down": _ONE}),
+    ("all linear", {"qkv": Target(3), "out": _ONE, "up": Target(2), "down": _ONE}),
 )
 # BLOOM's trials "always hang" on 320 GPUs and more without CUDA_LAUNCH_BLOCKING=1, which they used
 # from then on (bigscience 053adafe, train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ
@@ -243,11 +246,17 @@ def outline(row: Row) -> Outline:
     row.number("layers")
     try:
         return stated_outline(
-            row.values, padded(row), row.number("seq"), dropout=row.framework.dropout,
+            row.values, padded(row), row.number("seq"), dropout=_drops(row),
             gpt_positions="ALiBi" not in row["arch"],
         )  # fmt: skip
     except ValueError as error:
         raise UnstatedError(str(error)) from None
+
+
+def _drops(row: Row) -> bool:
+    """Return whether blocks have dropout: as stated, or as the framework has by default."""
+    stated = re.search(r"(no )?dropout", row["notes"])
+    return row.framework.dropout if stated is None else stated[1] is None
 
 
 def chip(row: Row) -> Accelerator:
@@ -383,7 +392,7 @@ def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
 
 def software(row: Row) -> SoftwareStack:
     """Return the traits of the software that trained a row, as the row or its recipe sets them."""
-    found = row.framework.software
+    found = _as_noted(row, row.framework.software)
     if row.framework.engine:
         found = found.model_copy(update={"casts": engine_casts(row)})
     if row.framework.recipes:
@@ -409,6 +418,21 @@ def software(row: Row) -> SoftwareStack:
     if "trl 0.13" in row["framework"]:
         changes["experts"] = "triton" if "scattermoe" in row["framework"] else "loop"
     if "foak" in row["framework"]:
+        changes["elementwise"] = "fused"
+    return found.model_copy(update=changes)
+
+
+def _as_noted(row: Row, found: SoftwareStack) -> SoftwareStack:
+    """Return a program's traits with what a row's notes state.
+
+    AutoModel computes models with experts by Transformer Engine, others by transformers' modules.
+    """
+    changes: dict[str, object] = {}
+    if "no overlap" in row["notes"]:
+        changes["overlaps"] = False
+    if "DeepEP" in row["notes"]:
+        changes["dispatcher"] = "deepep"
+    if row.framework.stack == "AutoModel" and outline(row).experts:
         changes["elementwise"] = "fused"
     return found.model_copy(update=changes)
 
@@ -441,12 +465,14 @@ def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:
     if row.framework.stack == "TRL":
         return newest.model_copy(update={"gathers_keys": True})
     said = row["precision"].casefold()
-    whole = "float8" in said or "tensorwise" in said
+    rows_apart = "rowwise" in said  # whose scales need whole rows, so that 16 bits are sent
+    whole = ("float8" in said or "tensorwise" in said) and not rows_apart
     return newest.model_copy(
         update={
             "stops_early": True, "repeats_keys": True,
             "repeats_matmuls": "all" if eight(row) else newest.repeats_matmuls,
             "shards_fp8": whole and row.optional("dp", 1) > 1,
+            "gathers_fp8": newest.gathers_fp8 and not rows_apart,
         }
     )  # fmt: skip
 
@@ -526,7 +552,7 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Pla
         all_of = of_plans(found, step_samples(row), layers)
     except BadInputError as error:
         raise UnstatedError(str(error)) from None
-    stated = megatron_tests().get(row["model"], {}).get("etp")
+    stated = megatron_tests().get(row["model"], {}).get("etp") or _stated_number(row, "etp")
     if row.framework.whole_experts or stated:
         all_of = replace(all_of, etp=np.full_like(all_of.etp, int(stated or 1)))
     if not times:
@@ -544,9 +570,16 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Pla
     return all_of
 
 
+def _stated_number(row: Row, name: str) -> str:
+    """Return the number after a name in a row's notes; "" if there is none."""
+    found = re.search(rf"\b{name} (\d+)", row["notes"])
+    return found[1] if found else ""
+
+
 def traits(row: Row) -> FrameworkTraits:
     """Return the framework's traits of memory use."""
-    return row.framework.traits(row["precision"], zero_level(row))
+    found = row.framework.traits(row["precision"], zero_level(row))
+    return replace(found, repeats_matmuls=software(row).repeats_matmuls)
 
 
 def plans(row: Row) -> list[Plan]:
@@ -579,7 +612,7 @@ def step_samples(row: Row) -> int:
 _ZERO = (
     (re.compile(r"zero3|fsdp(?!\w*1)"), 3), (re.compile(r"zero2"), 2), (re.compile(r"zero1"), 1),
 )  # fmt: skip
-_OVER = re.compile(r"zero1 over (\d+) ranks|megatron-fsdp (\d+)")
+_OVER = re.compile(r"zero\d over (\d+)|megatron-fsdp (\d+)")
 
 
 def zero_level(row: Row) -> int:
@@ -599,6 +632,10 @@ def _sharded(row: Row) -> Plan:
     shared: dict[str, Any] = {}
     if row.optional("ep", 1) > 1:
         strategy, shared = "3d", {"zero": level, "ep": row.number("ep")}
+    over = _OVER.search(row["sharding"])
+    if over and int(over[1] or over[2]) < ranks:  # and copies of these shards
+        strategy, shared = "3d", {"zero": level, "dp_replicate": ranks // int(over[1] or over[2])}
+        ranks = int(over[1] or over[2])
     return Plan.parse(
         {
             "strategy": strategy if ranks > 1 else "single",
@@ -725,7 +762,9 @@ def _product(
         schedule = "interleaved" if loops > 1 else "1f1b" if parts >= pp else "gpipe"
         if schedule == "interleaved" and parts % pp:
             return None
-        values |= {"pp_microbatches": parts, "pp_schedule": schedule}
+        # Some programs run a pipeline for each local batch, and add up these batches' gradients.
+        local = int(_stated_number(row, "local batch") or share) // size
+        values |= {"pp_microbatches": min(parts, local), "pp_schedule": schedule}
         values |= {"virtual_stages": loops} if loops > 1 else {}
     return Plan.parse(values, "row")
 
@@ -748,5 +787,6 @@ def _sequence_parallel(row: Row) -> bool:
     torchtitan, nanotron and the recipes of Megatron-Bridge and NeMo use it wherever they use tensor
     parallelism.
     """
-    said = "sequence parallel" in row["recompute"] or "tp-comm-overlap on" in row["notes"]
+    said = "sequence parallel" in f"{row['recompute']} {row['notes']}"
+    said = said or "tp-comm-overlap on" in row["notes"]
     return said or row.framework.stack in ("torchtitan", "nanotron", "Megatron-Bridge", "NeMo")

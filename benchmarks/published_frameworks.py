@@ -66,7 +66,12 @@ class Framework:
         if self.stack == "Megatron-DeepSpeed" and precision.startswith("fp16"):
             return DEEPSPEED_FP16_ZERO1 if zero else DEEPSPEED_FP16
         if self.memory == "megatron":
-            return MEGATRON_FP16 if precision.startswith("fp16") else MEGATRON_BF16
+            # NeMo's configurations of benchmarks and MLPerf add up gradients in 16 bits (dgxc-
+            # benchmarking, grad_sync_dtype; NeMo, scripts/performance, grad_reduce_in_fp32 False).
+            low = precision.startswith("fp16") or self.stack == "NeMo"
+            found = MEGATRON_FP16 if low else MEGATRON_BF16
+            # Others (nanotron, InternEvo, Megatron-DeepSpeed) compute a gate by torch's operators.
+            return replace(found, fuses_gates=self.engine)
         return OUTPACE if self.memory == "outpace" else _WHOLE_LOSS
 
 
@@ -75,7 +80,8 @@ _SOFTWARE: Mapping[str, str] = {
     "Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
     "DeepSpeed": "deepspeed-2021", "InternEvo": "internevo", "nanotron": "nanotron",
     "torchtitan": "torchtitan", "Composer": "composer", "Trainer": "trainer", "TRL": "accelerate",
-    "transformers": "trainer", "torchtune": "trainer",
+    "transformers": "trainer", "torchtune": "trainer", "AutoModel": "accelerate",
+    "fms-fsdp": "trainer",
 }  # fmt: skip
 
 # Stacks whose loss is computed over all logits at once.
@@ -162,6 +168,16 @@ FRAMEWORKS: Mapping[str, Framework] = {
         "scripts/performance", "Megatron-Bridge", whole_experts=True, recipes=True,
     ),
     "Primus Megatron": _core("AMD-AGI/Primus fd1eeabb, docs", "Megatron-Core"),
+    "NeMo": _core(
+        "NVIDIA/NeMo, docs/source/performance, and NVIDIA/dgxc-benchmarking: each model's "
+        "configuration has overlap_grad_sync, overlap_param_sync, no dropout", "NeMo"
+    ),
+    "NeMo AutoModel": Framework(
+        "NVIDIA-NeMo/Automodel 36044ad3d: fully_shard by blocks; models with experts use "
+        "Transformer Engine's norms, attention and matmuls, and DeepEP or HybridEP; others are "
+        "transformers' modules", "AutoModel", kernel="fused", dropout=False, masters=False,
+        memory="whole loss",
+    ),
     "mlperf": _core(
         "mlcommons/training_results: NVIDIA's reference submission, NeMo on Megatron-Core; that of "
         "AMD is Megatron's model on ROCm's Transformer Engine", "NeMo",
@@ -198,6 +214,21 @@ FRAMEWORKS: Mapping[str, Framework] = {
         "of rank 8 on queries and values, behind dropout of 0.05; FSDP with activation "
         "checkpointing, a block to a flat parameter, micro-batches before the last under no_sync",
         "LitGPT", kernel="fused", dropout=False, pipelines=False, masters=False,
+    ),
+    "fms-fsdp FSDP1": replace(
+        _TRAINER, stack="fms-fsdp",
+        source="foundation-model-stack/fms-fsdp 5a296af, main_training_llama.py: FSDP1 by blocks, "
+        "shards in fp32, gathers and sums in bf16 (policies/mixed_precision.py)",
+    ),
+    "TinyLlama": Framework(
+        "jzhang38/TinyLlama bf12224, pretrain/tinyllama.py: Lightning's FSDP by blocks, without "
+        "checkpoints; flash-attn's attention and rotations, norms and SwiGLU in one kernel each",
+        "LitGPT", kernel="flash2", dropout=False, pipelines=False, masters=False,
+        memory="whole loss",
+    ),
+    "transformers + DeepSpeed": replace(
+        _TRAINER, source="FlagOpen/FlagPerf 1b5a0303, training/benchmarks/llama2_7b/deepspeed: "
+        "transformers' Llama under deepspeed.initialize; bf16 weights with fp32 masters",
     ),
     "transformers": replace(
         _TRAINER, source="huggingface/transformers 4.3, GPT2Model: written scores, dropout 0.1",

@@ -67,12 +67,23 @@ def _latent(
     ))  # fmt: skip
 
 
+def _llama4_maverick() -> Outline:
+    """Build an outline: every second layer has experts, of which each token goes through one."""
+    attention = AttentionShape(heads=40, kv_heads=8, head_dim=128, value_dim=128)
+    expert = Mlp(width=8192, gated=True, experts=128, active=1, shared=8192)
+    return _rms("llama4-maverick-400b", 5120, 202048, (
+        Stack(layers=24, attention=attention, mlp=Mlp(width=16384, gated=True)),
+        Stack(name="layers of experts", layers=24, attention=attention, mlp=expert),
+    ))  # fmt: skip
+
+
 # Models in rows that the catalog does not have.
 _OTHERS: Mapping[str, Outline] = {
     one.name: one
     for one in (
         _gpt_oss("gpt-oss-120b", 36, 128),
         _gpt_oss("gpt-oss-20b", 24, 32),
+        _llama4_maverick(),
         _latent("moonlight-16b-a3b", 2048, 16, 27, 11264,
                 Mlp(width=1408, gated=True, experts=64, active=6, shared=2816), None),
         _latent("kimi-k2", 7168, 64, 61, 18432,

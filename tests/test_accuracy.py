@@ -136,7 +136,7 @@ def test_recorded_rows_are_what_the_planner_says_now(accuracy, table, recorded):
 
 def test_every_framework_and_file_is_known(accuracy):
     table = accuracy.published.rows(*accuracy.published.ALL)
-    assert len(table) == 2443
+    assert len(table) == 2684
     unknown = {row["framework"] for row in table if row.source not in ("deepspeed-autotuning",)}
     for row in table:
         if row.source != "deepspeed-autotuning":
@@ -243,6 +243,34 @@ def test_modelzoos_rows_on_racks_are_asked_as_their_commands_set_them(accuracy):
     assert [one.overlaps_dispatch for one in found] == [False, True, False, False]
     pads = [published.software(rows[one]).pads_tokens for one in ("541", "583")]
     assert pads == [True, False]
+
+
+def test_rows_are_asked_with_what_their_notes_state(accuracy):
+    """Shards within nodes, dropout, no overlap, expert tensor parallelism, local batches."""
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(published.ALL[-1])}
+
+    def row(source, **columns):
+        return next(one for one in rows.values() if one.source == source
+                    and all(one[name] == value for name, value in columns.items()))  # fmt: skip
+
+    (shared,) = published.plans(row("fms-fsdp", gpu="H100-80GB", model="llama2-7b"))
+    assert (shared.dp_shard, shared.dp_replicate, shared.zero) == (8, 12, 3)
+    flag = row("flagperf", tp="2", pp="1", n_gpus="16", precision="bf16")
+    assert not published.software(flag).overlaps and published.plans(flag)[0].sequence_parallel
+    assert published.outline(flag).stacks[0].dropout
+    grok = row("dgxc-benchmarking", gpu="GB200", model="grok-1", n_gpus="128", precision="bf16")
+    found = published.columns(grok, published.plans(grok), 64, times=True)
+    assert (found.etp[0], published.software(grok).graphs) == (4, "step")
+    (deep,) = published.plans(row("automodel", model="deepseek-v3", n_gpus="1024"))
+    assert (deep.pp_microbatches, deep.samples_per_pass) == (8, 8)  # of 32 in a step
+    by_rows, whole = (
+        published.software(row("torchtitan-asynctp", precision=f"float8 {scales}"))
+        for scales in ("rowwise", "tensorwise")
+    )
+    assert [(one.gathers_fp8, one.shards_fp8) for one in (by_rows, whole)] == [
+        (False, False), (True, True),
+    ]  # fmt: skip
 
 
 def test_deepseek_v3_predicts_one_token_more_in_its_recipes(accuracy):

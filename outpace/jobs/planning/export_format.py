@@ -152,7 +152,8 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
         if precision in COMPUTES_IN_BF16:
             return MEGATRON_BF16
         return MEGATRON_FP16 if precision in COMPUTES_IN_FP16 else _OTHERS
-    return _TRAITS.get(name, _OTHERS)
+    repeats = STACKS[_STACKS.get(name, name)].repeats_matmuls
+    return replace(_TRAITS.get(name, _OTHERS), repeats_matmuls=repeats)
 
 
 def _export(

@@ -74,7 +74,7 @@ def _add_mlp_backward(timeline: MemoryTimeline, block: _BlockBackward) -> None:
     timeline.free("activations", saved)
     if b.gated:
         timeline.allocate("temporary", 2 * inner)
-        timeline.free("activations", 2 * saved)
+        timeline.free("activations", (b.inners - 2) * saved)
         timeline.free("temporary", inner)
         timeline.pass_over("temporary", block.read + block.gathered)
         add_gradient(timeline, block.gradient, b.up, copies=block.copies)

@@ -5,6 +5,7 @@ implements them; they hold for any plan.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,11 @@ class FrameworkTraits:
     `accumulates_unsharded`: with sharded weights and gradient accumulation, gradients stay
     unsharded until the last backward. `gradient_copies`: bytes per element of copies that the
     optimizer's step makes of all of a rank's gradients at once, in addition to the fp32 ones.
-    `reduce_buffer`: bytes of a separate buffer in which gradients are reduced.
+    `fuses_norms`: a norm is one kernel also if tensor parallelism splits its tokens. `fuses_gates`:
+    a gated MLP's activation and product are one kernel, which saves only its inputs.
+    `repeats_matmuls`: the matmuls of a block that selective recomputation repeats, whose results it
+    does not save (`catalog.stacks`). `reduce_buffer`: bytes of a separate buffer in which gradients
+    are reduced.
     """
 
     chunks_loss: bool = True
@@ -31,6 +36,9 @@ class FrameworkTraits:
     shards_by_element: bool = False
     reuses_receive_buffer: bool = False
     accumulates_unsharded: bool = False
+    fuses_norms: bool = False
+    fuses_gates: bool = False
+    repeats_matmuls: Literal["none", "second", "all"] = "none"
     gradient_copies: int = 0
     reduce_buffer: int = 0
 
@@ -41,6 +49,8 @@ OUTPACE = FrameworkTraits()
 # --bf16 add them up in fp32 unless --grad-reduce-in-bf16 is given, --fp16 in 16 bits. Optimizer:
 # docs, "Distributed Optimizer": 6 + 12/d bytes a parameter in bf16, 18 without, 4 + 16/d and 20 in
 # fp16. Pipelines: pipeline_parallel/p2p_communication.py; schedules.py, deallocate_output_tensor.
+# Norms are Transformer Engine's or apex's; fusions/fused_bias_swiglu.py, SwiGLUFunction: saves what
+# enters (--no-bias-swiglu-fusion turns it off).
 MEGATRON_BF16 = FrameworkTraits(
     chunks_loss=False,
     softmax_in_place=True,
@@ -48,6 +58,8 @@ MEGATRON_BF16 = FrameworkTraits(
     main_gradients=4,
     shards_by_element=True,
     reuses_receive_buffer=True,
+    fuses_norms=True,
+    fuses_gates=True,
 )
 MEGATRON_FP16 = replace(MEGATRON_BF16, main_gradients=2)
 # DeepSpeed of February 2022 (2151c787a). runtime/fp16/fused_optimizer.py, FP16_Optimizer.step: the

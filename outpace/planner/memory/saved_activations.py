@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
-from outpace.planner.model.outline import Weight, layer_parameters, weights
+from outpace.planner.model.outline import (
+    Weight,
+    layer_parameters,
+    second_matmuls,
+    weights,
+)
 from outpace.planner.plan_columns import MODES, PRECISIONS, Bools, Floats, PlanBatch
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
@@ -76,6 +81,7 @@ class Layer:
     norms: int
     composed: Bools  # if norms consist of several operators
     gated: bool
+    inners: int  # saved tensors of the MLP's inner width
     residual: Floats
     norm: Floats
     scaled: Floats  # a norm's intermediate result, in the dtype in which it scales
@@ -88,6 +94,7 @@ class Layer:
     heads_apart: Floats  # normalised queries and keys, and the contiguous copy of the output
     scores: Floats  # if attention is not fused, or has dropout
     dropped: Floats
+    matmuls: Floats  # outputs of the matmuls that selective recomputation saves
     inner: Floats  # one tensor of the MLP's inner width
     experts: Floats  # bytes that routing adds
     other: Floats
@@ -103,9 +110,9 @@ class Layer:
         return self.matrices + self.vectors
 
     @property
-    def inners(self) -> int:
-        """Return the number of saved tensors of the MLP's inner width: two, or four with a gate."""
-        return 4 if self.gated else 2
+    def _inner_outputs(self) -> Floats:
+        """Return the bytes of the inner tensors that matmuls compute: one, or two with a gate."""
+        return self.inner * (2 if self.gated else 1)
 
     @property
     def attention(self) -> Floats:
@@ -132,15 +139,14 @@ class Layer:
         if mode in ("attention", "selective"):
             kept = kept + self.mixed
         if mode == "selective":
-            matmuls = self.raw + self.output * self.norms + self.inners / 2 * self.inner
-            kept = kept + matmuls + self.other
+            kept = kept + self.matmuls + self.other
         return kept
 
     @property
     def outputs(self) -> Floats:
         """Return the bytes of output gradients kept for a layer's delayed weight gradients."""
         made = self.raw + self.norms * (self.output + self.scaled)
-        return made + self.inners / 2 * self.inner
+        return made + self._inner_outputs
 
 
 def layer(
@@ -180,17 +186,20 @@ def layer(
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
     # Dropout saves a mask: a byte per value on CUDA, a factor in their dtype on a CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
-    composed = _composes_norms(stack, columns)
+    composed = _composes_norms(stack, columns, traits)
     wide = np.maximum(sizes.stream, FP32)
+    output = sizes.whole * item
+    parts_saved = (raw, output, inner * (2 if gated else 1), output * (stack.norms - 1))
     return Layer(
         norms=stack.norms,
         composed=composed,
         gated=gated,
+        inners=_count_inners(gated, traits),
         residual=sizes.part * sizes.stream,
-        norm=_saved_norm_bytes(stack, columns, sizes),
+        norm=_saved_norm_bytes(stack, composed, sizes),
         scaled=sizes.part * np.where(composed, wide, sizes.stream),
         input=(sizes.part if traits.regathers_inputs else sizes.whole) * item,
-        output=sizes.whole * item,
+        output=output,
         queries=queries,
         keys=keys,
         mixed=mixed,
@@ -198,6 +207,7 @@ def layer(
         heads_apart=apart,
         scores=scores,
         dropped=2 * mask * sizes.part,
+        matmuls=_saved_matmuls(outline, stack, columns, parts_saved, traits),
         inner=inner,
         experts=experts,
         other=sum((item * tokens * p.inputs * p.count for p in stack.other), start=zero),
@@ -209,13 +219,46 @@ def layer(
     )
 
 
-def _composes_norms(stack: Stack, columns: PlanBatch) -> Bools:
+def _saved_matmuls(
+    outline: Outline,
+    stack: Stack,
+    columns: PlanBatch,
+    outputs: tuple[Floats, ...],
+    traits: FrameworkTraits,
+) -> Floats:
+    """Return the bytes of matmuls' outputs that selective recomputation saves.
+
+    `outputs` are those of attention's projections, of attention, of the MLP's first matmuls and of
+    its last. Only 16-bit matmuls are counted to find every second one.
+    """
+    repeated = second_matmuls(stack, outline.hidden) if traits.repeats_matmuls == "second" else {}
+    none = 1.0 if traits.repeats_matmuls == "all" else 0.0
+    counted = ~columns.precision_in("fp8") if repeated else np.ones(len(columns), bool)
+    shares = [counted * repeated.get(name, none) for name in ("qkv", "out", "up", "down")]
+    return sum(
+        (nbytes * (1 - share) for nbytes, share in zip(outputs, shares, strict=True)),
+        start=np.zeros_like(outputs[0]),
+    )
+
+
+def _composes_norms(stack: Stack, columns: PlanBatch, traits: FrameworkTraits) -> Bools:
     """Return which plans compute norms in several operators: RMSNorm on tensors split over tp."""
-    found: Bools = (columns.tp > 1) & (not stack.norm_bias)
+    found: Bools = (columns.tp > 1) & (not stack.norm_bias) & (not traits.fuses_norms)
     return found
 
 
-def _saved_norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats:
+def _count_inners(gated: bool, traits: FrameworkTraits) -> int:
+    """Return the number of saved tensors of the MLP's inner width.
+
+    Without a gate, these are the inputs of the activation and of the last matmul; with one, also
+    the other factor and, unless one kernel computes both, the activation's result.
+    """
+    if not gated:
+        return 2
+    return 3 if traits.fuses_gates else 4
+
+
+def _saved_norm_bytes(stack: Stack, composed: Bools, sizes: Shapes) -> Floats:
     """Return the bytes that a norm saves in addition to its input.
 
     LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. RMSNorm in
@@ -224,7 +267,6 @@ def _saved_norm_bytes(stack: Stack, columns: PlanBatch, sizes: Shapes) -> Floats
     """
     numbers = 2 if stack.norm_bias else 1
     wide = np.maximum(sizes.stream, FP32)
-    composed = _composes_norms(stack, columns)
     apart = np.where(composed, sizes.part * (wide + wide - sizes.stream), 0.0)
     found: Floats = numbers * FP32 * sizes.part / sizes.hidden + apart
     return found

@@ -63,9 +63,11 @@ class _TensorCollectives:
     """Collectives over tp ranks: seconds of sums, and the number that the host launches.
 
     `gather_s` and `scatter_s` are gathers of hidden states and reduce-scatters. `last_s` is the
-    collective that sums a layer's output. `alone_s` is the reduce-scatters of a backward that no
-    matmul overlaps. `copied_s` and `copied_back_s` are copies of hidden states for the collectives
-    of a forward and of a backward, and `last_copied_s` those for the sum of a layer's output.
+    collective that sums a layer's output. `gathers_s` is the gathers that selective recomputation
+    repeats, and `gathers_copied_s` their copies. `alone_s` is the reduce-scatters of a backward
+    that no matmul overlaps. `copied_s` and `copied_back_s` are copies of hidden states for the
+    collectives of a forward and of a backward, and `last_copied_s` those for the sum of a layer's
+    output.
     """
 
     sums_s: Floats
@@ -73,6 +75,8 @@ class _TensorCollectives:
     gather_s: Floats
     scatter_s: Floats
     last_s: Floats
+    gathers_s: Floats
+    gathers_copied_s: Floats
     alone_s: Floats
     copied_s: Floats
     copied_back_s: Floats
@@ -139,6 +143,7 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
         w = LayerWork(**{f.name: setup.spread(getattr(work, f.name)) for f in fields(work)})
         count, inputs = _count_tp_reductions(setup, stack), _count_adapter_gathers(setup, stack)
         alone = _count_unoverlapped_scatters(setup, stack)
+        gathers = count * _repeats_gathers(setup)
         gathered_s, beside_s, whole_s = _hidden_state_copies_s(setup)
         tensor = _TensorCollectives(
             sums_s=count * one.sums_s,
@@ -146,6 +151,8 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
             gather_s=inputs * one.gather_s,
             scatter_s=inputs * one.scatter_s,
             last_s=one.last_s,
+            gathers_s=gathers * one.gather_s,
+            gathers_copied_s=gathers * gathered_s,
             alone_s=alone * one.scatter_s,
             copied_s=count * (gathered_s + beside_s),
             copied_back_s=count * gathered_s + (count - alone) * beside_s + alone * whole_s,
@@ -170,6 +177,18 @@ def _count_tp_reductions(setup: StepTimeSetup, stack: Stack) -> Floats:
         cut = c.etp == c.tp
     attention = 0.0 if stack.attention is None else 1.0
     return attention + np.where(cut, 1.0, 0.0)
+
+
+def _repeats_gathers(setup: StepTimeSetup) -> Floats:
+    """Return which plans gather matmuls' inputs again in selective recomputation, as 0 or 1.
+
+    Where that mode repeats matmuls, it is a policy of operators that saves reduce-scatters but not
+    gathers (torchtitan 820504e, models/llama3/infra/parallelize.py, _save_list).
+    """
+    selective = setup.columns.modes[:, MODES.index("selective")]
+    repeats = setup.question.stack.repeats_matmuls != "none"
+    found: Floats = selective * setup.columns.sequence_parallel * repeats
+    return found
 
 
 def _count_unoverlapped_scatters(setup: StepTimeSetup, stack: Stack) -> Floats:
@@ -229,6 +248,7 @@ def _backward_pass(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollective
     again_s = most * (w.forward_s - last_s) - dense * w.inner_s + modes["selective"] * light_s
     copied_s = tensor.copied_s - np.where(last_s > 0, tensor.last_copied_s, 0.0)
     again_s = again_s + second_s + most * copied_s + tensor.copied_back_s
+    again_s = again_s + tensor.gathers_copied_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
     sums_s = tensor.sums_s - np.where(last_s > 0, tensor.last_s, 0.0)
     again_tensor_s = _exposed_tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
@@ -245,7 +265,9 @@ def _backward_pass(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollective
     return PassTime(
         device_s=w.backward_s + again_s + units_s,
         host_s=_launch_s(setup, launched),
-        tensor_s=tensor_s + most * again_tensor_s,
+        tensor_s=tensor_s
+        + most * again_tensor_s
+        + _exposed_tensor_s(setup, tensor.gathers_s, second_s),
         products_s=(own + most) * w.products_s - most * last_s + second_s,
         attention_s=w.attention_back_s + full * w.attention_s,
         weights_s=np.where(splits, w.weights_s, 0.0),
@@ -283,7 +305,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     sums_s = np.where(c.sequence_parallel, gather_s + scatter_s, whole)
     last_s = np.where(c.sequence_parallel, scatter_s, whole)
     none = np.zeros_like(sums_s)
-    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, none, none, none, none)
+    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, *[none] * 6)
 
 
 def _hidden_state_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:

@@ -90,7 +90,8 @@ def test_why_a_kind_has_none_of_its_own():
         enough = row["coverage"] is not None
         assert ("do not predict each other" in told[name]) == enough
         assert ("are too few" in told[name]) != enough
-    assert "43 steps of 5 sources on blackwell are too few" in told["blackwell, dense"]
+    assert "2 steps of 1 source on cdna4 are too few" in told["cdna4, dense"]
+    assert "89 steps of 3 sources on blackwell do not" in told["blackwell, experts"]
 
 
 def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outpace.catalog.models import PRESETS
 from outpace.planner.memory.framework_traits import (
     DEEPSPEED_FP16,
     DEEPSPEED_FP16_ZERO1,
@@ -12,15 +13,16 @@ from outpace.planner.memory.framework_traits import (
     MEGATRON_BF16,
     MEGATRON_FP16,
     OUTPACE,
+    FrameworkTraits,
 )
 from outpace.planner.memory.fullest_rank import places
 from outpace.planner.memory.peak import anatomy, held_bytes, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.memory.setup import MemoryQuestion
-from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
-from outpace.records.plan import Plan
+from outpace.records.plan import Checkpointing, Plan
 
 LENGTH, HIDDEN, HEADS, VOCAB = 1024, 512, 8, 50304
 PLANS = (
@@ -75,6 +77,41 @@ def test_inputs_that_are_gathered_again_are_kept_in_shares(tp):
     )
     assert kept == pytest.approx(34 / tp + scores + 16 / HIDDEN / tp)
     assert own - kept == pytest.approx(4 * (1 - 1 / tp))
+
+
+def llama_bytes(traits: FrameworkTraits, mode: Checkpointing, **axes) -> float:
+    """Return the bytes a token that a block of Llama 3 8B saves."""
+    model = outline(PRESETS["llama-3-8b"].spec, "llama-3-8b")
+    columns = columns_of(megatron(sequence_parallel=True, **axes))
+    sizes = shapes(model, LENGTH, columns)
+    block = layer(model, model.stacks[0], columns, sizes, "cuda", True, traits)
+    return float(block.saved_bytes_in(mode)[0]) / LENGTH
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_megatrons_block_saves_no_intermediate_results_of_norms_or_gates(tp):
+    """Transformer Engine's norms and SwiGLUFunction: inputs alone. Two inputs and two results of
+    norms, queries, keys and values, attention's result, and three inner tensors; numbers of norms
+    and attention's sums in fp32. outpace under tp has norms in fp32 by several operators.
+    """
+    h, kv, f, heads = 4096, 1024, 14336, 32
+    hand = 2 * (2 * h + 2 * h + h + 2 * kv + h + 3 * f) + 2 * 4 + 4 * heads
+    saved = llama_bytes(MEGATRON_BF16, "none", tp=tp)
+    assert saved == pytest.approx(hand / tp)
+    own = llama_bytes(OUTPACE, "none", tp=tp)
+    norms = 2 * h * (4 + 4 - 2) / tp if tp > 1 else 0
+    assert own - saved == pytest.approx(norms + 2 * f / tp + 2 * 2 * h * (1 - 1 / tp))
+
+
+def test_selective_recomputation_saves_the_matmuls_that_it_does_not_repeat():
+    """torchtitan: of q, k, v, out, w1, w3 and w2 every second; in 8 bits none of them."""
+    h, kv, f = 4096, 1024, 14336
+    every, second, none = (
+        llama_bytes(replace(OUTPACE, repeats_matmuls=one), "selective")
+        for one in ("none", "second", "all")
+    )
+    assert every - none == 2 * (h + 2 * kv + h + 2 * f + h)
+    assert second - none == 2 * (h + kv + f + h)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

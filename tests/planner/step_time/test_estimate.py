@@ -556,6 +556,18 @@ def test_sequences_split_along_the_second_dimension_are_copied_for_collectives()
         assert both[0] - both[1] == pytest.approx(number * whole, abs=1e-6), values
 
 
+def test_selective_recomputation_by_operators_gathers_inputs_again():
+    """torchtitan's list of saved operators has reduce-scatters, not gathers: a third for each."""
+    question = StepTimeQuestion(of("llama-3-8b"), 4096, FLAT, WIRED, other_program=True)
+    plan = {"strategy": "tp", "tp": 8, "checkpointing": "selective", "precision": "bf16"}
+    gather = 4096 * 4096 * 2 * 7 / 8 / 100e9
+    for repeats, split, gathers in (("none", True, 4), ("second", True, 6), ("second", False, 8)):
+        asked = replace(question, stack=replaced(repeats_matmuls=repeats))
+        found = step(asked, 1, sequence_parallel=split, **plan)["tensor_s"]
+        scatters = 4 if split else 0  # an all-reduce is as long as both
+        assert found == pytest.approx(32 * (gathers + scatters) * gather), (repeats, split)
+
+
 def test_what_is_cast_to_eight_bits_is_gathered_in_eight_bits():
     fast = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp8": 2 * RATE})
     question = StepTimeQuestion(of("llama-3-8b"), 4096, fast, WIRED, other_program=True)
