@@ -84,12 +84,12 @@ def train(
     if ranks is None and (merged.nproc or 1) > 1:
         _refuse_in_new_processes(live, callbacks, merged.nproc or 1)
         return local.start_settings(merged, origins, merged.nproc or 1, progress)
-    heard = [*_progress_callbacks(progress), *callbacks]
+    all_callbacks = [*_progress_callbacks(progress), *callbacks]
     context = RunContext(
         ranks=ranks or Ranks(),
         origins=origins,
         command=sys.argv,
-        callbacks=heard if ranks is None or ranks.rank == 0 else [],
+        callbacks=all_callbacks if ranks is None or ranks.rank == 0 else [],
         model=live,
         attempt=trial_runner(os.environ),
     )

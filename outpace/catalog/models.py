@@ -75,22 +75,22 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
     For a Hub repository, the message says how to download it, and names a preset with the same
     dimensions if there is one.
     """
-    said = f"there is no preset, directory or file named {reference!r}."
+    message = f"there is no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
-        said += (
+        message += (
             f"{nearest_model(reference, known)} `outpace models` lists every model known by name."
         )
-        return BadInputError(said)
+        return BadInputError(message)
     folder = reference.rpartition("/")[2]
     alike = name_of_hub(reference)
-    said += (
+    message += (
         " outpace downloads no models. If it is a model of the Hugging Face Hub: hf download "
         f"{reference} --local-dir {folder}, then --model {folder}."
     )
     if alike is None:
-        return BadInputError(f"{said} `outpace models` lists every model known by name.")
+        return BadInputError(f"{message} `outpace models` lists every model known by name.")
     return BadInputError(
-        f"{said} If you do not need its weights, use --model {alike}, which has the same "
+        f"{message} If you do not need its weights, use --model {alike}, which has the same "
         "dimensions."
     )
 

@@ -358,8 +358,8 @@ def _has_memory(chip: Accelerator, gb: int) -> bool:
 
 def _memory_in_name(chip: Accelerator) -> int:
     """Return the memory size in a chip's name in GB, else its actual size in GiB."""
-    said = _SIZED.search(_slug(chip.name))
-    return int(said[1]) if said else chip.memory_bytes // _GIB
+    match = _SIZED.search(_slug(chip.name))
+    return int(match[1]) if match else chip.memory_bytes // _GIB
 
 
 def _make_node(name: str, chip: Accelerator, count: int) -> Node:

@@ -58,7 +58,7 @@ class Reference:
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the reference steps on `ranks` processes by name; if `quick`, a quick probe's only."""
+    """Return the reference steps on `ranks` processes by name; with `quick`, a quick probe's."""
     found = {}
     for size, values in _reference_cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

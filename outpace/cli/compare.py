@@ -130,8 +130,8 @@ def _run_arms(
             print(format_interruption(folder, "compare", *argv), file=sys.stderr, flush=True)
             raise
     if stored is not None:
-        told = tuple(compare_with_stored(stored, comparison))
-        comparison = comparison.model_copy(update={"beside": told})
+        differences = tuple(compare_with_stored(stored, comparison))
+        comparison = comparison.model_copy(update={"beside": differences})
     return folder, comparison
 
 

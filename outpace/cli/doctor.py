@@ -25,11 +25,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     inventory = gather(environ, timeout_s=arguments.timeout)
     examination = examine(inventory)
     if arguments.json:
-        said = {
+        document = {
             **examination.model_dump(mode="json"),
             "inventory": inventory.model_dump(mode="json"),
         }
-        print(json.dumps(said, indent=2), flush=True)
+        print(json.dumps(document, indent=2), flush=True)
     else:
         from outpace.reporting.terminal.console import Console
         from outpace.reporting.terminal.doctor import examination_text

@@ -299,8 +299,8 @@ def _format_problem(origins: Mapping[str, str], problem: Any) -> str:
     message, value = problem["msg"], problem["input"]
     if problem["type"] == "extra_forbidden":
         return f"{origin}: unknown key {name!r}.{suggest(name, _fields())}"
-    said = shorten(value) if isinstance(value, str) else excerpt(value)
-    return f"{where} {said}: {message[0].lower()}{message[1:]}"
+    shown = shorten(value) if isinstance(value, str) else excerpt(value)
+    return f"{where} {shown}: {message[0].lower()}{message[1:]}"
 
 
 def _fields() -> Any:

@@ -178,11 +178,11 @@ def _compare_node_counts(arguments: argparse.Namespace, question: "PlanQuestion"
              "best": None if best is None else best.model_dump(mode="json")}
             for nodes, devices, best in rows
         ]  # fmt: skip
-        asked_of = {
+        request = {
             "model": problem.outline.name, "machine": problem.cluster.name,
             "seq_len": problem.wanted.seq_len, "global_batch": problem.wanted.global_batch,
         }  # fmt: skip
-        print(json.dumps({**asked_of, "scaling": document}, indent=2), flush=True)
+        print(json.dumps({**request, "scaling": document}, indent=2), flush=True)
         return 0
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.plan import scaling
@@ -203,9 +203,11 @@ def _print_what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
     if isinstance(before, str) and isinstance(after, str):
         raise BadInputError(after if before == after else f"now: {before} Then: {after}")
     if arguments.json:
-        said = {name: {"unfit": found} if isinstance(found, str) else found.model_dump(mode="json")
-                for name, found in (("now", before), ("then", after))}  # fmt: skip
-        print(json.dumps(said, indent=2), flush=True)
+        document = {
+            name: {"unfit": plans} if isinstance(plans, str) else plans.model_dump(mode="json")
+            for name, plans in (("now", before), ("then", after))
+        }
+        print(json.dumps(document, indent=2), flush=True)
         return 0
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.plan import change_text
@@ -301,8 +303,8 @@ def _export_plan(
         print(written.text.rstrip())
         sys.stdout.flush()
     # Formats with comments contain these notes in the text above; a warning says what is lost.
-    told = written.notes if written.commented else written.differences
-    notes = [one for one in written.notes if one not in (*told, *written.edits)]
+    shown = written.notes if written.commented else written.differences
+    notes = [one for one in written.notes if one not in (*shown, *written.edits)]
     edits = [f"To edit first: {one}" for one in written.edits]
     warning = [] if choice.warning is None else [f"WARNING: {choice.warning}"]
     estimate = [] if choice.estimate is None else [figures(choice.estimate, written)]

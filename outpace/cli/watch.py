@@ -55,7 +55,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         with Command(command, console, arguments.json) as started:
             sampler = Sampler([started.pid], nvml=nvml)
-            watching = _UtilisationWatch(sampler, view, arguments.every, said=lambda: started.said)
+            watching = _UtilisationWatch(
+                sampler, view, arguments.every, output=lambda: started.output
+            )
             try:
                 started.outlive(watching.sample_until)
             finally:
@@ -63,8 +65,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
                 _write_result(watching, arguments, console, command=True)
             return started.exit_code
     sampler = Sampler(roots, nvml=nvml)
-    doing = (lambda: "") if folder is None else (lambda: _format_latest_step(folder))
-    watching = _UtilisationWatch(sampler, view, arguments.every, doing)
+    progress = (lambda: "") if folder is None else (lambda: _format_latest_step(folder))
+    watching = _UtilisationWatch(sampler, view, arguments.every, progress)
     code = 0
     try:
         watching.sample_until(_sleep, arguments.for_s)
@@ -95,7 +97,8 @@ def _check_arguments(arguments: Namespace, command: list[str], dashes: bool) -> 
 class _UtilisationWatch:
     """Loop that samples the utilisation, shows it and records it.
 
-    `doing` returns the progress of the watched run to show, and `said` the command's last line.
+    `progress` returns a line about the watched run, and `output` the command's unfinished line of
+    output; both are shown below the table.
     """
 
     def __init__(
@@ -103,13 +106,13 @@ class _UtilisationWatch:
         sampler: "Sampler",
         view: "View",
         every_s: float,
-        doing: Callable[[], str] = lambda: "",
-        said: Callable[[], str] = lambda: "",
+        progress: Callable[[], str] = lambda: "",
+        output: Callable[[], str] = lambda: "",
     ) -> None:
         from outpace.probing.utilisation.recorder import Samples
 
         self._samples, self._view, self._every_s = Samples(sampler, every_s), view, every_s
-        self._doing, self._said = doing, said
+        self._progress, self._output = progress, output
         self._began_s = time.monotonic()
 
     @property
@@ -135,7 +138,7 @@ class _UtilisationWatch:
     def _sample(self, shown: bool = True) -> None:
         load = self._samples.read_new()
         if shown and load is not None:
-            self._view.show(load, self._doing(), self._said())
+            self._view.show(load, self._progress(), self._output())
 
 
 def _sleep(seconds: float) -> bool:

@@ -19,13 +19,13 @@ _CHUNK = 1 << 14
 class Command:
     """A process of a command, which is terminated at the end of the `with` block.
 
-    In a terminal, its lines are printed above the live view, and `said` is its unfinished line
+    In a terminal, its lines are printed above the live view, and `output` is its unfinished line
     (such as a progress bar). Otherwise, it writes to the streams of this process; with `json`, all
     its output goes to standard error.
     """
 
     def __init__(self, command: list[str], console: Console, json: bool) -> None:
-        self.said = ""
+        self.output = ""
         self._console = console
         out: int | IO[Any] | None = sys.stderr if json else None
         errors: int | None = None
@@ -88,10 +88,10 @@ class Command:
             *lines, left = (left + chunk).split(b"\n")
             for line in lines:
                 self._print_line(line)
-            self.said = _visible_text(left)
+            self.output = _visible_text(left)
         if left:
             self._print_line(left)
-        self.said = ""
+        self.output = ""
 
     def _print_line(self, line: bytes) -> None:
         self._console.print(Text.from_ansi(_visible_text(line)), soft_wrap=True)

@@ -406,7 +406,7 @@ class Plan(Record):
 
     @property
     def samples_read(self) -> int:
-        """Return the samples that a reader reads per pass; under dp, those of all replicas."""
+        """Return the samples that each reading rank reads per pass; under dp, one reads for all."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:

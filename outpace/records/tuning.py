@@ -106,7 +106,7 @@ class Tuning(Record):
         return self.trials[number - 1]
 
     def same_before(self, trial: PlanTrial) -> int | None:
-        """Return the number of an earlier trial of the same plan, the first; None if none."""
+        """Return the number of the first earlier trial of the same plan, or None."""
         first = next(one.number for one in self.trials if one.plan == trial.plan)
         return first if first < trial.number else None
 

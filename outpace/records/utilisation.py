@@ -116,9 +116,9 @@ def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
     devices than processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
-    told = all(one.run_memory_bytes is not None for one in used)
+    known = all(one.run_memory_bytes is not None for one in used)
     shares = [one.utilisation for one in used if one.utilisation is not None]
-    if not shares or len(shares) < len(used) or not (told or len(used) <= processes):
+    if not shares or len(shares) < len(used) or not (known or len(used) <= processes):
         return None
     return sum(shares) / len(shares)
 

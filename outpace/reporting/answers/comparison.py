@@ -86,8 +86,8 @@ def headline(comparison: Comparison) -> str | None:
     if slower and not faster:
         claims = f"{', '.join(slower)}: claimed to be slower than {first.arm}"
     ahead = "" if best == first.arm else f", {show_share(1 - ratios[best])} ahead of {first.arm}"
-    said = ["No arm is claimed to be the fastest", f"By the median ratio, it is {best}{ahead}"]
-    return ". ".join([*said, *([claims] if claims else []), tested])
+    sentences = ["No arm is claimed to be the fastest", f"By the median ratio, it is {best}{ahead}"]
+    return ". ".join([*sentences, *([claims] if claims else []), tested])
 
 
 def opening(comparison: Comparison) -> list[str]:

@@ -24,5 +24,5 @@ def in_words(parts: TimeParts) -> str:
     """Format the parts that take at least 1 % of a step: "backward 53.5 %, forward 45.1 %"."""
     whole = parts.total_s or 1.0
     found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
-    said = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
-    return ", ".join(f"{part} {show_share(share)}" for share, part in said)
+    shown = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
+    return ", ".join(f"{part} {show_share(share)}" for share, part in shown)

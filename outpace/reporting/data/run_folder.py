@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def timed_steps(self) -> StepLog:
-        """Return the steps that count in times and rates, without warm-up after later resumes."""
+        """Return the steps after `last_untimed_step`, without warm-up after a later resume."""
         begun, steps = self.last_untimed_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))

@@ -58,13 +58,13 @@ def comparison_document(
     """Show the claims, their certainty, and how the arms differ. Runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
-    said = comparison_answer(comparison)
+    answer = comparison_answer(comparison)
     trained = (
         _training_sections(comparison, runs, probe) if comparison.experiment.metric is None else ()
     )
     return Document(
         "comparison", " against ".join(names) if len(names) < 4 else f"{len(names)} arms",
-        said.verdict, said.facts,
+        answer.verdict, answer.facts,
         (
             DocumentSection("How they compare", tuple(_comparison_parts(comparison))), *trained,
             topology(comparison.machine, probe), _environment_section(comparison, runs),

@@ -41,13 +41,13 @@ def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
     """Show the fastest plan, and each trial with its prediction. Runs are read from `folder`."""
-    runs, said = _read_runs(tuning, folder), tuning_answer(tuning)
+    runs, answer = _read_runs(tuning, folder), tuning_answer(tuning)
     return Document(
         "tuning", f"{_model_name(tuning, runs)}: {len(tuning.trials)} trials",
-        said.verdict, said.facts,
+        answer.verdict, answer.facts,
         (
             DocumentSection("Predicted against measured", tuple(_prediction_parts(tuning))),
-            DocumentSection("How it was found", tuple(_search_parts(tuning, said))),
+            DocumentSection("How it was found", tuple(_search_parts(tuning, answer))),
             DocumentSection("Where the time goes", tuple(_time_parts(runs))),
             DocumentSection("Loss", tuple(runs_parts.losses(runs))),
             DocumentSection("Memory", (_memory_chart(tuning),)),

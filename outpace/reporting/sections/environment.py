@@ -54,10 +54,10 @@ def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
             why += ": also give the machine.json of outpace probe"
         return DocumentSection("Topology", (Paragraph(f"{why}."),))
     placement = advise_placement(machine.topology)
-    said = advice(placement, machine.topology)
+    sentences = advice(placement, machine.topology)
     notes = [Paragraph(f"Caution: {note}.") for note in machine.topology.notes]
     picture = Picture(
-        "Links between devices", " ".join(said), topology_svg(machine.topology, placement)
+        "Links between devices", " ".join(sentences), topology_svg(machine.topology, placement)
     )
     return DocumentSection("Topology", (picture, *notes))
 

@@ -42,7 +42,10 @@ def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float 
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:
-    """Return equal stages with the estimate's mean times; the forward takes a third of the time."""
+    """Return the same times for all stages, which add up to the estimate's forward and backward.
+
+    The forward takes a third of a stage's time.
+    """
     passes = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
     each = sum(estimate.parts_s[name] for name in _PASSES) / passes / 3
     return [StageTime(each, each, each)] * plan.stages

@@ -20,8 +20,8 @@ def examination_text(examination: Examination) -> Group:
     for number, finding in enumerate(examination.findings, 1):
         lines += _finding_lines(number, finding)
     count = len(examination.findings)
-    said = f"{count} finding{'s' if count != 1 else ''}" if count else "No problems found"
-    looked = f"{said}. Checked: {', '.join(examination.checked) or 'nothing'}."
+    count_words = f"{count} finding{'s' if count != 1 else ''}" if count else "No problems found"
+    looked = f"{count_words}. Checked: {', '.join(examination.checked) or 'nothing'}."
     lines.append(Text(looked, style="" if count else "green"))
     reasons: dict[str, list[str]] = {}
     for name, why in examination.not_checked.items():

@@ -66,7 +66,10 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return the trace's relative error against allocated memory or, if unknown, live tensors."""
+    """Return the relative error of the traced peak; None without a measurement.
+
+    It is compared with the memory that the allocator handed out or, if unknown, with live tensors.
+    """
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1

@@ -33,8 +33,8 @@ _LEAST_TITLE = 16  # columns; of 80, the widest figures leave 18
 def plans_text(answer: Plans) -> Group:
     """Format plans with their reasons, details of the first plan, and rejected families."""
     parts: list[RenderableType] = [Text(plans_head(answer))]
-    told = [*_host_memory_notes(answer.plans[0].estimate), *common_obstacle(answer.plans)]
-    parts += [Text(line) for line in told]
+    notes = [*_host_memory_notes(answer.plans[0].estimate), *common_obstacle(answer.plans)]
+    parts += [Text(line) for line in notes]
     parts += [part_text(part, _LEAST_TITLE) for part in ranking(answer)]
     parts += [Text(line) for line in ties(answer.plans)]
     parts += [Text(""), *_plan_details(answer.plans[0])]

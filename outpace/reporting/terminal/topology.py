@@ -147,8 +147,8 @@ def gpu_line(gpu: GpuState) -> str:
         parts.append(
             f"slowed by {', '.join(gpu.throttled_by)}" if gpu.throttled_by else "not slowed"
         )
-    said = ", ".join(part for part in parts if part.strip())
-    return f"GPU{gpu.index} {gpu.name or '(name unknown)'}: {said or 'no state from the driver'}."
+    state = ", ".join(part for part in parts if part.strip())
+    return f"GPU{gpu.index} {gpu.name or '(name unknown)'}: {state or 'no state from the driver'}."
 
 
 def _with_maximum(form: str, value: int | None, maximum: int | None, limit: str = "") -> str:

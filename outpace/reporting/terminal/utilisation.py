@@ -97,21 +97,21 @@ class View:
         self._last_line_s = float("-inf")
         self._live: Live | None = None
 
-    def show(self, load: Load, doing: str = "", said: str = "") -> None:
-        """Show a load. `doing`: a line about the run. `said`: its unfinished line of output."""
+    def show(self, load: Load, progress: str = "", output: str = "") -> None:
+        """Show a load, and below it a line about the run, and its unfinished line of output."""
         self._recent.append(load)
         if not self.console.is_terminal:
             now_s = time.monotonic()
             if now_s - self._last_line_s >= _LINE_EVERY_S:
                 self._last_line_s = now_s
-                self.console.print(Text(self._format_line(load, doing)), soft_wrap=True)
+                self.console.print(Text(self._format_line(load, progress)), soft_wrap=True)
             return
         if self._live is None:
             self._live = Live(
                 console=self.console, auto_refresh=False, transient=True, redirect_stdout=False
             )
             self._live.start()
-        self._live.update(self._render(load, doing, said), refresh=True)
+        self._live.update(self._render(load, progress, output), refresh=True)
 
     def close(self) -> None:
         """Remove the live view."""
@@ -124,14 +124,14 @@ class View:
         minutes, seconds = divmod(round(time.monotonic() - self._began_s), 60)
         return f"{minutes}:{seconds:02d}"
 
-    def _format_line(self, load: Load, doing: str) -> str:
+    def _format_line(self, load: Load, progress: str) -> str:
         parts = [self._elapsed_time]
         for device in load.devices:
             parts.append(f"GPU {device.index} " + " ".join(_known_cells(_device_cells(device))))
         parts.append(f"{_count_cores(load.host)} " + " ".join(_known_cells(_host_cells(load.host))))
-        return "  ".join([*parts, *([doing] if doing else [])])
+        return "  ".join([*parts, *([progress] if progress else [])])
 
-    def _render(self, load: Load, doing: str, said: str) -> RenderableType:
+    def _render(self, load: Load, progress: str, output: str) -> RenderableType:
         cells_wide = _history_cells(self.console.width - 86)
         loads = list(self._recent)[-cells_wide:]
         mean = average(loads)
@@ -158,7 +158,9 @@ class View:
             notes += _core_strips(load.host)
         if not load.devices:
             notes.append(Text("no NVIDIA driver: devices n/a", style="dim"))
-        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (doing, said) if line]
+        lines = [
+            Text(line, no_wrap=True, overflow="ellipsis") for line in (progress, output) if line
+        ]
         return Group(table, *notes, *lines, Text("Ctrl-C ends it", style="dim"))
 
 
