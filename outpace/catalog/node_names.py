@@ -77,17 +77,17 @@ def _find_counted(name: str, text: str) -> Node | None:
     if counted is None:
         return None
     count, word, memory = counted.groups()
-    asked = _MachineName(name, int(count or 1), word, memory)
-    chip = _find_variant(asked)
+    request = _MachineName(name, int(count or 1), word, memory)
+    chip = _find_variant(request)
     if chip is not None:
-        _require_one_host(asked, chip)
-        return _make_node(text, chip, asked.count)
-    board = _find_board(asked)
+        _require_one_host(request, chip)
+        return _make_node(text, chip, request.count)
+    board = _find_board(request)
     if board is None:
         return None
-    _require_one_host(asked, board)
+    _require_one_host(request, board)
     form = _slug(board.name)
-    found = _make_node(f"{count}x{form}" if count else form, board, asked.count)
+    found = _make_node(f"{count}x{form}" if count else form, board, request.count)
     assumed = (
         f"{name} is read as {board.name}, the variant on boards; other variants have their own "
         "names (docs/reference/catalog.md)."
@@ -204,46 +204,46 @@ def _max_per_host(chip: Accelerator) -> int:
     return _MOST_ON_BOARD if on_board else _MOST_IN_HOST
 
 
-def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
+def _require_one_host(request: _MachineName, chip: Accelerator) -> None:
     most = _max_per_host(chip)
-    if asked.count <= most:
+    if request.count <= most:
         return
     if not chip.has_collectives:
         raise BadInputError(
-            f"machine {asked.name!r}: a Mac has one {chip.name}, and torch has no collectives for "
-            f"Apple's GPUs, so it trains alone. Name one: --machine {_slug(chip.name)}."
+            f"machine {request.name!r}: a Mac has one {chip.name}, and torch has no collectives "
+            f"for Apple's GPUs, so it trains alone. Name one: --machine {_slug(chip.name)}."
         )
     racks = [
         f"; {node.name} has {node.devices} of {node.accelerator}"
         for node in NODES.values()
-        if (node.devices, node.accelerator) == (asked.count, f"G{chip.name}")
+        if (node.devices, node.accelerator) == (request.count, f"G{chip.name}")
     ]
     raise BadInputError(
-        f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
-        f"{''.join(racks)}. Name one host and the number of hosts: {_format_hosts(asked, chip)}."
-        f"{_memory_hint(asked, chip)}"
+        f"machine {request.name!r}: a host has at most {most} of {chip.name}, not {request.count:,}"
+        f"{''.join(racks)}. Name one host and the number of hosts: {_format_hosts(request, chip)}."
+        f"{_memory_hint(request, chip)}"
     )
 
 
-def _memory_hint(asked: _MachineName, chip: Accelerator) -> str:
+def _memory_hint(request: _MachineName, chip: Accelerator) -> str:
     """Return a hint if the count may be meant as a memory size ("rtx-4090:48"), else ""."""
-    last = _NUMBER_LAST.fullmatch(_slug(asked.name))
+    last = _NUMBER_LAST.fullmatch(_slug(request.name))
     sizes = {_memory_in_name(one) for one in ACCELERATORS.values()}
-    if last is None or int(last[2]) != asked.count or asked.count not in sizes:
+    if last is None or int(last[2]) != request.count or request.count not in sizes:
         return ""
-    return f" If you mean {asked.count} GB of memory: {chip.name} has {_memory_in_name(chip)} GB."
+    return f" If you mean {request.count} GB of memory: {chip.name} has {_memory_in_name(chip)} GB."
 
 
-def _format_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options that name `asked.count` chips on hosts of one, usual size.
+def _format_hosts(request: _MachineName, chip: Accelerator) -> str:
+    """Return the options that name `request.count` chips on hosts of one, usual size.
 
     They name the first such machine of the catalog, or else the chips.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
-    each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
+    each = next(n for n in range(usual, 0, -1) if request.count % n == 0)
     known = (one.name for one in NODES.values() if one.accelerator == chip.name)
     name = next((one for one in known if NODES[one].devices == each), f"{each}x{_slug(chip.name)}")
-    return f"--machine {name} --nodes {asked.count // each}"
+    return f"--machine {name} --nodes {request.count // each}"
 
 
 def _find_other_forms(name: str, wanted: str) -> Node | None:
@@ -283,14 +283,14 @@ def _slug(name: str) -> str:
     return name.casefold().replace(" ", "-")
 
 
-def _find_variant(asked: _MachineName) -> Accelerator | None:
+def _find_variant(request: _MachineName) -> Accelerator | None:
     """Return the accelerator that the user named, in the requested memory size.
 
     None if the catalog has no accelerator of that name. Raises BadInputError if it is not sold with
     that size, or if it is sold with several sizes and none is given.
     """
     named = {_slug(known): one for known, one in ACCELERATORS.items()}
-    word, memory = asked.word, asked.memory
+    word, memory = request.word, request.memory
     if memory is None and word in named:
         return named[word]
     alike = [one for known, one in named.items() if word in (known, _SIZED.sub("", known))]
@@ -302,24 +302,24 @@ def _find_variant(asked: _MachineName) -> Accelerator | None:
         return alike[0]
     if not alike:
         return None
-    raise _memory_error(asked, sizes, "")
+    raise _memory_error(request, sizes, "")
 
 
 def _memory_error(
-    asked: _MachineName, sizes: Mapping[int, Accelerator], where: str
+    request: _MachineName, sizes: Mapping[int, Accelerator], where: str
 ) -> BadInputError:
     either = join_or(f"{size} GB" for size in sorted(sizes))
     largest = max(sizes)
-    many = f"{asked.count}x" if asked.count > 1 else ""
-    say = f"Say which, as in {many}{asked.word}:{largest}GB."
+    many = f"{request.count}x" if request.count > 1 else ""
+    say = f"Say which, as in {many}{request.word}:{largest}GB."
     most = _max_per_host(sizes[largest])
-    if asked.count > most == 1:
-        say = f"Say which, and name one of them, as in {asked.word}:{largest}GB."
-    elif asked.count > most:
-        hosts = _format_hosts(asked, sizes[largest])
+    if request.count > most == 1:
+        say = f"Say which, and name one of them, as in {request.word}:{largest}GB."
+    elif request.count > most:
+        hosts = _format_hosts(request, sizes[largest])
         say = f"Name one host and how many of them, as in {hosts} ({largest} GB)."
     return BadInputError(
-        f"machine {asked.name!r}: {asked.word} is sold with {either}{where}. {say}"
+        f"machine {request.name!r}: {request.word} is sold with {either}{where}. {say}"
     )
 
 
@@ -327,24 +327,24 @@ def _memory_error(
 _NOMINAL = 1.07
 
 
-def _find_board(asked: _MachineName) -> Accelerator | None:
+def _find_board(request: _MachineName) -> Accelerator | None:
     """Return the board that a chip's name without one stands for: H100 SXM for "h100".
 
     None if the chip has no boards. Raises BadInputError if the user must choose one of the boards'
     memory sizes.
     """
     chips = {_slug(known): one for known, one in ACCELERATORS.items()}
-    form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")
+    form = re.compile(rf"{re.escape(request.word)}-sxm\d?")
     plain = next((one for known, one in chips.items() if form.fullmatch(known)), None)
-    if plain is not None and asked.memory is None:
+    if plain is not None and request.memory is None:
         return plain
     boards = {_memory_in_name(one): one for known, one in chips.items()
               if (found := form.match(known)) and "-w" not in known[found.end():]}  # fmt: skip
-    if asked.memory is not None and int(asked.memory) in boards:
-        return boards[int(asked.memory)]
+    if request.memory is not None and int(request.memory) in boards:
+        return boards[int(request.memory)]
     if not boards:
         return None
-    raise _memory_error(asked, boards, " on boards")
+    raise _memory_error(request, boards, " on boards")
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:

@@ -82,20 +82,20 @@ def _tune_and_save(
 ) -> tuple[Path, dict[str, Any], Tuning]:
     """Tune and save; return the folder, the settings that the user gave, and the tuning."""
     settings, origins = _read_settings(arguments)
-    given = _given_settings(settings, origins)
+    user_settings = _given_settings(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning run") as folder:
-        finished = _load_trials(folder, given, settings.resume)
+        finished = _load_trials(folder, user_settings, settings.resume)
         try:
-            tuning = _run_tuning(arguments, settings, origins, given, folder, finished)
+            tuning = _run_tuning(arguments, settings, origins, user_settings, folder, finished)
         except (KeyboardInterrupt, TerminatedError):
             print(format_interruption(folder, "tune", *argv), file=sys.stderr, flush=True)
             raise
-    return folder, given, tuning
+    return folder, user_settings, tuning
 
 
 def _run_tuning(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
-    given: dict[str, Any], folder: Path, finished: list[PlanTrial],
+    user_settings: dict[str, Any], folder: Path, finished: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
     """Run trials after the `finished` ones, and save the tuning, also if it is interrupted."""
     from outpace.experiment.tune import Limits, summarise
@@ -112,14 +112,14 @@ def _run_tuning(
     if rates is not None:
         proposer = Proposer(settings, origins, host_bytes, rates)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / ASKED_FILE, json.dumps(given, indent=2) + "\n")
+    write_atomic(folder / ASKED_FILE, json.dumps(user_settings, indent=2) + "\n")
     if not (folder / HOST_FILE).is_file():
         proposer.machine.save(folder / HOST_FILE)
     began_s, started = time.monotonic() - sum(trial.took_s for trial in finished), format_now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)
-    ended, interrupt = _run_trials(proposer, given, folder, limits, finished, host_bytes)
+    ended, interrupt = _run_trials(proposer, user_settings, folder, limits, finished, host_bytes)
     tuning = Tuning(
-        settings=given,
+        settings=user_settings,
         trials=ended.trials,
         **summarise(ended.trials),
         stopped=ended.stopped,
@@ -127,7 +127,7 @@ def _run_tuning(
         took_s=time.monotonic() - began_s,
         machine=proposer.machine,
         started=started,
-        command=("outpace", "tune", *options.as_flags({**given, **_limit_flags(limits)})),
+        command=("outpace", "tune", *options.as_flags({**user_settings, **_limit_flags(limits)})),
     )
     tuning.save(folder / TUNING_FILE)
     if tuning.fastest is not None:
@@ -163,7 +163,7 @@ def _require_same_machine(folder: Path, machine: Machine) -> None:
 
 def _run_trials(
     proposer: "Proposer",
-    given: dict[str, Any],
+    user_settings: dict[str, Any],
     folder: Path,
     limits: "Limits",
     finished: list[PlanTrial],
@@ -176,7 +176,7 @@ def _run_trials(
     from outpace.experiment.trials import Trials, fit_together
     from outpace.experiment.tune import NextTrial, TuningEnd, tune
 
-    own = {name: value for name, value in given.items() if name not in _NOT_OF_TRIALS}
+    own = {name: value for name, value in user_settings.items() if name not in _NOT_OF_TRIALS}
     trials, seen = Trials(own, folder, host_bytes), list(finished)
     with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
 
@@ -259,7 +259,7 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
     }
 
 
-def _load_trials(folder: Path, given: dict[str, Any], resumes: bool) -> list[PlanTrial]:
+def _load_trials(folder: Path, user_settings: dict[str, Any], resumes: bool) -> list[PlanTrial]:
     """Return the finished trials of a resumed tuning.
 
     Raises BadInputError if the tuning had other settings.
@@ -274,14 +274,16 @@ def _load_trials(folder: Path, given: dict[str, Any], resumes: bool) -> list[Pla
             f"{folder / ASKED_FILE} cannot be read ({error}), so the settings of this "
             "tuning run are unknown. Use another --out."
         ) from None
-    changed = {name for name in {*then, *given} if then.get(name) != given.get(name)}
+    changed = {
+        name for name in {*then, *user_settings} if then.get(name) != user_settings.get(name)
+    }
     if changed.difference(_NOT_OF_TRIALS):
         raise BadInputError(f"{folder} holds a tuning run with other settings. Use another --out.")
     return [PlanTrial.parse(values, str(path)) for values in whole_lines(path)]
 
 
-def _training_command(given: Mapping[str, Any], folder: Path) -> list[str]:
-    own = {name: value for name, value in given.items() if name != "nproc"}
+def _training_command(user_settings: Mapping[str, Any], folder: Path) -> list[str]:
+    own = {name: value for name, value in user_settings.items() if name != "nproc"}
     return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 
 

@@ -177,13 +177,13 @@ def _write_result(
         console.print(f"written to {path}", style="dim", markup=False, soft_wrap=True)
 
 
-def _print_json(seen: list[Utilisation]) -> None:
-    averages = [one.average() for one in seen]
+def _print_json(utilisations: list[Utilisation]) -> None:
+    averages = [one.average() for one in utilisations]
     print(
         json.dumps(
             {
                 "average": [None if one is None else one.model_dump() for one in averages],
-                "series": [one.model_dump() for one in seen],
+                "series": [one.model_dump() for one in utilisations],
             }
         ),
         flush=True,

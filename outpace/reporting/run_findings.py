@@ -17,15 +17,15 @@ def run_examination(run: RunFolder) -> Examination:
     """Return findings on a run's bottlenecks, slow steps, expected step time, and end."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
-    seen = _bottleneck_inputs(run)
-    if len(run.timed_steps) == 0 or seen.parts.total_s <= 0:
+    inputs = _bottleneck_inputs(run)
+    if len(run.timed_steps) == 0 or inputs.parts.total_s <= 0:
         checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
     else:
-        findings += _loss_findings(seen) + _slow_step_findings(run)
-    if seen.device == "mps":
+        findings += _loss_findings(inputs) + _slow_step_findings(run)
+    if inputs.device == "mps":
         checked.remove("parts of a step")
         not_checked["parts of a step"] = "an Apple GPU is still computing when the clock is read"
-    if seen.loads:
+    if inputs.loads:
         checked.append("how busy cores and devices were")
     else:
         not_checked["how busy cores and devices were"] = "the run did not record it"
@@ -60,19 +60,19 @@ def _bottleneck_inputs(run: RunFolder) -> BottleneckInputs:
     )
 
 
-def _loss_findings(seen: BottleneckInputs) -> list[Finding]:
+def _loss_findings(inputs: BottleneckInputs) -> list[Finding]:
     return [
         Finding(
             check="speed",
-            what=found.words,
-            seen=f"{show_share(share)} of a step of {show_seconds(seen.parts.total_s)}"
-            if found.of_step
-            else f"on average over the run, with steps of {show_seconds(seen.parts.total_s)}",
-            remedy=found.advice,
+            what=limit.words,
+            seen=f"{show_share(share)} of a step of {show_seconds(inputs.parts.total_s)}"
+            if limit.of_step
+            else f"on average over the run, with steps of {show_seconds(inputs.parts.total_s)}",
+            remedy=limit.advice,
             severity="high" if share >= 0.5 else "moderate",
-            costs=_slowdown(1 / max(1 - share, 0.01)) if found.of_step else None,
+            costs=_slowdown(1 / max(1 - share, 0.01)) if limit.of_step else None,
         )
-        for share, found in limits(seen)
+        for share, limit in limits(inputs)
     ]
 
 

@@ -13,26 +13,26 @@ from outpace.reporting.render.document import (
 _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answer"}
 
 
-def hang_document(found: HangReport) -> Document:
+def hang_document(report: HangReport) -> Document:
     """Show everything that the ranks reported."""
-    sections = [DocumentSection("Ranks", (_ranks_table(found),))]
-    sections += [DocumentSection(f"Rank {one.rank}", tuple(_rank_parts(one))) for one in found.ranks
-                 if one.stacks or one.collectives]  # fmt: skip
-    return Document("standstill", "Ranks that waited until the time limit", (_sentence(found),),
-                    (("when, UTC", found.when[:16].replace("T", " ")),
-                     ("ranks", str(len(found.ranks)))),
+    sections = [DocumentSection("Ranks", (_ranks_table(report),))]
+    sections += [DocumentSection(f"Rank {one.rank}", tuple(_rank_parts(one)))
+                 for one in report.ranks if one.stacks or one.collectives]  # fmt: skip
+    return Document("standstill", "Ranks that waited until the time limit", (_sentence(report),),
+                    (("when, UTC", report.when[:16].replace("T", " ")),
+                     ("ranks", str(len(report.ranks)))),
                     tuple(sections))  # fmt: skip
 
 
-def _sentence(found: HangReport) -> str:
-    return f"{found.sentence[:1].upper()}{found.sentence[1:].rstrip('.')}."
+def _sentence(report: HangReport) -> str:
+    return f"{report.sentence[:1].upper()}{report.sentence[1:].rstrip('.')}."
 
 
-def _ranks_table(found: HangReport) -> DataTable:
+def _ranks_table(report: HangReport) -> DataTable:
     rows = tuple(
         (Number(one.rank, str(one.rank)), one.host, Number(one.pid, str(one.pid)), one.doing,
          _STATES[one.state], one.place)
-        for one in found.ranks
+        for one in report.ranks
     )  # fmt: skip
     return DataTable("State of each rank", ("rank", "host", "process", "in", "state", "at"), rows)
 

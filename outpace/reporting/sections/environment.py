@@ -110,9 +110,9 @@ def command(title: str, words: Sequence[str]) -> Code:
     )
 
 
-def versions(found: Mapping[str, str]) -> DataTable:
+def versions(by_package: Mapping[str, str]) -> DataTable:
     """Return a table of the versions of outpace's dependencies."""
-    return pairs("Versions", sorted(found.items()))
+    return pairs("Versions", sorted(by_package.items()))
 
 
 def _settings_table(record: RunRecord) -> DataTable:

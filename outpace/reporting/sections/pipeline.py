@@ -67,14 +67,14 @@ def measured_stages(
     return found
 
 
-def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
+def timelines(title: str, by_name: Mapping[str, Timeline]) -> Chart:
     """Draw timelines one above the other, on a common time axis."""
-    unit = seconds([one.makespan_s for one in shown.values()])
+    unit = seconds([one.makespan_s for one in by_name.values()])
     names, traces, rows = [], [], []
     legend: set[str] = set()
-    for name, timeline in shown.items():
+    for name, timeline in by_name.items():
         for rank in _choose_ranks(timeline):
-            names.append(f"{name}: rank {rank}" if len(shown) > 1 else f"rank {rank}")
+            names.append(f"{name}: rank {rank}" if len(by_name) > 1 else f"rank {rank}")
             traces += _rank_bars(timeline, rank, len(names) - 1, unit, legend)
             busy_s = timeline.busy_s(rank)
             share = 1 - busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
@@ -84,18 +84,18 @@ def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
     alt = " ".join(
         f"{name.capitalize()}: a pass takes {show_seconds(one.makespan_s)}, of which ranks wait "
         f"{show_share(one.idle_share)}."
-        for name, one in shown.items()
+        for name, one in by_name.items()
     )
     layout = {
         "barmode": "overlay", "bargap": 0.15, "yaxis": rows_axis(names),
-        "xaxis": axis("time", unit, range=[0, _longest_s(shown) * unit.factor]),
+        "xaxis": axis("time", unit, range=[0, _longest_s(by_name) * unit.factor]),
     }  # fmt: skip
     table = DataTable(title, ("", "rank", "computes", "waits", "waits, share"), tuple(rows))
     return Chart(title, alt, tuple(traces), layout, table, 120 + 30 * max(4, len(names)))
 
 
-def _longest_s(shown: Mapping[str, Timeline]) -> float:
-    return max(one.makespan_s for one in shown.values())
+def _longest_s(by_name: Mapping[str, Timeline]) -> float:
+    return max(one.makespan_s for one in by_name.values())
 
 
 def _choose_ranks(timeline: Timeline) -> list[int]:
@@ -153,11 +153,11 @@ def _describe_action(action: Action, took_s: float) -> str:
 
 
 def bubbles(
-    plan: Plan, shown: Mapping[str, Timeline], parts: Sequence[TimeParts]
+    plan: Plan, by_name: Mapping[str, Timeline], parts: Sequence[TimeParts]
 ) -> DataTable:  # fmt: skip
     """Tabulate the idle shares: planned, by the papers' formula, and measured."""
     rows: list[tuple[str, Number]] = [
-        (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in shown.items()
+        (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in by_name.items()
     ]
     formula = idle_share_formula(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
     if formula is not None:

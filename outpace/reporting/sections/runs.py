@@ -47,19 +47,19 @@ def loads(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
         yield Paragraph(f"Only the first {_EACH_DRAWN} of {len(known)} are drawn.")
 
 
-def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> Part:
+def peak_memory(bytes_by_name: Mapping[str, int | None], shades: Sequence[str] = ()) -> Part:
     """Draw the peak memory of each run's fullest rank."""
-    values = [None if size is None else float(size) for size in found.values()]
+    values = [None if size is None else float(size) for size in bytes_by_name.values()]
     if all(value is None for value in values):
         return Paragraph("The memory of these runs is not recorded.")
-    alt = join_items([f"{name}: {show_bytes(size)}" for name, size in found.items()])
-    return bars("Peak memory on the fullest rank", alt, list(found), values, sizes(values),
+    alt = join_items([f"{name}: {show_bytes(size)}" for name, size in bytes_by_name.items()])
+    return bars("Peak memory on the fullest rank", alt, list(bytes_by_name), values, sizes(values),
                 "memory", (), shades)  # fmt: skip
 
 
-def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
+def memory_by_rank(bytes_by_run: Mapping[str, Sequence[int]]) -> Iterator[Part]:
     """Yield a table of the peak memory of each rank, for runs with several ranks."""
-    several = {name: sizes for name, sizes in found.items() if len(sizes) > 1}
+    several = {name: sizes for name, sizes in bytes_by_run.items() if len(sizes) > 1}
     rows = [
         (", ".join(filter(None, (name, f"rank {rank}"))), Number(size, show_bytes(size)))
         for name, sizes in several.items()

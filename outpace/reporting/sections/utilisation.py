@@ -80,15 +80,15 @@ class _Row:
         return np.diff(found)
 
 
-def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
+def utilisation(series: Sequence[Utilisation]) -> list[Chart]:
     """Draw the utilisation of devices, or without devices of cores, and their memory."""
-    devices = _merge_rows(_device_rows(seen))
-    rows = devices or _merge_rows(_core_rows(seen))
+    devices = _merge_rows(_device_rows(series))
+    rows = devices or _merge_rows(_core_rows(series))
     if not rows:
         return []
     what = "device" if devices else "core"
     memory = _memory_charts(
-        devices or _merge_rows(_host_rows(seen)), "device" if devices else "host"
+        devices or _merge_rows(_host_rows(series)), "device" if devices else "host"
     )
     return [_busy_chart(rows, what), *memory]
 
@@ -178,8 +178,8 @@ def _memory_charts(rows: Sequence[_Row], what: str) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _device_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
-    for one, before_s, host in _align_series(seen):
+def _device_rows(series: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(series):
         for device in one.devices:
             memory = device.run_memory_bytes
             if any(memory) or all(one is None for one in memory):
@@ -187,22 +187,22 @@ def _device_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
                 yield _make_row(host, name, one, before_s, device.utilisation, device)
 
 
-def _core_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
-    for one, before_s, host in _align_series(seen):
+def _core_rows(series: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(series):
         for number, core in enumerate(one.host.cores):
             yield _make_row(host, f"core {number}", one, before_s, core, one.host)
 
 
-def _host_rows(seen: Sequence[Utilisation]) -> Iterator[_Row]:
-    for one, before_s, host in _align_series(seen):
+def _host_rows(series: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(series):
         yield _make_row(host, "", one, before_s, one.host.run_cores, one.host)
 
 
 def _make_row(
-    host: str, name: str, one: Utilisation, begin_s: float, busy: Values,
+    host: str, name: str, series: Utilisation, begin_s: float, busy: Values,
     memory_source: HostSeries | DeviceSeries,
 ) -> _Row:  # fmt: skip
-    ends_s = begin_s + np.array(one.ends_s)
+    ends_s = begin_s + np.array(series.ends_s)
     return _Row(
         host or "host", ": ".join(filter(None, (host, name))) or "host",
         np.concatenate([[begin_s], ends_s[:-1]]), ends_s, _to_array(busy),
@@ -214,14 +214,14 @@ def _to_array(values: Values) -> Floats:
     return np.array(values, np.float64)  # None becomes NaN
 
 
-def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
+def _align_series(series: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
     """Yield each series that has samples, when it begins, and its host's name.
 
     Series are in order of host and time. Times are in seconds after the first series begins. The
     name is '' if all series are of one host.
     """
     with_points = sorted(
-        (one for one in seen if one.ends_s), key=lambda one: (one.node, _start_time(one))
+        (one for one in series if one.ends_s), key=lambda one: (one.node, _start_time(one))
     )
     several = len({one.node for one in with_points}) > 1
     first = min(map(_start_time, with_points), default=None)
@@ -230,8 +230,8 @@ def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, fl
         yield one, later_s, f"host {one.node}" if several else ""
 
 
-def _start_time(one: Utilisation) -> datetime:
-    return datetime.fromisoformat(one.started)
+def _start_time(series: Utilisation) -> datetime:
+    return datetime.fromisoformat(series.started)
 
 
 def averages_table(loads: Sequence[Load]) -> DataTable:

@@ -123,22 +123,22 @@ _OFFLOADED = {
 }
 
 
-def _memory_by_kind(one: Estimate) -> dict[str, float]:
-    return {name: float(size) for name, size in one.memory.items()}
+def _memory_by_kind(estimate: Estimate) -> dict[str, float]:
+    return {name: float(size) for name, size in estimate.memory.items()}
 
 
-def _offload_memory_notes(one: Estimate) -> list[str]:
+def _offload_memory_notes(estimate: Estimate) -> list[str]:
     lines = []
-    if one.host_offloaded_bytes:
-        has = one.host_memory_bytes
+    if estimate.host_offloaded_bytes:
+        has = estimate.host_memory_bytes
         known = (
             "the host's memory is unknown: state it with --host-memory"
             if has is None else f"it has {show_bytes(has)}"
         )  # fmt: skip
-        needs = f"needs {show_bytes(one.host_offloaded_bytes)} of host memory per node"
+        needs = f"needs {show_bytes(estimate.host_offloaded_bytes)} of host memory per node"
         lines.append(f"what is offloaded {needs}; {known}")
-    if one.disk_offloaded_bytes:
-        needs = f"needs {show_bytes(one.disk_offloaded_bytes)} of disk per node"
+    if estimate.disk_offloaded_bytes:
+        needs = f"needs {show_bytes(estimate.disk_offloaded_bytes)} of disk per node"
         lines.append(f"what is offloaded {needs}")
     return lines
 
@@ -164,13 +164,13 @@ def _largest_parts(values: dict[str, float]) -> dict[str, tuple[float, float]]:
     ))  # fmt: skip
 
 
-def _format_rates(one: Estimate) -> str:
-    ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
-    used = "" if one.mfu is None else (
-        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (HFU includes recomputation; both "
-        "count full causal attention, and only the keys within sliding windows)"
+def _format_rates(estimate: Estimate) -> str:
+    ranks = "1 rank" if estimate.ranks == 1 else f"{estimate.ranks} ranks"
+    used = "" if estimate.mfu is None else (
+        f"; MFU {show_share(estimate.mfu)}, HFU {show_share(estimate.hfu)} (HFU includes "
+        "recomputation; both count full causal attention, and only the keys within sliding windows)"
     )  # fmt: skip
-    rate, unit = one.rate
+    rate, unit = estimate.rate
     return f"{show_count(rate)} {unit} on {ranks}{used}"
 
 
@@ -283,9 +283,9 @@ def _marked_title(planned: RankedPlan) -> str:
 _COMMUNICATION = ("tensor_s", "context_s", "pipeline_s", "expert_s", "data_s")
 
 
-def network_share(one: Estimate) -> float:
+def network_share(estimate: Estimate) -> float:
     """Return the share of a step that is exposed communication."""
-    return sum(one.parts_s[name] for name in _COMMUNICATION) / one.step_time_s
+    return sum(estimate.parts_s[name] for name in _COMMUNICATION) / estimate.step_time_s
 
 
 def _compute_share(estimate: Estimate) -> float:

@@ -71,19 +71,20 @@ def averages_table(
     return Group(table, *notes)
 
 
-def closing_text(seen: Utilisation, width: int) -> RenderableType:
+def closing_text(utilisation: Utilisation, width: int) -> RenderableType:
     """Return the final output of `outpace watch`: averages, and the cost of watching."""
-    load = seen.average()
+    load = utilisation.average()
     if load is None:
         return Text("nothing was recorded")
-    share = seen.sampler_cpu_s / seen.duration_s
+    share = utilisation.sampler_cpu_s / utilisation.duration_s
     took = Text(
-        f"over {show_seconds(seen.duration_s)}, a sample every {show_seconds(seen.period_s)}; "
+        f"over {show_seconds(utilisation.duration_s)}, a sample every "
+        f"{show_seconds(utilisation.period_s)}; "
         f"watching took {100 * share:.2f} % of one core",
         style="dim",
     )
     missing = [] if load.devices else [Text("no NVIDIA driver: devices n/a", style="dim")]
-    return Group(averages_table([load], [seen], width), *missing, took)
+    return Group(averages_table([load], [utilisation], width), *missing, took)
 
 
 class View:
