@@ -206,9 +206,10 @@ def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
 
 
 def _is_written(content: str, before: str, span: str) -> bool:
-    """Return whether a span contains an answer, whose start may be in the text `before` the span.
+    """Return whether the rendered span has the whole content of an answer.
 
-    White space is ignored.
+    The content may begin in the text `before` the span, since a generation prompt may end with the
+    first words of an answer, such as <think>. White space is ignored.
     """
     words, answer = ("".join(text.split()) for text in (content, span))
     if words in answer:

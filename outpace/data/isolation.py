@@ -76,7 +76,6 @@ def iterate_isolated(
 def _receive(
     here: Connection, child: int, cpu_limit_s: float, memory_limit_bytes: int
 ) -> tuple[str, object]:
-    """Return the kind and value of the next message. Raises IsolatedError if none comes."""
     before_s = _cpu_time_s(child)
     while not here.poll(_WAIT_S):
         if _cpu_time_s(child) - before_s > cpu_limit_s:

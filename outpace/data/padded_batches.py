@@ -103,7 +103,6 @@ class PaddedDataset(Dataset[Batch]):
 
     @property
     def _sample_count(self) -> int:
-        """Number of distinct samples in a single pass."""
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":

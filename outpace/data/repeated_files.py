@@ -67,7 +67,6 @@ def _equals_any(file: Path, others: Iterable[Path]) -> bool:
 
 
 def _hash_ends(file: Path, size: int) -> tuple[int, str, str]:
-    """Return a file's size and the hashes of its beginning and end."""
     with file.open("rb") as stream:
         begin = stream.read(_COMPARED_BYTES)
         stream.seek(max(0, size - _COMPARED_BYTES))

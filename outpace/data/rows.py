@@ -25,12 +25,16 @@ _VALIDATION = (
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of a source. `left_out`: locations of lines with fewer columns than the header."""
+    """All rows of a source.
+
+    `names` are the class names of each class column of a dataset, and `left_out` the locations of
+    lines that were skipped because they have fewer columns than the header.
+    """
 
     reference: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    names: Mapping[str, tuple[str, ...]]  # names of classes, from a dataset's class columns
+    names: Mapping[str, tuple[str, ...]]
     left_out: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
 

@@ -299,7 +299,7 @@ def _splits_from_paths(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_from_names(names: Sequence[str]) -> str | None:
-    """Return the split indicated by the last name that indicates one, or None."""
+    """Return "train" or "held out" by the last name that marks a split; None if none does."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"

@@ -343,10 +343,11 @@ def _detect_dtype(path: Path, size: int) -> str:
 
 
 def _require_ids_only(path: Path, words: Array) -> None:
-    """Refuse 32- and 64-bit ids after a header, or with negative numbers that mark padding.
+    """Refuse 32- or 64-bit ids with other words among them: a header, or negative padding.
 
-    They would pass for 16-bit ids, of which every second one is 0. In real 16-bit ids, the upper
-    halves of words are as large as the lower halves.
+    Such a file would be read as 16-bit ids, of which every second one is 0. The upper half of
+    nearly all of its words is below 16; in real 16-bit ids, upper halves are as large as lower
+    halves.
     """
     low, rest = words & 0xFFFF, words >> 16
     told = (low >= 16) | (rest >= 16)

@@ -151,9 +151,10 @@ Maker = Callable[[Any], Any]
 
 
 def _choose_builder(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return a function of the dtype that builds the model, `decodes`, and a remark for a note.
+    """Return how to build the model: a function of the dtype, `decodes`, and a remark.
 
-    `decodes` is True for an encoder-decoder model.
+    `decodes` is True for an encoder-decoder model. The remark, which may be empty, continues the
+    note on how the model was built.
     """
     import transformers
 

@@ -198,7 +198,10 @@ def _find_cause(error: BaseException) -> BaseException:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and first line; after a colon at its end, also the next line."""
+    """Return an error's type and the first line of its message.
+
+    If that line ends with a colon, the next line follows, and so on.
+    """
     said: list[str] = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())

@@ -61,7 +61,10 @@ def _expand_numbers(inside: str, text: str) -> tuple[str, ...]:
 
 
 def _expand_box(first: str, last: str, text: str) -> Iterator[str]:
-    """Return all coordinates in a box; each character is one coordinate in base 36."""
+    """Expand a box of hosts: "00" to "11" gives 00, 01, 10 and 11.
+
+    Each character is one coordinate in base 36.
+    """
     if len(first) != len(last):
         raise _invalid_list_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -24,7 +24,7 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options for Kubernetes. `claim`: claim of the volume to mount at the job's folder."""
+    """Options for Kubernetes; `claim` names the volume claim to mount at the job's folder."""
 
     image: str
     runtime: str = "torch-distributed"

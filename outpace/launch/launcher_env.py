@@ -35,7 +35,7 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _require_single_process(environ: Mapping[str, str]) -> None:
-    """Raise BadInputError if this is one of several processes, but the number is unknown."""
+    """Raise BadInputError if a launcher set this process's rank, but no number of processes."""
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(

@@ -197,7 +197,11 @@ def _limit_shutdown_time() -> Iterator[None]:
 
 
 def _failed_exit_codes(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Return exit codes of failed ranks, without those that elastic killed after its SIGTERM."""
+    """Return the exit codes of ranks that failed by themselves.
+
+    After a failure, elastic sends SIGTERM to the other ranks, and SIGKILL after `_SHUTDOWN_S`;
+    these killed ranks are left out.
+    """
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode

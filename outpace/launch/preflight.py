@@ -179,6 +179,10 @@ def read_marked(output: str) -> dict[str, Any] | None:
 
 
 def addresses(facts: Sequence[HostFacts]) -> list[str]:
-    """Return the address at which each host was reached, and at which others reach it."""
+    """Return the address by which the other hosts reach each host.
+
+    It is the address at which ssh reached the host. For this host, it is the one from which ssh
+    reached another host, or loopback's if there is none.
+    """
     asking = next((one.asked_from for one in facts if one.asked_from), None)
     return [one.address or asking or LOOPBACK for one in facts]

@@ -22,7 +22,7 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """Return the script. `path`: folders to prepend to PATH."""
+    """Return the sbatch script of a job; `path` holds folders to put before PATH."""
     return "\n".join(
         [
             "#!/bin/bash",

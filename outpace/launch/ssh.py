@@ -64,7 +64,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts. `during`: ranks of the current round may be running on them."""
+        """Check the hosts; with `during`, ranks of the current round may be running on them."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),
@@ -265,7 +265,11 @@ def _passed_variables() -> dict[str, str]:
 
 @dataclass
 class _HostAgent:
-    """A host's agent, which runs its ranks. `ended`: the agent's last message."""
+    """Connection to the agent of a host, which runs the host's ranks.
+
+    `ended` is the agent's last message, which says how the ranks ended, or None until then. Each
+    rank's output goes to a file in the folder `kept`, and the agent's own lines also to `errors`.
+    """
 
     host: Host
     work: HostCommand

@@ -93,7 +93,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _axes_without_pipeline(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
-    """Return the axes for FSDP, with the ranks of a pipeline turned into shards."""
+    """Return the plan's axes for FSDP, without pp, whose ranks become shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
@@ -110,7 +110,10 @@ def _axes_without_pipeline(request: ExportRequest, notes: list[str]) -> _Written
 
 
 def _environment_prefix(written: _WrittenAxes, stage: int) -> str:
-    """Return environment variables that configure Accelerate's axes beyond plain FSDP."""
+    """Return the environment variables that set Accelerate's axes, to put before the command.
+
+    Returns "" if plain FSDP or DDP is enough: without tp, cp, and replicas of shards.
+    """
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
     if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:
@@ -146,7 +149,10 @@ def _precision_arguments(plan: Plan, notes: list[str]) -> dict[str, bool]:
 def _checkpointing_arguments(
     request: ExportRequest, written: _WrittenAxes, notes: list[str]
 ) -> dict[str, Any]:
-    """Return settings for the model's own checkpointing, since FSDP's covers all blocks or none."""
+    """Return the settings for the model's own activation checkpointing.
+
+    Returns {} if no block is recomputed, or if FSDP's setting, which covers all blocks, is enough.
+    """
     done = request.recomputed_blocks
     if done.count == 0:
         return {}

@@ -74,7 +74,11 @@ def _train_command(request: ExportRequest, model: str) -> str:
 
 
 def _plan_flags(plan: Plan) -> list[str]:
-    """Return flags for all fields of the plan that are settings without their default value."""
+    """Return the flags of `outpace train` for a plan.
+
+    Strategy, micro-batch, optimizer, precision and the strategy's axes are always given; other
+    fields only if they differ from their default.
+    """
     words = ["--strategy", plan.strategy, "--micro-batch", str(plan.micro_batch)]
     words += ["--optimizer", plan.optimizer]
     if plan.precision != "fp64":

@@ -120,7 +120,11 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _model_table(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's name and flavor, with notes on how to add the flavor if there is none."""
+    """Return the model's name and flavor in torchtitan, and notes.
+
+    If torchtitan has no such flavor, the notes say how to add it and what the flavor cannot
+    express.
+    """
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
     qwen = spec.family == "qwen3"
     name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
