@@ -1,5 +1,6 @@
 """Accelerators: dense peak rates by dtype, memory, power and links, from vendors' datasheets.
 
+The figures are in `accelerators.json`, `consumer_gpus.json` and `apple_chips.json`: add one there.
 Peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
 rates assume fp32 accumulation, which training uses. An AMD Instinct MI250X appears as two devices
 (GCDs), with one process each: its figures are per GCD (half of the module's), except the power,

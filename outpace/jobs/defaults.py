@@ -10,13 +10,13 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
+from outpace.jobs.micro_batch import resolve_micro_batches
 from outpace.records.axes import ProductSchedule, count_servers, fill_axes, schedule_of
 from outpace.records.compiled import COMPILED, graph_obstacle
-from outpace.records.errors import BadInputError, join_or
+from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
 from outpace.records.optimizers import OPTIMIZER_TRAITS, default_optimizer
-from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import AXES, POWERSGD_LEAST_START, Axis, Plan, Strategy
 from outpace.records.precisions import LEVELS, Precision
 from outpace.records.ranks import Ranks
@@ -127,6 +127,7 @@ def resolve_plan(
     axes: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, axes)
+    schedule = schedule_of(strategy, sizes["pp"], _pipeline_schedule(settings))
     shared = {
         name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)
     }
@@ -137,7 +138,7 @@ def resolve_plan(
             "strategy": strategy,
             **sizes,
             "servers": servers,
-            **_resolve_micro_batches(settings, strategy, sizes),
+            **resolve_micro_batches(settings, schedule, sizes),
             "precision": precision,
             "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
@@ -263,46 +264,6 @@ def _strategy_of_axes(settings: TrainSettings, world_size: int) -> Strategy:
     if given == {"dp_replicate", "dp_shard"}:
         return "hsdp"
     return "3d" if given else "ddp"
-
-
-def _resolve_micro_batches(
-    settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
-) -> dict[str, int]:
-    # With micro-batch auto, a later search starts from the whole share.
-    asked = None if settings.micro_batch == "auto" else settings.micro_batch
-    if asked is None:
-        possible = _samples_per_dp_rank(settings, sizes)
-    else:
-        shares = sizes["dp_replicate"] * sizes["dp_shard"]
-        possible = settings.global_batch // (shares * asked)
-    schedule = schedule_of(strategy, sizes["pp"], _pipeline_schedule(settings))
-    parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
-    micro_batch = asked or max(1, possible // parts)
-    return {"micro_batch": micro_batch, "pp_microbatches": parts}
-
-
-def _samples_per_dp_rank(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
-    shares = sizes["dp_replicate"] * sizes["dp_shard"]
-    if settings.global_batch % shares:
-        lower = settings.global_batch // shares * shares
-        possible = join_or(batch for batch in (lower, lower + shares) if batch)
-        fewer = _suggest_fewer_processes(settings, sizes)
-        raise BadInputError(
-            f"global batch {settings.global_batch} cannot be divided among {shares} "
-            f"data-parallel ranks. Use --global-batch {possible}{fewer}."
-        )
-    return settings.global_batch // shares
-
-
-def _suggest_fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Return ", or --nproc N" with an N that divides the global batch; "" if there is none."""
-    shares = sizes["dp_replicate"] * sizes["dp_shard"]
-    if settings.dp_replicate is not None or settings.dp_shard is not None:
-        return ""
-    fewer = max(share for share in range(1, shares) if settings.global_batch % share == 0)
-    processes = math.prod(sizes.values()) // shares * fewer
-    is_one_host = settings.nproc == math.prod(sizes.values())
-    return f", or --nproc {processes}" if is_one_host and fewer > 1 else ""
 
 
 def note_passes(global_batch: int, samples: int) -> str | None:

@@ -1,5 +1,7 @@
 """`--micro-batch auto`: find the largest micro-batch that fits, by prediction and trials.
 
+Without `auto`, `jobs.micro_batch` decides.
+
 A trial is a separate job with the same number of ranks: each rank starts a child process, and the
 children run two steps together and save. When one of them runs out of memory, all end (see
 `oom_guard`); if one is killed, the others fail. The ranks of this job wait only for their children,
