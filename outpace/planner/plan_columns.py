@@ -4,6 +4,7 @@ Every array has one entry per plan. Named values, such as the strategy, are stor
 the tuples of this module.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -165,6 +166,21 @@ def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
     """Concatenate several batches of plans."""
     names = [field.name for field in fields(PlanBatch)]
     return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def distinct_rows(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return the first row with each distinct combination of values, and each row's combination.
+
+    Values are not negative. A single number stands for a combination where 63 bits suffice, since
+    numbers sort faster than rows.
+    """
+    spans = [int(column.max(initial=0)) + 1 for column in columns]
+    if math.prod(spans) < 1 << 63:
+        keys, axis = np.ravel_multi_index(tuple(columns), tuple(spans)), None
+    else:
+        keys, axis = np.stack(columns, axis=1), 0
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True, axis=axis)
+    return first, place.reshape(-1)
 
 
 @lru_cache

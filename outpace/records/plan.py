@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -36,6 +34,9 @@ def _split_modes(value: object) -> object:
 
 LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_split_modes)]
 Offload = Literal["none", "cpu", "disk"]
+# Far above what any run has, so that products of counts can be computed.
+Count = Annotated[int, Field(gt=0, le=2**24)]
+LargeCount = Annotated[int, Field(gt=0, le=2**32)]
 # Matrices of a block, named as in `nn.block`.
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
@@ -74,26 +75,26 @@ class Plan(Record):
     """
 
     strategy: Strategy = "single"
-    dp_replicate: PositiveInt = 1
-    dp_shard: PositiveInt = 1
-    cp: PositiveInt = 1
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    cp: Count = 1
+    tp: Count = 1
+    pp: Count = 1
     sequence_parallel: bool = True
     async_tp: bool = False
-    servers: NonNegativeInt = 0
+    servers: Annotated[int, Field(ge=0, le=2**24)] = 0
     server_updates: bool = False
-    worker_devices: PositiveInt = 1
-    micro_batch: PositiveInt = 1
-    pp_microbatches: PositiveInt = 1
+    worker_devices: Count = 1
+    micro_batch: Count = 1
+    pp_microbatches: Count = 1
     pp_schedule: ProductSchedule = "1f1b"
-    virtual_stages: PositiveInt | None = None
+    virtual_stages: Count | None = None
     stage_split: Literal["cost", "even"] = "cost"
-    ep: PositiveInt = 1
+    ep: Count = 1
     zero: Literal[1, 2, 3] = 3
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
-    checkpoint_every: PositiveInt = 1
+    checkpoint_every: Count = 1
     checkpoint_layers: LayerModes = ()
     offload_activations: Offload = "none"
     offload_parameters: Offload = "none"
@@ -104,10 +105,10 @@ class Plan(Record):
     optimizer_in_backward: bool = False
     loss: Literal["auto", "plain", "chunked"] = "auto"
     compress_gradients: Compression = "none"
-    powersgd_rank: PositiveInt = 1
+    powersgd_rank: Count = 1
     powersgd_start: int | None = Field(default=None, ge=POWERSGD_LEAST_START)
-    bucket_mib: PositiveInt = 25
-    lora_rank: PositiveInt | None = None
+    bucket_mib: Count = 25
+    lora_rank: Count | None = None
     lora_alpha: PositiveFloat | None = None
     lora_targets: tuple[LoraTarget, ...] = ("all",)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -485,8 +486,8 @@ class PlanFile(Plan):
     Length and batch are None in files of older versions.
     """
 
-    seq_len: PositiveInt | None = entry("tokens per sample")
-    global_batch: PositiveInt | None = entry("samples per step")
+    seq_len: LargeCount | None = entry("tokens per sample")
+    global_batch: LargeCount | None = entry("samples per step")
 
     @classmethod
     def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:

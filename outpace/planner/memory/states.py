@@ -10,7 +10,13 @@ import numpy as np
 from outpace.planner.communication.volume import share_by_size
 from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.planner.model.outline import layer_parameters, weights
-from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, Floats, PlanBatch
+from outpace.planner.plan_columns import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Floats,
+    PlanBatch,
+    distinct_rows,
+)
 from outpace.records.optimizers import OptimizerName
 from outpace.records.outline import Outline, Stack
 from outpace.records.precisions import Precision
@@ -88,11 +94,9 @@ def by_plans(
 
     `names` are the columns to pass. The result has one number, or one row of numbers, per plan.
     """
-    rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
-    spans = rows.max(axis=1) + 1
-    keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
-    unique, place = np.unique(keys, return_inverse=True)
-    found = [value(*map(int, one)) for one in zip(*np.unravel_index(unique, spans), strict=True)]
+    read = [getattr(columns, name).astype(np.int64) for name in names]
+    first, place = distinct_rows(read)
+    found = [value(*map(int, one)) for one in zip(*(c[first] for c in read), strict=True)]
     return np.array(found, dtype=float)[place]
 
 

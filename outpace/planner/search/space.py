@@ -19,6 +19,7 @@ from outpace.planner.plan_columns import (
     Floats,
     Ints,
     PlanBatch,
+    distinct_rows,
 )
 from outpace.planner.search.axis_sizes import divisors, expert_axes, meshes
 from outpace.planner.search.plan_masks import (
@@ -185,11 +186,7 @@ def _allowed_options(
             c.tp > 1, c.pp > 1, c.dp_replicate > 1]  # fmt: skip
     if accepts is not None:
         read += [c.dp_shard > 1, c.cp > 1, c.ep > 1]
-    kinds = tuple(np.asarray(one, np.int64) for one in read)
-    spans = tuple(int(one.max(initial=0)) + 1 for one in kinds)
-    _, first, kind = np.unique(
-        np.ravel_multi_index(kinds, spans), return_index=True, return_inverse=True
-    )
+    first, kind = distinct_rows([np.asarray(one, np.int64) for one in read])
     some, count = columns.select(np.repeat(first, len(chosen))), len(first)
     values = {}
     for name in chosen[0]:
@@ -200,7 +197,7 @@ def _allowed_options(
     if accepts is not None:
         able = np.flatnonzero(found)
         found[able] = accepts.accepts_options(combined.select(able))
-    return found.reshape(count, len(chosen))[kind.reshape(-1)]
+    return found.reshape(count, len(chosen))[kind]
 
 
 def _requirements_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:

@@ -9,7 +9,15 @@ from outpace.catalog.stacks import OUTPACE, SoftwareStack
 from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
-from outpace.planner.plan_columns import MODES, PRECISIONS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import (
+    MODES,
+    PRECISIONS,
+    Bools,
+    Floats,
+    Ints,
+    PlanBatch,
+    distinct_rows,
+)
 from outpace.planner.step_time.adapters import Adapters, adapter_matmuls
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline
@@ -283,13 +291,9 @@ def _distinct_cells(
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
-    # One number per plan, since numbers sort faster than rows.
     sizes = [c.precision, numbers.wide.astype(np.int64), c.micro_batch, c.tp, c.cp, c.ep, c.etp,
              split, c.compile.astype(np.int64)]  # fmt: skip
-    spans = tuple(int(one.max(initial=0)) + 1 for one in sizes)
-    _, first, cell = np.unique(
-        np.ravel_multi_index(tuple(sizes), spans), return_index=True, return_inverse=True
-    )
+    first, cell = distinct_rows(sizes)
     rate, item, wide, samples, tp, cp, ep, etp, norm_split = (
         np.asarray(values, float)[first]
         for values in (rates[c.precision], numbers.item, numbers.wide, c.micro_batch, c.tp, c.cp,
