@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """outpace's names for an alias, with an optional remark.
+    """outpace's names for a term of another tool (an alias), with an optional remark.
 
     A command suggests only the names that it accepts. A name may include a value after a space.
     """
@@ -50,7 +50,7 @@ def _normalise(name: str) -> str:
 
 
 def format_setting(name: str, value: str) -> str:
-    """Format a flag as `--name value`, and any other setting as an assignment."""
+    """Format a flag as `--name value`, and any other setting as in TOML: `name = value`."""
     if name.startswith("--"):
         return f"{name} {value}"
     return f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"'

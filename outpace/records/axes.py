@@ -25,14 +25,19 @@ def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
 
 
 def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
-    """Return `pp_schedule` under 3d with a pipeline, else the strategy, which names a schedule."""
+    """Return the name of a strategy's pipeline schedule: `pp_schedule` if the strategy is 3d.
+
+    Other pipeline strategies are named after their schedule. Without a pipeline, the strategy is
+    returned.
+    """
     return pp_schedule if strategy == "3d" and pp > 1 else strategy
 
 
 def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
     """Return the number of parameter servers among `world_size` ranks: as requested, or one.
 
-    Raises BadInputError if the strategy has none, or if no rank would be left as a worker.
+    It is 0 for a strategy without parameter servers. Raises BadInputError if they are requested for
+    such a strategy, or if no rank would be left as a worker.
     """
     if strategy != "ps":
         if asked is not None:

@@ -69,8 +69,8 @@ class Record(BaseModel):
     def parse(cls, values: dict[str, Any], where: str) -> Self:
         """Build the record from plain values.
 
-        `where` says in errors where they come from ("plan.json"). Raises BadInputError with one
-        sentence per problem.
+        `where` names the source of the values in errors ("plan.json"). Raises BadInputError with
+        one sentence per problem.
         """
         try:
             return cls.model_validate(values)
@@ -79,10 +79,11 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
-        """Read the record from a JSON file. `option` is the flag that named it, for errors.
+        """Read the record from a JSON file.
 
-        Raises BadInputError if the file cannot be read or its values are invalid. If its checksum
-        does not match, calls `on_change` with a message, or raises without `on_change`.
+        `option` is the flag that named the file, for errors. Raises BadInputError if the file
+        cannot be read or its values are invalid. If its checksum does not match, `on_change` is
+        called with a message; without `on_change`, BadInputError is raised.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
@@ -109,10 +110,11 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
-    """Parse a JSON file, and verify and remove its checksum. `option`: the flag, for errors.
+    """Parse a JSON file, and verify and remove its checksum.
 
-    Raises BadInputError if the file is unreadable, too large or not JSON. If the checksum does not
-    match, calls `on_change` with a message, or raises without `on_change`.
+    `option` is the flag that named the file, for errors. Raises BadInputError if the file is
+    unreadable, too large or not JSON. If the checksum does not match, `on_change` is called with a
+    message; without `on_change`, BadInputError is raised.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)

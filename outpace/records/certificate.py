@@ -12,8 +12,9 @@ from outpace.records.model import ModelSpec
 class TensorDifference(Record):
     """A tensor that differs from that of a single process.
 
-    `kind` is loss, gradient, norm, parameter or buffer, or one of these "after resuming".
-    `relative` is the difference divided by the tensor's scale; None if the tensor is missing.
+    `kind` is loss, gradient, norm, parameter or buffer. The words "after resuming" follow
+    if the tensors were compared after a resume. `relative` is the difference divided by the
+    tensor's scale; None if the tensor is missing.
     """
 
     kind: str
@@ -28,16 +29,17 @@ class ParityVerdict(Record):
     `worst_relative_difference` is the largest |difference| / scale over all tensors, and
     `worst_tensor` names the tensor. In fp64, a tensor's scale is its largest magnitude, but at
     least 1e-6 of the largest magnitude of its kind; for other precisions see
-    `experiment.tolerance`. `bytes_on_wire` is what the busiest rank sends in a step, computed from
-    the collectives that it called (see `planner.communication.volume`); `collectives` and
-    `bytes_by_kind` have the counts and bytes of each kind of collective. Each is followed by the
-    value of the strategy's formula for the same rank (None without a formula).
+    `experiment.tolerance`. `differences` are the tensors that differ, in order of computation, and
+    `cause` is the likely cause. Tensors that differ only because the batch is split are left out if
+    others differ, too. A difference that is not finite is None.
 
-    For custom models, bytes on the wire are not counted. `refused` means that outpace does not
-    train the model with this plan, for the given `reason`. `differences` are the tensors that
-    differ, in order of computation, and `cause` is the likely cause. Tensors that differ only
-    because the batch is split are left out if others differ, too. A difference that is not finite
-    is None.
+    `bytes_on_wire` is what the busiest rank sends in a step, computed from the collectives that it
+    called (see `planner.communication.volume`); for custom models, it is not counted. `collectives`
+    and `bytes_by_kind` have the counts and bytes of each kind of collective. Fields with "formula"
+    in their name have the values that the strategy's formula predicts for the same rank; None if it
+    has no formula.
+
+    `refused` means that outpace does not train the model with this plan, for the given `reason`.
     """
 
     strategy: str
@@ -78,9 +80,9 @@ WITHOUT_DROPOUT = "without dropout, so the ranks' dropout masks are not verified
 class Certificate(Record):
     """All verdicts of `outpace verify`, and the conditions under which they hold.
 
-    `skipped` has the strategies of "all" that could not be tried, each with the reason. `model` is
-    None for a custom `module`. `notes` say how the conditions differ from training. `seq_len` is
-    None if samples are not sequences of tokens.
+    `skipped` has the strategies that could not be tried when all were requested, each with the
+    reason. `model` is None for a custom `module`. `notes` say how the conditions differ from
+    training. `seq_len` is None if samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True

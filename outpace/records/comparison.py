@@ -22,7 +22,7 @@ _FAILS = 2  # failures after which an arm is dropped
 
 
 class Arm(Record):
-    """One of the compared options: settings of outpace, or a command."""
+    """One of the options that a comparison runs: settings of outpace train, or a command."""
 
     name: str = Field(min_length=1)
     settings: dict[str, Any] = entry(
@@ -33,7 +33,10 @@ class Arm(Record):
 
 
 class Experiment(Record):
-    """Arms and limits of a comparison. A round runs every arm once, in random order."""
+    """The options (arms) that a comparison runs, and its limits.
+
+    A round runs every arm once, in random order.
+    """
 
     has_checksum: ClassVar[bool] = True
 
@@ -92,7 +95,7 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Slowdown of an arm relative to the first (0.08: 8 % slower), with its confidence interval."""
+    """Slowdown of an arm relative to the first arm (0.08: 8 % slower), with its interval."""
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median over the rounds; None: no rounds")
@@ -113,17 +116,26 @@ class Verdict(Record):
 
     @property
     def claimed_faster(self) -> bool:
-        """Return whether the arm is claimed to be faster and its median agrees."""
+        """Return whether a statistical test finds the arm faster than the first.
+
+        The median slowdown must agree.
+        """
         return self.claimed and not self._most_were_slower and (self.slowdown or 0.0) < 0
 
     @property
     def claimed_slower(self) -> bool:
-        """Return whether the arm is claimed to be slower and its median agrees."""
+        """Return whether a statistical test finds the arm slower than the first.
+
+        The median slowdown must agree.
+        """
         return self.claimed and self._most_were_slower and (self.slowdown or 0.0) > 0
 
     @property
     def _most_were_slower(self) -> bool:
-        """Whether most rounds were slower; in records without this fact, whether the median is."""
+        """Whether most rounds were slower than the first arm's.
+
+        Older records do not say so; for them, the median decides.
+        """
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(
@@ -173,7 +185,7 @@ class Verdict(Record):
     def _undecided_words(
         self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]
     ) -> str:
-        """Say that more rounds are needed for a claim, and what the median is so far."""
+        """Return a sentence that asks for more rounds, and states the median so far."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -186,7 +198,10 @@ class Verdict(Record):
         )
 
     def _two_runs_words(self, slowdown: float, arm: str, against: str) -> str:
-        """Compare two finished runs without a claim, since speed varies from start to start."""
+        """Return a sentence that compares two finished runs.
+
+        It claims no difference, since speed also varies from start to start.
+        """
         parts = "with too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"

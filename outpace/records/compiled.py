@@ -18,10 +18,11 @@ Region = Literal["whole", "blocks"]
 
 
 class CompileTrial(Record):
-    """Result of training compiled: equal numbers (`works`), or the `error` that torch raises.
+    """Result of training with torch.compile, compared with training in eager mode.
 
-    `by_default`: whether to compile on CUDA by default. `breaks`: calls that break a region into
-    several graphs. `issue`: the error's entry in torch's issue tracker.
+    `works`: whether both give equal numbers; otherwise, `error` is what torch raises. `by_default`:
+    whether to compile on CUDA by default. `breaks`: calls that break a region into several graphs.
+    `issue`: the error's entry in torch's issue tracker.
     """
 
     works: bool

@@ -98,7 +98,11 @@ _MOST_QUOTED = 40  # characters quoted of a text that is not JSON
 
 
 def json_error(error: Exception) -> str:
-    """Return why a JSON text cannot be parsed, without Python's advice about its own limits."""
+    """Return why a JSON text cannot be parsed.
+
+    Where Python advises programmers to raise one of its limits, the problem in the text is named
+    instead.
+    """
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):

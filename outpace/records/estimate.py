@@ -28,12 +28,12 @@ class OffloadingPart(Record):
 class Estimate(Record):
     """Predicted time and memory of one step of a plan on a machine.
 
-    `step_time_s` lies between `low_s` and `high_s` with probability `level`, judging by the errors
-    for published or measured steps. `parts_s` add up to the step time, and `memory` to
-    `peak_memory_bytes`, the peak of the device that needs the most. Offloaded memory is separate:
-    bytes per node in host memory or on disk, which are that device's rank times the ranks per node.
-    MFU counts the model's FLOPs, and HFU also those of recomputation, relative to the dense peak;
-    None if no peak is known.
+    `step_time_s` lies between `low_s` and `high_s` with probability `level`, estimated from the
+    errors of predictions for published or measured steps. `parts_s` add up to the step time, and
+    `memory` to `peak_memory_bytes`, the peak of the device that needs the most. Offloaded memory is
+    not part of it, and is counted per node, in host memory or on disk: the bytes of that device's
+    rank times the ranks per node. MFU counts the model's FLOPs, and HFU also those of
+    recomputation, relative to the dense peak; None if no peak is known.
     """
 
     depth: Depth
@@ -80,7 +80,7 @@ class Estimate(Record):
 
 
 class MeasuredCase(Record):
-    """A published step, with the planner's prediction for it."""
+    """A training step whose time was published, with the planner's prediction for it."""
 
     model: str
     chip: str
@@ -111,10 +111,11 @@ class MeasuredCase(Record):
 class RankedPlan(Record):
     """A plan, its estimate, and the reason for its rank.
 
-    `roles` say why the plan is listed: `recommended` is the simplest, with the most free memory, of
-    those about as fast as the fastest; `fastest`; `leanest` uses the least memory of those nearly
-    as fast; `with headroom` is the fastest that does not fill a device's memory, if all the others
-    do. A plan without a role is the fastest of its family.
+    `roles` say why the plan is listed. `fastest` has the shortest step. `recommended` is chosen
+    from the plans that are about as fast: the simplest, and of these the one with the most free
+    memory. `leanest` uses the least memory of the plans that are nearly as fast. `with headroom` is
+    the fastest plan that does not fill a device's memory, listed if all the others do. A plan
+    without a role is the fastest of its family.
     """
 
     summary_fields: ClassVar[tuple[str, ...]] = (
@@ -139,12 +140,15 @@ class RankedPlan(Record):
 
     @property
     def listed_title(self) -> str:
-        """Return the title, preceded by the plan's roles."""
+        """Return the title, preceded by the plan's roles, as in "Recommended: …"."""
         return f"{join_and(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
 class RejectedFamily(Record):
-    """A family of plans that is not listed, the reason, and its best or smallest plan."""
+    """A family of plans that is not listed, with the reason.
+
+    `plan` is its fastest plan or, if none fits into memory, the one that needs the least.
+    """
 
     family: str
     reason: str
@@ -152,14 +156,14 @@ class RejectedFamily(Record):
 
 
 class KeptOption(Record):
-    """An option that the user requires, and its cost relative to the best plan without it."""
+    """An option that the user requires, and how much slower it makes the best plan."""
 
     setting: str
     slowdown: float = Field(description="0.1: 10 % more time; never below 0")
 
 
 class Plans(Record):
-    """The planner's answer: the recommended plan, other plans (fastest first), and rejections."""
+    """The planner's answer: the recommended plan, others (fastest first), and rejected families."""
 
     model: str
     parameters: PositiveInt

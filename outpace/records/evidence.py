@@ -9,9 +9,10 @@ _LOG_PI = math.log(math.pi)  # log B(1/2, 1/2)
 
 
 def log_evidence(rounds: int, one_way: int) -> float:
-    """Return the log of the e-value against equally likely directions of a round.
+    """Return the logarithm of the evidence (e-value) that rounds favour one of two arms.
 
-    `one_way` of the `rounds` had the same direction.
+    `one_way` of the `rounds` favoured the same arm. Under the null hypothesis, each round favours
+    either arm with equal probability.
     """
     other_way = rounds - one_way
     beta = math.lgamma(one_way + 0.5) + math.lgamma(other_way + 0.5) - math.lgamma(rounds + 1)
@@ -19,7 +20,7 @@ def log_evidence(rounds: int, one_way: int) -> float:
 
 
 def fewest_rounds(alpha: float) -> int:
-    """Return how many rounds, all with the same direction, support a claim at `alpha`."""
+    """Return how many rounds are needed to find a difference at level `alpha` if all agree."""
     rounds = 1
     while log_evidence(rounds, 0) < -math.log(alpha):
         rounds += 1

@@ -27,7 +27,7 @@ _PRODUCT = re.compile(r"\b(matrix )?product")
 
 
 class Key(Record):
-    """Identity of a figure, by which the figures of two probes are matched."""
+    """Name of a measured quantity, by which the figures of two probes are matched."""
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="the quantity: rate, time, latency, …")
@@ -116,7 +116,7 @@ class Figure(Record):
         return show_count(self.value, self.unit)
 
     def contains(self, other: "Figure") -> bool | None:
-        """Return whether a repeated probe's value is within the interval; None if unknown."""
+        """Return whether another probe's value is in this figure's interval; None if unknown."""
         if self.low is None or self.high is None or other.value is None or self.value is None:
             return None
         return self.low <= other.value <= self.high

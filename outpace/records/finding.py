@@ -46,7 +46,10 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """Findings, most costly first; the checks that were made; why others could not be made."""
+    """Result of `outpace doctor`: findings, most costly first, and the checks that were made.
+
+    `not_checked` has the checks that could not be made, each with the reason.
+    """
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]

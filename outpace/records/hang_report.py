@@ -39,7 +39,7 @@ class RankSnapshot(Record):
 
 
 class HangReport(Record):
-    """The ranks that delayed the others, and the state of every rank."""
+    """Report of a hang: which ranks delayed the others, and the state of every rank."""
 
     has_checksum: ClassVar[bool] = True
 

@@ -27,7 +27,7 @@ LinkKind = Literal[
 
 
 class Link(Record):
-    """A link or port; for PCIe, a ×16 slot.
+    """A kind of link or port in the catalog. Of PCIe, it is a slot with 16 lanes.
 
     `bytes_per_s` is the rate in one direction after line coding, before packet headers. Datasheets
     often state twice as much, the sum of both directions.

@@ -89,7 +89,7 @@ def _require_distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
 
 
 class Elastic(Record):
-    """Limits of an elastic run: the hosts it may use, and how often it may restart."""
+    """Limits of an elastic run: on how many hosts it may run, and how often it may restart."""
 
     min_nodes: PositiveInt
     max_nodes: PositiveInt
@@ -97,7 +97,7 @@ class Elastic(Record):
 
 
 class HostQuery(Record):
-    """Query for a host, sent before anything is started on it."""
+    """Query to a host before a job is started on it. The answer is a `HostFacts`."""
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must exist

@@ -57,7 +57,7 @@ def _list_cell(name: str, values: Sequence[Any]) -> str:
 
 
 def _records_cell(records: Sequence[BaseModel]) -> str:
-    """Tabulate records with the columns `summary_fields`, or with all scalar fields."""
+    """Return a table of records, with the columns `summary_fields` or else all scalar fields."""
     first, shown = type(records[0]), records[:_MOST_ROWS]
     summary: Sequence[str] = getattr(first, "summary_fields", ())
     names = summary or [

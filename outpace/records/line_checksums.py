@@ -16,7 +16,7 @@ _LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS
 
 
 class ChangedLineError(ValueError):
-    """Raised if a line differs from what was written."""
+    """Raised if a line of a log was changed, so that its checksum does not match."""
 
     def __init__(self) -> None:
         super().__init__(

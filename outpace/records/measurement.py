@@ -23,7 +23,7 @@ _UNEVEN = 1.1
 
 
 class TimeParts(Record):
-    """Parts of a step's time, in seconds. Communication is only what no computation hides."""
+    """Parts of a step's time, in seconds. Communication hidden by computation is not counted."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
@@ -160,14 +160,14 @@ class StepTimeCheck(Record):
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in two or three words."""
+        """Return in two or three words whether steps are as fast as expected."""
         if self.as_expected:
             return "As expected"
         return "Slower than expected" if self.slower else "Faster than expected"
 
     @property
     def words(self) -> str:
-        """Return the comparison as a sentence."""
+        """Return a sentence that compares the measured step time with the expected one."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         expected = f"{show_seconds(self.expected_s)} was expected ({self.ratio - 1:+.1%})"
         few = ", which is weak evidence: up to 100 steps are compared"

@@ -36,7 +36,7 @@ Source = Literal["traced", "measured", "estimated"]
 
 
 class Moment(Record):
-    """A point in a step, and the bytes in memory at that point by kind."""
+    """A moment in a training step, and the bytes in memory at that moment, by kind."""
 
     step: NonNegativeInt
     part: Part
@@ -99,12 +99,12 @@ class MemoryAccount(Record):
 
     @property
     def device_bytes(self) -> int:
-        """Return the device memory in use: `needed_bytes`, contexts and libraries."""
+        """Return the device memory in use: `needed_bytes`, and the estimate for libraries."""
         return self.needed_bytes + (self.library_bytes or 0)
 
 
 class MemoryUse(Record):
-    """A rank's memory in a run, traced and measured; None if that was not done (yet).
+    """A rank's memory in a run, as traced and as measured; None for what was not done (yet).
 
     `measured.peak` covers one step; bytes of the allocator or process cover the whole run.
     """
@@ -116,6 +116,6 @@ class MemoryUse(Record):
 
 
 def explain_kinds(shown: Collection[str]) -> str:
-    """Explain the kinds of a chart whose names alone do not say what they hold; "" if none is."""
+    """Explain the kinds of memory in a chart that have unclear names; "" if there are none."""
     meanings = (f"{kind}: {KIND_MEANINGS[kind]}" for kind in _UNCLEAR if kind in shown)
     return "; ".join(meanings)

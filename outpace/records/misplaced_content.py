@@ -6,9 +6,10 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "z
 
 
 def misplaced_content(head: bytes) -> str | None:
-    """Explain why a file with these first bytes is not UTF-8 text, and the remedy; None if it is.
+    """Explain why a file is not plain UTF-8 text, and what to do; None if nothing is found.
 
-    Detects web pages, empty and compressed files, and other encodings.
+    `head` is the beginning of the file. Detects web pages, empty and compressed files, and other
+    encodings.
     """
     if not head:
         return "it is empty. Download it again"

@@ -54,8 +54,8 @@ class Need(Record):
     `compute_s` is the step time on an infinitely fast network, including the pipeline bubble.
 
     `least_node_bytes_per_s` is the bandwidth that all network cards of a node need together, and
-    `least_device_bytes_per_s` that of a device's link within the node; 0 if 1 kB/s is enough. They
-    always exist, because latency is ignored.
+    `least_device_bytes_per_s` that of a device's link within the node; 0 if 1 kB/s is enough.
+    Latency is ignored, so some bandwidth is always enough.
     """
 
     title: str

@@ -18,11 +18,11 @@ Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Number of operators that update a matrix, a vector, or a stack of matrices or vectors.
+    """Number of torch operators that an optimizer calls to update a parameter, or several at once.
 
-    Stacking adds `each` per tensor. Stochastic rounding adds `counted` operators if its random
-    numbers come from a counter; otherwise, each stacked tensor draws its own with `drawn`
-    operators.
+    `matrix` and `vector` are for a single parameter, `matrices` and `vectors` for a stack of
+    parameters, to which `each` is added per parameter. Stochastic rounding adds `counted` if its
+    random numbers come from a counter; otherwise, it adds `drawn` per stacked parameter.
     """
 
     matrix: float
@@ -35,9 +35,10 @@ class Operators(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Temporary fp32 tensors of an update, in units of the largest parameter, by weight dtype.
+    """Memory of an update's temporary fp32 tensors, by the dtype of the weights.
 
-    `fp32` includes master weights. `bf16` is without masters, and rounded stochastically.
+    The unit is the memory of the largest parameter in fp32. `fp32` includes master weights; `bf16`
+    is for weights that are rounded stochastically, without master weights.
     """
 
     fp32: float
@@ -96,7 +97,7 @@ def _low_bit_adamw(
 ) -> OptimizerTraits:  # fmt: skip
     """Return the traits of outpace's own AdamW with moments in the format `kept`.
 
-    `moments_bytes` is what an update reads and writes of them, in bytes per parameter.
+    `moments_bytes` is what an update reads and writes of the moments, in bytes per parameter.
     """
     return OptimizerTraits(
         nbytes, operators, tensors, moments=2, kept=kept, is_adamw=True,
@@ -157,7 +158,7 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
 
 
 def optimizers_that(has: Callable[[OptimizerTraits], bool]) -> tuple[OptimizerName, ...]:
-    """Return the optimizers with these traits, in the table's order."""
+    """Return the optimizers whose traits satisfy `has`, in the order of OPTIMIZER_TRAITS."""
     return tuple(name for name, traits in OPTIMIZER_TRAITS.items() if has(traits))
 
 
@@ -171,5 +172,5 @@ PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)
 
 
 def default_optimizer(precision: Precision) -> OptimizerName:
-    """Return the variant of AdamW for a precision."""
+    """Return the default optimizer for a precision, a variant of AdamW."""
     return "adamw-bf16" if precision in PURE else "adamw-fused"

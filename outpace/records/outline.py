@@ -93,9 +93,10 @@ class MatmulShape(Record):
 
 
 class Stack(Record):
-    """Equal layers, not necessarily adjacent. `seq_len`: None for the length of training samples.
+    """Several layers of the same shape, not necessarily adjacent.
 
-    The keys and values of cross-attention come from the last preceding stack without
+    `seq_len` is the length of the sequences in these layers; None if it is that of the training
+    samples. The keys and values of cross-attention come from the last preceding stack without
     cross-attention (T5's encoder). `other` holds matmuls and parameters outside attention and MLP
     (traced modules).
     """

@@ -12,7 +12,10 @@ State = Literal["done", "going on", "unfinished", "damaged"]
 
 
 class PastRun(Record):
-    """A row of the list of runs. None: unknown. An unfinished run has its latest figures."""
+    """A run in the list of past runs. Fields are None if unknown.
+
+    An unfinished run has its latest figures.
+    """
 
     path: str
     state: State

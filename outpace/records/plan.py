@@ -28,7 +28,7 @@ Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
 def _split_modes(value: object) -> object:
-    """Split the modes of blocks if they are given as one word, such as "full+none+none"."""
+    """Split checkpointing modes if they are given as one word, such as "full+none+none"."""
     return tuple(value.split("+")) if isinstance(value, str) else value
 
 
@@ -320,7 +320,8 @@ class Plan(Record):
     def lora_scale(self) -> float:
         """Return the factor α/r of an adapter's output; α is r by default.
 
-        Hu et al., arXiv 2106.09685, §4.1, keep α at the first rank that they try.
+        Hu et al., arXiv 2106.09685, §4.1, set α to the first rank r that they try, and then leave
+        it unchanged.
         """
         if self.lora_rank is None or self.lora_alpha is None:
             return 1.0
@@ -384,7 +385,10 @@ class Plan(Record):
 
     @property
     def samples_per_pass(self) -> int:
-        """Return the samples of a data-parallel rank in one pass through the model or pipeline."""
+        """Return the number of samples that a data-parallel rank processes in one pass.
+
+        With a pipeline, a pass has all of its micro-batches.
+        """
         return self.micro_batch * self.pp_microbatches
 
     @property
@@ -407,7 +411,10 @@ class Plan(Record):
 
     @property
     def samples_read(self) -> int:
-        """Return the samples that each reading rank reads per pass; under dp, one reads for all."""
+        """Return the number of samples that each rank with a data loader reads per pass.
+
+        Under the strategy dp, only one rank reads, for all ranks.
+        """
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
@@ -442,9 +449,9 @@ class Plan(Record):
         return layout_words(self.strategy, self.mesh, self.world_size)
 
     def accumulation(self, global_batch: int) -> int:
-        """Return the passes per step that accumulate gradients to the global batch.
+        """Return the number of passes of a step, over which gradients are accumulated.
 
-        Raises BadInputError if the global batch is not divisible.
+        Together, they process the global batch. Raises BadInputError if it is not divisible.
         """
         per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:

@@ -35,7 +35,7 @@ MEANS: Mapping[str, str] = {
 
 
 class ShardDtypes(NamedTuple):
-    """Dtypes in which ranks gather sharded parameters and reduce their gradients."""
+    """Dtypes in which sharded parameters are gathered, and their gradients reduced."""
 
     gathered: LowDtype
     reduced: Literal["fp32"]
@@ -45,13 +45,13 @@ class ShardDtypes(NamedTuple):
 class PrecisionTraits:
     """Traits of a precision.
 
-    `matmuls`: the dtype of matmuls on a device that supports it; under fp8, everything
-    except matmuls of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
-    computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
-    are stored. `masters`: the optimizer updates fp32 master weights and rounds them to the model's
-    weights. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see SHARD_DTYPES.
-    `where_offloaded`: where this is the default, the default of plans that offload weights or
-    states, because master weights cannot be offloaded.
+    `matmuls`: the dtype of matmuls on a device that supports it; under fp8, everything except
+    matmuls of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass computes, None
+    if it computes in the dtype of the weights. `weights`: the dtype in which weights are stored.
+    `masters`: the optimizer updates fp32 master weights and rounds them to the model's weights.
+    `scaled`: the loss is multiplied by a dynamic scale. `shards`: see SHARD_DTYPES.
+    `where_offloaded`: the precision that replaces this one as the default for plans that offload
+    weights or optimizer states, because master weights cannot be offloaded.
     """
 
     matmuls: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -100,7 +100,7 @@ PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
 
 
 def precisions_that(has: Callable[[PrecisionTraits], bool]) -> tuple[Precision, ...]:
-    """Return the precisions with these traits, in the table's order."""
+    """Return the precisions whose traits satisfy `has`, in the order of PRECISION_TRAITS."""
     return tuple(name for name, traits in PRECISION_TRAITS.items() if has(traits))
 
 

@@ -24,10 +24,10 @@ class ProgressDisplay(Protocol):
 
 
 class LinkFit(Record):
-    """Fit of a collective's time on an axis of ranks: latency + traffic / bandwidth, over sizes.
+    """Latency and bandwidth of a collective on an axis of ranks, fitted to times at several sizes.
 
-    Traffic is counted as for busbw in nccl-tests, so the bandwidth is that of the link, whatever
-    the collective and the number of ranks.
+    The time is latency + traffic / bandwidth. Traffic is counted as for busbw in nccl-tests, so the
+    bandwidth is that of the link, whatever the collective and the number of ranks.
     """
 
     collective: str = Field(description="all-reduce, all-gather, reduce-scatter, …")
@@ -43,8 +43,9 @@ class LinkFit(Record):
 def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
     """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
-    On the axis "across", each local rank has a group, and all groups communicate at the same time.
-    With one rank per host, there is no such axis, and the fit of "all" describes the network.
+    Usually, it is the fit on the axis "across", whose groups have one rank on each host. All these
+    groups communicate at the same time. With one rank per host, there is no such axis, and the fit
+    on "all" describes the network.
     """
     if hosts < 2:
         return None
@@ -54,9 +55,10 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 
 
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
-    """Return a host's network bandwidth from a fit and the groups that communicate at once.
+    """Return a host's network bandwidth: the bandwidth of one group times the number of groups.
 
-    The network carries the sum of the groups' rates. Returns None if the fit was not steady.
+    While the times of the fit were measured, `at_once` groups shared the host's network. Returns
+    None if the fit was not steady.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 
@@ -113,7 +115,7 @@ class ProbeRecord(Record):
         return None
 
     def best_rate(self, dtype: str) -> Figure | None:
-        """Return the highest FLOP/s of a matmul on one device (MAMF)."""
+        """Return the maximum achievable matmul FLOP/s (MAMF) of one device."""
         return self.find("matmul", "best", dtype=dtype)
 
     @property

@@ -106,8 +106,8 @@ class RunRecord(Record):
     def last_untimed_step(self, result: Measurement | None) -> int:
         """Return the last step that does not count towards the run's times and rates; 0 if all do.
 
-        In a finished run, only steps since its last resume count, as in its `result`. If these are
-        all warm-up, or the run is unfinished, steps after `start_step` count.
+        For a finished run, it is the step of the last resume, as in its `result`. If all later
+        steps are warm-up, or the run is unfinished, it is `start_step`.
         """
         if result is None or result.steps - result.start_step <= WARMUP_STEPS:
             return self.start_step

@@ -396,7 +396,7 @@ class TrainSettings(Record):
     @field_validator("*", mode="after")
     @classmethod
     def _require_range(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers of an impossible magnitude; 0 and -1 are checked elsewhere."""
+        """Refuse numbers that are impossibly small or large; 0 and less are checked elsewhere."""
         low, high = _RANGES.get(info.field_name or "", (0, math.inf))
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, (int, float)) or number <= 0:

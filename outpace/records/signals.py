@@ -31,9 +31,9 @@ def may_handle(number: signal.Signals) -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[set[int | signal.Signals]]:
-    """Block all signals around a fork, and run the handlers of `ENDING` only afterwards.
+    """Block all signals around a fork, and run the handlers of `ENDING` signals only afterwards.
 
-    Yields the previous signal mask, for the child to restore. Otherwise, Python may run handlers
+    Yields the previous signal mask, for the child to restore. Without this, Python may run handlers
     within the callbacks that modules register for forks, where an exception is printed and lost.
     Blocking signals alone is not enough, because another thread may receive them.
     """
@@ -47,7 +47,7 @@ def defer_signals() -> Iterator[set[int | signal.Signals]]:
 
 @contextmanager
 def _deferred_handlers() -> Iterator[None]:
-    """Defer the handlers of `ENDING`, which run in the main thread, to the end of the block."""
+    """Defer the handlers of `ENDING` signals, which run in the main thread, until the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

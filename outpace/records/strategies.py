@@ -36,15 +36,15 @@ class StrategyTraits:
     the one for custom models. `axes`: the axes that the strategy splits. `zero`: the ZeRO stage,
     which is what dp_shard shards (1: optimizer state, 2: also gradients, 3: also parameters; 0:
     nothing). `whole_model`: every rank keeps all parameters. `buckets`: gradients are reduced in
-    buckets as soon as they are computed. `gathers`: parameters are gathered before use, so they
-    may be stored elsewhere, even with a single process. `compresses`: supported compression of
-    gradient buckets. `steps_in_backward`: a gradient is complete as soon as it is computed, and no
-    buffer shares its memory. `shares_buffers`: every rank has all of the model's buffers, but only
-    some of the samples. `communicates_within`: communication during forward and backward counts
-    towards their time. `one_shape`: all batches must have the same shape.
-    `takes_sparse_gradients`: gradients of embeddings may be sparse. `offloads_compiled`:
-    activations may be offloaded from compiled blocks (tests/parallel/test_offload.py). `compiled`:
-    None if compiling was not tested.
+    buckets as soon as they are computed. `gathers`: parameters are gathered before use, so they may
+    be stored elsewhere, even with a single process. `compresses`: supported compression of gradient
+    buckets. `steps_in_backward`: the optimizer can update a parameter during the backward, because
+    its gradient is then complete and shares no memory with a bucket. `shares_buffers`: every rank
+    has all of the model's buffers, but only some of the samples. `communicates_within`:
+    communication during forward and backward counts towards their time. `one_shape`: all batches
+    must have the same shape. `takes_sparse_gradients`: gradients of embeddings may be sparse.
+    `offloads_compiled`: activations may be offloaded from compiled blocks
+    (tests/parallel/test_offload.py). `compiled`: None if compiling was not tested.
     """
 
     module: str
@@ -146,7 +146,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
 
 
 def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ...]:
-    """Return the strategies with these traits, in the table's order."""
+    """Return the strategies whose traits satisfy `has`, in the order of TRAITS."""
     return tuple(name for name, traits in TRAITS.items() if has(traits))
 
 

@@ -94,7 +94,10 @@ class ObservedRun(Record):
 
 
 class CorrectedMachine(Record):
-    """A machine from the catalog (`node`) or from a probe, with runs that correct its rates."""
+    """A machine from the catalog (`node`) or from a probe, and observed runs.
+
+    The measured step times of the runs are used to correct the machine's rates.
+    """
 
     has_checksum: ClassVar[bool] = True
 

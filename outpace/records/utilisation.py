@@ -112,7 +112,7 @@ def disturbance(loads: Sequence[Load]) -> list[str]:
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
     """Return the mean utilisation of the devices that a run used; None if unknown.
 
-    If the run's devices cannot be told apart, all devices count, but only if there are no more
+    If it is unknown which devices the run used, all devices count, but only if there are no more
     devices than processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]

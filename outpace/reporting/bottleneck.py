@@ -16,9 +16,9 @@ _LEAST = 1 / 6
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Limit of a step's speed, in a few words, and a sentence of advice.
+    """Limit of the speed of a step, in a few words, with a sentence of advice.
 
-    `of_step`: whether its share is a share of a step's time; otherwise of cores or devices.
+    It is reported with a share: of the step's time if `of_step`, otherwise of the cores or devices.
     """
 
     words: str
@@ -43,9 +43,11 @@ class BottleneckInputs:
 
 
 def bottleneck(inputs: BottleneckInputs) -> Bottleneck | None:
-    """Return the largest loss of a step's time, or that it is compute-bound; None if unknown.
+    """Return what limits the speed of a step; None if unknown.
 
-    The parts of a step are unknown on mps, which is still computing when the clock is read.
+    It is the largest loss: waiting, the optimizer, or idle cores or devices. If no loss is large,
+    the step is compute-bound. The parts of a step are unknown on mps, which is still computing when
+    the clock is read.
     """
     if inputs.parts.total_s <= 0 or inputs.device == "mps":
         return None
@@ -54,7 +56,11 @@ def bottleneck(inputs: BottleneckInputs) -> Bottleneck | None:
 
 
 def limits(inputs: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
-    """Return the notable losses of a step's time, largest first; none if it is compute-bound."""
+    """Return the losses of a step that are large enough to report, each with its share, in order.
+
+    The largest is first. There are none if the step is compute-bound, or if its parts are unknown
+    (see `bottleneck`).
+    """
     if inputs.parts.total_s <= 0 or inputs.device == "mps":
         return []
     found = [pair for pair in _list_losses(inputs) if pair[0] >= _LEAST]
@@ -62,7 +68,11 @@ def limits(inputs: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
 
 
 def _list_losses(inputs: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the shares of losses: time not spent on forward and backward passes, or idle cores."""
+    """Yield each loss of a step with its share.
+
+    Losses are the time of anything except forward and backward passes, idle cores or devices, and
+    cores that other programs use.
+    """
     parts = inputs.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
@@ -83,9 +93,10 @@ def _list_losses(inputs: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]
 def _core_losses(
     inputs: BottleneckInputs, waiting_share: float
 ) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of cores that are idle beyond waiting times, and the share that others use.
+    """Yield the fractions of cores that were idle and that other programs used.
 
-    `waiting_share` is the share of a step's time in which ranks wait for data or communication.
+    Cores may idle while ranks wait for data or communication. `waiting_share` is that part of a
+    step's time, and is subtracted, because it is counted elsewhere.
     """
     hosts = [load.host for load in inputs.loads]
     shares = [host.utilisation for host in hosts if host.utilisation is not None]

@@ -49,7 +49,10 @@ def write_document(document: Document, path: Path) -> None:
 
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
-    """Return a chart as plotly's data and layout, with its title, which a page shows separately."""
+    """Return a chart as plotly's data and layout, with its title in the layout.
+
+    Pictures need the title there; a page shows it outside of the chart.
+    """
     layout = {**_BACKGROUND, "title": {"text": chart.title}, **chart.layout}
     return {"data": plotly_texts(chart.traces), "layout": plotly_texts(layout)}
 

@@ -22,7 +22,7 @@ _WITHOUT_P2P = Slowdown(
 
 
 def peer_access(inventory: Inventory) -> Iterator[Finding]:
-    """Find variables such as NCCL_P2P_DISABLE, which make GPUs send through host memory."""
+    """Find environment variables like NCCL_P2P_DISABLE that make GPUs send through host memory."""
     name, settings = "NCCL_P2P_DISABLE", inventory.settings
     off = settings.get(name) not in (None, "", "0")
     level = settings.get("NCCL_P2P_LEVEL", "").upper()
@@ -48,7 +48,7 @@ def peer_access(inventory: Inventory) -> Iterator[Finding]:
 
 
 def variables(inventory: Inventory) -> Iterator[Finding]:
-    """Find variables that were left set after debugging."""
+    """Find environment variables that were set for debugging and now slow down training."""
     settings = inventory.settings
 
     def is_set(name: str) -> bool:
@@ -194,7 +194,7 @@ def _describe_slower_ports(active: list[NetworkPort]) -> str:
 
 
 def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with slower links than others have."""
+    """Find a CUDA_VISIBLE_DEVICES whose GPUs have slower links than other GPUs of this host."""
     known = inventory.topology
     if known is None:
         raise UnknownFactError(inventory.topology_unknown or "there is no topology")

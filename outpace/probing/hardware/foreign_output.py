@@ -42,9 +42,10 @@ _KNOWN = (
 
 
 def describe_foreign(text: str) -> str | None:
-    """Describe a text that is not a topology, with advice; return None if the text is unknown.
+    """Describe a text that is not a topology, and say what to do about it.
 
-    An error of the tool is quoted.
+    The text was given in place of the output of `nvidia-smi topo -m`. If it is an error of
+    nvidia-smi, the error is quoted. Returns None if the text is not recognised.
     """
     for pattern, sentence in _KNOWN:
         found = re.search(pattern, text, re.MULTILINE)

@@ -27,7 +27,11 @@ def advise_placement(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, given the one-way rates of an NVLink and of a PCIe slot."""
+    """Advise on the placement of work on a host's GPUs, given the links between them.
+
+    `nvlink_bytes_per_s` and `slot_bytes_per_s` are the one-way rates of an NVLink and of a PCIe
+    slot.
+    """
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -111,7 +115,10 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
 
 
 def _score_link(topology: Topology, gpu: str, other: str) -> int:
-    """Rate the link of a pair; a shared NUMA node breaks ties."""
+    """Return a score of the link between two GPUs, higher for a faster link.
+
+    A shared NUMA node breaks ties.
+    """
     near = topology.device(gpu).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
     return 2 * goodness(topology.link_between(gpu, other)) + same
@@ -158,7 +165,11 @@ def _connected_groups(
 
 
 def _largest_grouping(groupings: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups joined by NVLink, or else by PCIe switches, or None."""
+    """Return the grouping with the largest groups that are joined by NVLink.
+
+    Without NVLinks, it is the one with the largest groups that PCIe switches join, or None.
+    Groupings that leave no GPU out are preferred.
+    """
     even = [grouping for grouping in groupings if gpus % grouping.size == 0] or list(groupings)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -199,9 +210,10 @@ def _link_sort_key(link: str) -> int:
 
 
 def bottleneck(topology: Topology) -> str | None:
-    """Return the worst link that collectives over all GPUs cannot avoid.
+    """Return the slowest link that no collective over all GPUs can avoid.
 
-    It is the worst link of the best spanning tree. Returns None for fewer than two GPUs.
+    It is the slowest link of the spanning tree with the fastest links. Returns None for fewer than
+    two GPUs.
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(
@@ -230,7 +242,10 @@ def _pcie_slowdown(
 
 
 def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
-    """Return the pairs of GPUs whose link goes through the CPU, slowest kind first."""
+    """Return the pairs of GPUs whose link goes through the CPU, by kind of link, slowest first.
+
+    `times_slower` is stored with each kind; see `SlowPairs`.
+    """
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair)

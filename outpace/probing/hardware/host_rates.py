@@ -22,9 +22,10 @@ _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Measure the rates of a host with `threads` cores, once per process; None on failure.
+    """Measure the matmul and memory rates of this host with `threads` cores.
 
-    All plans of a process therefore use the same rates.
+    The first result is kept, so that all plans of a process use the same rates. Returns None if the
+    measurement fails.
     """
     try:
         return _measure_in_subprocess(threads)
@@ -34,7 +35,7 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 @cache
 def _measure_in_subprocess(threads: int) -> HostRates:
-    """Measure in a separate process. Raises an error on failure, so that it is not cached."""
+    """Run `measure_rates` in a separate process. A failure raises an error, so it is not cached."""
     ended = subprocess.run(
         [sys.executable, "-m", __name__, str(threads)],
         capture_output=True, text=True, timeout=_LIMIT_S, check=True,
@@ -43,7 +44,10 @@ def _measure_in_subprocess(threads: int) -> HostRates:
 
 
 def measure_rates(threads: int) -> HostRates:
-    """Measure one thread in this process, and multiply matmul rates by `threads`."""
+    """Measure the matmul and memory rates of one thread, in this process.
+
+    The matmul rates are multiplied by `threads`; the memory rate is not.
+    """
     import torch
 
     # One thread, timed by its CPU time, which other programs do not affect.

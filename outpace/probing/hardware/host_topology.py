@@ -43,7 +43,10 @@ def read_topology(
 
 
 def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, str | None]:
-    """Read the topology from a file or from this host; for the host, return a reason on failure."""
+    """Read the topology from a file, or from this host if `file` is None.
+
+    Returns the topology and None, or None and the reason why this host's topology cannot be read.
+    """
     if file is None:
         try:
             return read_live(timeout_s), None
@@ -59,10 +62,11 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 def _catalog_rates(
     nvlink: str | None, gpus: Sequence[GpuState]
 ) -> tuple[float | None, float | None]:
-    """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
+    """Return the one-way bytes/s of an NVLink and of a GPU's PCIe slot, from the catalog.
 
-    They are those of NVLink generation `nvlink` and of accelerators that have it, or else of this
-    host's GPUs.
+    They are looked up for NVLink generation `nvlink` and the accelerators that have it. Without
+    `nvlink`, they are looked up for this host's GPUs, and are None if a GPU is not in the catalog
+    or if the GPUs have different links.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")

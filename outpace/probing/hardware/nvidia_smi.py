@@ -45,7 +45,7 @@ def read_live(timeout_s: float = 20.0) -> Topology:
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Return this host's topology, or None if `nvidia-smi` gives none."""
+    """Return this host's topology; None if `nvidia-smi` is missing, fails or hangs."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -108,11 +108,11 @@ class _MatrixHeader:
 
 
 def parse(text: str, source: str) -> Topology:
-    """Parse the topology in a tool's output, anywhere in `text`.
+    """Parse the topology that `nvidia-smi topo -m` prints, anywhere in `text`.
 
-    Cells that a terminal merged are separated, and a cell missing from one row is taken from the
-    other device's row. Raises BadInputError if there is no matrix, or if a link between GPUs is
-    unknown.
+    Cells that a terminal merged are separated. If the cell of a link is missing in one device's
+    row, it is taken from the row of the device at the other end. Raises BadInputError if there is
+    no matrix, or if a link between GPUs is unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
@@ -179,7 +179,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _MatrixHeader]:
 
 
 def _refuse_foreign_matrix(lines: list[str], source: str) -> None:
-    """Refuse another tool's matrix, which has GPU columns but no link names in its cells."""
+    """Refuse a matrix that is not from nvidia-smi: it has GPU columns, but no names of links."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
         description = describe_foreign("\n".join(lines))
@@ -203,7 +203,7 @@ def _shows_only_pcie(lines: list[str], rows: Mapping[str, Sequence[str | None]])
 def _parse_row(
     line: str, name: str, header: _MatrixHeader, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
-    """Return a device's links by column, and its CPU and NUMA fields."""
+    """Return a device's links in the order of the columns, and its CPU and NUMA fields by name."""
     expanded = line.expandtabs(_TAB)
     words = list(re.finditer(r"\S+", expanded))[1:]
     cells: list[str | None] = []
@@ -240,7 +240,7 @@ _FIELDS = {
 def _parse_last_fields(
     words: list[re.Match[str]], header: _MatrixHeader, whole: bool
 ) -> dict[str, str]:
-    """Return the fields after the links by name, skipping cells that the tool left empty."""
+    """Return the fields that follow the links in a row, by name, without empty ones."""
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
@@ -288,7 +288,7 @@ def _complete_matrix(
 
 
 def render(topology: Topology) -> str:
-    """Format a topology like the tool's matrix, for `parse` to read back."""
+    """Format a topology like the output of `nvidia-smi topo -m`, so that `parse` can read it."""
     with_numa = any(device.numa_affinity for device in topology.devices)
     with_id = any(device.gpu_numa_id for device in topology.devices)
     header = ["", *(device.name for device in topology.devices), "CPU Affinity"]

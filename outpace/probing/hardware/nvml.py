@@ -44,7 +44,8 @@ def query(
 ) -> tuple[tuple[GpuState, ...], str | None]:
     """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` must print them as `main` does. A failing driver raises no error here.
+    The driver is queried in another process, by `command`, which must print the GPUs in the format
+    of `main`. If it fails or hangs, a reason is returned and no error is raised.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -57,8 +58,8 @@ def query(
     return (), f"NVML gave no answer: {text.strip()[-300:] or 'it printed nothing'}"
 
 
-def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
-    """Return whether the driver answers in time, by querying it in a separate process."""
+def driver_answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
+    """Return whether NVIDIA's driver answers a query from another process within `timeout_s`."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(library)  # loading it does not query the driver
@@ -112,8 +113,8 @@ def _read_gpu(library: Any, index: int) -> GpuState:
     others = read_field("ComputeRunningProcesses")
     return GpuState(
         index=index,
-        name=words(read_field("Name")),
-        bus=_apply_if_known(read_field("PciInfo"), lambda pci: words(pci.busId)),
+        name=decode_name(read_field("Name")),
+        bus=_apply_if_known(read_field("PciInfo"), lambda pci: decode_name(pci.busId)),
         memory_bytes=_apply_if_known(memory, lambda found: found.total),
         memory_used_bytes=_apply_if_known(memory, lambda found: found.used),
         utilisation=_apply_if_known(busy, lambda found: share(found.gpu)),
@@ -169,7 +170,10 @@ def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
 
 
 def _count_nvlinks(device: _DeviceReader) -> tuple[int | None, int | None]:
-    """Return the number of a GPU's NVLinks, and how many are up. NVML numbers them without gaps."""
+    """Return the number of a GPU's NVLinks, and how many of them are up.
+
+    NVML numbers links without gaps, so the first number that it refuses ends the list.
+    """
     states = []
     for link in range(device.library.NVML_NVLINK_MAX_LINKS):
         state = device.read_field("NvLinkState", link)
@@ -213,13 +217,16 @@ def share(percent: int) -> float | None:
     return percent / 100 if 0 <= percent <= 100 else None
 
 
-def words(value: str | bytes | None) -> str | None:
-    """Return a name as text, which older versions of nvidia-ml-py return as bytes."""
+def decode_name(value: str | bytes | None) -> str | None:
+    """Return a name as text. Older versions of nvidia-ml-py return names as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def main() -> None:
-    """Print this host's GPUs as a marked line of JSON, with the reason if there are none."""
+    """Print this host's GPUs as JSON for `query`, with the reason if NVML cannot be used.
+
+    The line begins with a mark that distinguishes it from other output.
+    """
     gpus: tuple[GpuState, ...] = ()
     why = None
     try:

@@ -16,7 +16,10 @@ _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident memory, or all of it if the kernel makes no distinction."""
+    """Return the bytes of this process's anonymous resident memory.
+
+    Where the kernel does not report them separately, file-backed memory is included.
+    """
     found = resident.anonymous_bytes()
     return int(psutil.Process().memory_info().rss) if found is None else found
 

@@ -50,7 +50,11 @@ def control_groups(
 
 
 def _find_mounts(controller: str, mounts: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
-    """Yield, by cgroup version, the root and mount point of each mount (proc(5), mountinfo)."""
+    """Yield the cgroup version, the root and the mount point of each cgroup mount.
+
+    Mounts of version 1 are left out unless they have the `controller`. The file `mounts` has the
+    format of mountinfo, described in proc(5).
+    """
     for line in (read_text(mounts) or "").splitlines():
         before, _, after = line.partition(" - ")
         root, place = before.split()[3:5]

@@ -73,16 +73,16 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def changes() -> str | None:
-    """Return a hash of all uncommitted changes; None if there are none or no repository."""
+    """Return a hash of all uncommitted changes; None without changes or without a repository."""
     found = _run_git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect computation or communication, without launch variables.
+    """Return the environment variables that affect computation or communication.
 
-    Variables that may contain a secret are left out, judging by their name or by a user in an
-    address.
+    Variables that launchers set are left out. So are variables that may contain a secret: those
+    with a telling name, and addresses with a user name.
     """
     return {
         name: value

@@ -16,7 +16,7 @@ _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice on the figures of a probe."""
+    """Return advice on loader settings and tokenization, from the figures of a probe."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -32,9 +32,10 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the fastest setting, or a cheaper one that is about as fast.
+    """Return the figure of the fastest loader setting, or of a cheaper one that is about as fast.
 
-    Fewer workers are cheaper, then less prefetching. Returns None without figures.
+    A setting with fewer workers is cheaper; of those, one with less prefetching. Returns None if no
+    figure has a value.
     """
     known = [f for f in figures if f.value is not None]
     if not known:
@@ -98,7 +99,7 @@ def _advise_on_prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _advise_on_pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
-    """Advise on pinned memory, for the recommended number of workers and for none."""
+    """Compare pinned with pageable memory, without workers and with the recommended workers."""
     counts = (0, 0 if recommended is None else recommended.key.of["workers"])
     for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
         workers = pinned.key.of["workers"]

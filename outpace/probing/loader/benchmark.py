@@ -155,11 +155,12 @@ class _LoaderBench:
     _found: list[str] = field(default_factory=list)
 
     def settings(self) -> list[_Setting]:
-        """Return the settings to time: all numbers of workers, some with other settings varied.
+        """Return the loader settings to time.
 
-        A full probe varies prefetching for some numbers of workers and, on a GPU, pinning for all.
-        A quick probe varies prefetching only for the largest number, and pinning for none and the
-        largest.
+        outpace's loader is timed with every number of workers, and torch's with several numbers of
+        workers and of prefetched batches. On a GPU, both are also timed with pinned memory. A quick
+        probe times torch's loader only with the most workers, and pinned memory only for outpace's
+        loader, without workers and with the most.
         """
         counts = _worker_counts(self.quick)
         most = counts[-1]
@@ -225,9 +226,10 @@ class _LoaderBench:
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip
 
     def _find_error(self, setting: _Setting, first: Any) -> str | None:
-        """Compare the first batch with the first one that this loader ever read.
+        """Return how `first` differs from the first batch of the loader's first run; None if equal.
 
-        Only a user's data set may return different samples; this adds a note.
+        The samples of a user's data set may be random. If they differ, that is no error, but a note
+        is added.
         """
         wrong = _describe_difference(first, self._reference.setdefault(setting.loader, first))
         if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
@@ -240,7 +242,7 @@ class _LoaderBench:
         return None
 
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
-        """Measure the time from opening a loader with workers to its first batch, s."""
+        """Measure the seconds from opening a loader with workers until its first batch."""
         starter = _Starter(self._open_loader, _Setting("outpace", _worker_counts(self.quick)[-1]))
         case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
@@ -272,7 +274,7 @@ class _LoaderBench:
         return _OpenLoader(self._copy_to_device(running), close, self.device)
 
     def _copy_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copy batches to the device like outpace's loader; pinning speeds this up."""
+        """Copy batches to the device like outpace's loader; pinned memory makes this faster."""
         if self.device.type == "cpu":
             return batches
         to = partial(_move_leaf, self.device)
@@ -289,7 +291,7 @@ def _move_leaf(device: torch.device, leaf: Any) -> Any:
 
 @dataclass
 class _Starter:
-    """A case that opens a loader and waits for its first batch in each call."""
+    """Function to time: each call opens a loader and waits for its first batch."""
 
     open: Callable[[_Setting], _OpenLoader]
     setting: _Setting
@@ -302,7 +304,7 @@ class _Starter:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """Take a sample, then end the workers, so that they do not run during other cases."""
+        """Run a measurement in this context, then stop its workers, which would disturb others."""
         try:
             with _one_thread_for_each_tokenizer():
                 yield
@@ -312,7 +314,7 @@ class _Starter:
 
 
 class _BatchKeys:
-    """Batch sampler for any data set, in training order if it has one."""
+    """Endless batch sampler, in the order of training if the data set defines one (`locate`)."""
 
     def __init__(self, dataset: Any, micro_batch: int) -> None:
         self._dataset, self._micro_batch = dataset, micro_batch

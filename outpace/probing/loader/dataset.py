@@ -50,9 +50,10 @@ class LoaderData:
 
 @dataclass(frozen=True)
 class LoaderInput:
-    """Data to time: `tokens` as training loads them, and the `texts` that they come from, if any.
+    """Data that loaders read while they are timed.
 
-    `sample_tokens` is the number of tokens per sample, or None if unknown.
+    `tokens` are loaded as in training. `texts` are what they were encoded from, empty if there are
+    no texts. `sample_tokens` is the number of tokens per sample, or None if unknown.
     """
 
     tokens: Any
@@ -137,7 +138,10 @@ def _encode_in_batches(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
 def _write_tokens(
     path: Path, parts: list[Piece], encoded: list[Array], tokenizer: Tokenizer
 ) -> Stream:
-    """Write tokens to a file as in the token cache, repeating them until there are enough."""
+    """Write encoded texts to a file in the format of the token cache, and open it as a stream.
+
+    The tokens are repeated until there are enough for the measurements.
+    """
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     starts, ids, length = [], [], 0
     for part, found in zip(parts, encoded, strict=True):
@@ -183,7 +187,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 def _make_text_dataset(
     tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
 ) -> TextDataset:
-    """Return the same texts, cut to about the length of one sample each."""
+    """Return a data set of the texts, split into pieces of about `seq_len` tokens."""
     characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
     length = max(1, round(characters * seq_len))
     cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]

@@ -50,7 +50,7 @@ def tokenise_figures(
 
 
 def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure:
-    """Return a figure converted to another unit."""
+    """Return a figure in another unit: its values times `factor`, as the quantity `what`."""
 
     def times(value: float | None) -> float | None:
         return None if value is None else value * factor
@@ -68,7 +68,10 @@ def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure
 
 
 class _TokeniserRun:
-    """Encoding with one number of processes. `tokens` and `bytes` count the timed part."""
+    """Measurement of encoding with a given number of processes.
+
+    `tokens` and `bytes` are the amounts that one timed call encodes.
+    """
 
     def __init__(self, tokenizer: Tokenizer, whole: str, processes: int, quick: bool) -> None:
         size = min((_PART if quick else _FULL_PART) * processes, len(whole) // 2)
@@ -85,7 +88,7 @@ class _TokeniserRun:
         return Case(key, "tokens/s", self._start_encoders, self.tokens, self._find_error)
 
     def _start_encoders(self) -> Callable[[], list[Ids]]:
-        """Create encoders with an empty cache, and return the call to time."""
+        """Create encoders with an empty cache, and return the function whose calls are timed."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0

@@ -35,7 +35,10 @@ _USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
 def large_elements(device: torch.device) -> int:
-    """Return the fp32 elements of an array that exceeds all caches, if memory allows."""
+    """Return the number of fp32 elements in an array that exceeds all caches.
+
+    The array is smaller if it would take a large part of the free memory.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -48,7 +51,7 @@ def large_elements(device: torch.device) -> int:
 
 
 def memory_cases(device: torch.device, quick: bool) -> list[Case]:
-    """Return cases for a device's memory, and for transfers between device and host."""
+    """Return cases that time a device's memory and, on a GPU, transfers to and from the host."""
     large = large_elements(device)
     elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
     pool = torch.empty(large, device=device).normal_()
@@ -146,7 +149,7 @@ def _optimizer_case(device: torch.device, elements: int) -> Case:
     moved = 7 * parameter.nbytes
 
     def step_fault(_: object) -> str | None:
-        """Check the first step: each weight moves by the learning rate against the gradient."""
+        """Check the first step's moment, and that the tiny learning rate left the weights alone."""
         moment = optimizer.state[parameter]["exp_avg"][:1024]
         assert parameter.grad is not None
         right = torch.allclose(moment, 0.1 * parameter.grad[:1024], rtol=1e-4)
@@ -157,7 +160,11 @@ def _optimizer_case(device: torch.device, elements: int) -> Case:
 
 
 def _transfer_cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield transfers between host and device: pageable, pinned, both ways, during a matmul."""
+    """Yield cases that time transfers between host and device.
+
+    Pageable and pinned memory is copied in each direction. Then, pinned memory is copied during a
+    matmul.
+    """
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
         there = torch.empty(size // 4, device=device).normal_()
         for pinned in (False, True):
@@ -178,7 +185,10 @@ def _sending_fault(source: Tensor, received: Tensor) -> str | None:
 
 
 def _overlap_cases(device: torch.device) -> Iterator[Case]:
-    """Yield a matmul, transfers in each and both directions, and a matmul during each transfer."""
+    """Yield cases that time a matmul, transfers, and the matmul during these transfers.
+
+    Transfers go to the device, to the host, and in both directions at the same time.
+    """
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
     matmul = partial(torch.mm, a, a)
     ways: dict[str, _Ways] = {}
@@ -220,7 +230,7 @@ def _overlap_transfers(device: torch.device, sends: _Ways, compute: Callable[[],
 
 
 def _arrival_fault(sends: _Ways, _: Any) -> str | None:
-    """Check the transferred data, then clear them for the next check."""
+    """Check the transferred data, then zero the destinations for the next check."""
     for _stream, source, to in sends:
         wrong = _sending_fault(source, to)
         if wrong is not None:
@@ -250,7 +260,11 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the fraction of a matmul or transfer that overlap hides, by direction."""
+    """Return, for each direction of transfer, the fraction that overlap with a matmul hides.
+
+    It is a fraction of the shorter time, the matmul's or the transfer's: 1 if both together take
+    only as long as the longer one alone.
+    """
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(
@@ -262,7 +276,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Describe each hidden fraction, with its interval."""
+    """Describe each hidden fraction (see `hidden_shares`), with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
@@ -273,7 +287,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Yield a note for each hidden fraction that was not stable enough."""
+    """Yield a note for each hidden fraction (see `hidden_shares`) that is too unstable."""
     for figure in hidden:
         if figure.value is None:
             yield (

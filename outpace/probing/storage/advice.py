@@ -14,7 +14,10 @@ _SLOW_FSYNC_S = 0.02
 
 
 def advice_of(role: str, figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice on a disk's figures. `role`: checkpoints, offload, or both."""
+    """Return advice on using a disk for checkpoints, offloading or both, from its figures.
+
+    `role` is "checkpoints", "offload" or "checkpoints and offload".
+    """
     known = [figure for figure in figures if figure.value is not None]
     found = [*_advise_on_checkpoints(role, known)] if role != "offload" else []
     if "offload" in role:

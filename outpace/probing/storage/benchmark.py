@@ -51,7 +51,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Disk:
-    """Cases that time a directory, valid while its files are open."""
+    """Cases that time the disk of a directory, and notes about it.
+
+    The cases can only run while their files are open, which is within `storage_cases`.
+    """
 
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
@@ -63,10 +66,10 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time the directory of each role (checkpoints, offload), once per file system.
+    """Measure the disks of directories, which are named by role ("checkpoints", "offload").
 
-    `budget_s` is the total time. Raises BadInputError if a directory is not writable or lacks
-    space.
+    Directories on the same file system are measured once. `budget_s` is the total time. Raises
+    BadInputError if a directory is not writable or lacks space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -113,10 +116,10 @@ def _probe_directory(
 
 @contextmanager
 def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
-    """Yield cases for an existing directory, which `role` names in figures.
+    """Open test files in an existing directory, and yield cases that time reads and writes.
 
-    Nothing is left in the directory. Raises BadInputError if there is too little space, and OSError
-    if the directory is not writable.
+    In the figures, the directory is named by its `role`. The files are deleted at the end. Raises
+    BadInputError if there is too little space, and OSError if the directory is not writable.
     """
     nbytes = _FILE_BYTES if quick else _FULL_FILE_BYTES
     require_room(directory, nbytes + BUFFERED_BYTES)
@@ -161,7 +164,7 @@ def _list_notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _BlockMover:
-    """Reader or writer of blocks in a given order, `queue` at a time.
+    """Function to time: it reads or writes blocks in a given order, `queue` at a time.
 
     Each call continues where the previous one ended.
     """
@@ -269,7 +272,7 @@ def _difference(held: object, written: object) -> str | None:
 
 
 class _NewFile:
-    """Case that writes a new file and waits until it is on disk."""
+    """Function to time: each call writes a new file and waits until it is on disk."""
 
     def __init__(self, directory: Path, data: bytes) -> None:
         self._directory, self._data = directory, memoryview(data)

@@ -59,7 +59,7 @@ def in_memory(directory: Path) -> str | None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """Convert OSErrors for a directory to BadInputError."""
+    """Convert an OSError in this context to a BadInputError that names the directory."""
     try:
         yield
     except OSError as error:
@@ -93,12 +93,13 @@ class _LaneBuffers:
 
 
 class PageFile:
-    """An unlinked file in `directory` with `pages` pages, filled for at most `fill_s`.
+    """An unlinked file in `directory`, whose content reveals wrong reads and writes.
 
+    It is filled with up to `most_pages` pages, for about `fill_s` seconds; `pages` is their number.
     A page's first word is its salted number, and the second rises with every write. So no two pages
     are equal, no page is written twice with the same content, and a page that was not written or is
-    in the wrong place is detected. `direct`: whether O_DIRECT works here. Each of `lanes` threads
-    has its own memory. Raises OSError.
+    in the wrong place is detected. `direct`: whether O_DIRECT works here. There are `lanes`
+    threads, each with its own buffers. Raises OSError.
     """
 
     def __init__(self, directory: Path, most_pages: int, fill_s: float, lanes: int) -> None:
@@ -162,7 +163,10 @@ class PageFile:
             )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read pages and check them entirely; describe a difference from write number `write`."""
+        """Read pages, and describe how they differ from what was written; None if they are right.
+
+        With `write`, the pages must be from the write with this number.
+        """
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -182,7 +186,7 @@ class PageFile:
             self.forget()
 
     def forget(self) -> None:
-        """Ask the kernel to drop its cache, if O_DIRECT is not used."""
+        """Ask the kernel to drop the file from its cache, unless O_DIRECT avoids the cache."""
         if not self.direct:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -216,6 +220,6 @@ def _open_unlinked(directory: Path) -> tuple[int, bool]:
 
 
 def require_whole(moved: int, wanted: int) -> None:
-    """Raise OSError if the transfer was incomplete."""
+    """Raise OSError if a read or write moved another number of bytes than wanted."""
     if moved != wanted:
         raise OSError(errno.EIO, f"{moved} bytes were moved instead of {wanted}")

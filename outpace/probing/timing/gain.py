@@ -9,7 +9,7 @@ from outpace.records.figure import Figure
 
 @dataclass(frozen=True)
 class Gain:
-    """A relative gain (0.03 means 3 % faster), with an interval at `intervals.LEVEL`."""
+    """A relative gain in speed (0.03 means 3 % faster), with the ends of its interval."""
 
     value: float
     low: float
@@ -25,11 +25,11 @@ class Gain:
 
 
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
-    """Return the gain from `before` to `after`, from the ratios of simultaneous samples.
+    """Return how much faster `after` is than `before`, from samples taken at the same time.
 
-    A slow period affects both figures and cancels out. If the largest of several gains will be
-    chosen, `among` is their number, for which the interval is widened (Bonferroni). Returns None
-    for fewer than four pairs of samples.
+    A slow period of the machine affects both figures and cancels out in their ratio. If the largest
+    of several gains will be chosen, `among` is the number of gains, and widens the interval
+    (Bonferroni). Returns None for fewer than four pairs of samples.
     """
     both = zip(before.rounds, after.rounds, strict=False)
     ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]

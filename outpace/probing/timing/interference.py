@@ -23,9 +23,11 @@ _DISTURBED = 0.10
 
 
 class CoreSeconds(NamedTuple):
-    """CPU time of a host, s; None if the kernel does not report it (outside of Linux).
+    """CPU seconds that were used on a host during a period of `wall_s`.
 
-    `busy_s` and `stolen_s` cover all cores, and `probe_s` this process and its children.
+    `busy_s` are those of all programs, and `stolen_s` those that a hypervisor gave to other
+    machines, both summed over all cores; None if the kernel does not report them (outside of
+    Linux). `probe_s` are those of this process and its children.
     """
 
     wall_s: float
@@ -36,7 +38,7 @@ class CoreSeconds(NamedTuple):
 
 
 class InterferenceWatch:
-    """Reader of the kernel's CPU counters, from its creation to each call of `read_use`."""
+    """Reader of the kernel's CPU counters, which measures the CPU time used since its creation."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
@@ -69,7 +71,7 @@ class InterferenceWatch:
 
 
 def _probe_cpu_s() -> float:
-    """Return the CPU time of this process and its children, running or finished, s."""
+    """Return the CPU seconds of this process and its children, running or finished."""
     here = psutil.Process()
     total_s = 0.0
     for process in (here, *here.children(recursive=True)):
@@ -89,7 +91,7 @@ def record_use(into: list[CoreSeconds]) -> Iterator[None]:
 
 
 def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
-    """Return the sum over several periods on one host."""
+    """Return the sum of the CPU seconds of several periods on one host."""
 
     def sum_known(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -135,7 +137,10 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return a section with samples but without values, and without advice based on them."""
+    """Return a copy of a section without the values of its figures, and without its advice.
+
+    The samples are kept. `why` is the reason, and is stored with each figure.
+    """
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

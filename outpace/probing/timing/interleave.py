@@ -14,7 +14,7 @@ Turns = Generator[None, None, T]
 
 
 def run_turns(turns: Turns[T]) -> T:
-    """Run all turns without interleaving, and return the result."""
+    """Run a measurement without pauses between its turns, and return its result."""
     while True:
         try:
             next(turns)
@@ -24,10 +24,10 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Interleave several parts, with one turn of every part in each turn.
+    """Run several measurements in turn, each until its next pause, until all have ended.
 
-    Returns the results of all parts. If one part raises an error, the others are closed and release
-    their resources.
+    Returns the results of all measurements. If one raises an error, the others are closed and
+    release their resources.
     """
     found: list[Any] = [None] * len(parts)
     going = dict(enumerate(parts))
@@ -48,7 +48,7 @@ def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
 
 
 def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
-    """Run each turn within a context."""
+    """Run each turn of a measurement in a context of its own, which is left during pauses."""
     try:
         while True:
             with within():

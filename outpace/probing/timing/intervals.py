@@ -18,12 +18,16 @@ _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return how far the median of an equally long repeat may be from this median.
+    """Return the half width of a prediction interval for the median of a repeated measurement.
 
-    It uses Student's t for the difference of two such medians. The scale is the median absolute
-    deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
-    samples (von Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite
-    for fewer than three samples.
+    The interval around the median of `samples` contains the median of an equally long repeat with
+    probability `level`. `slack` is a factor that widens it, since repeats differ more than the
+    samples of one measurement.
+
+    The width is computed with Student's t for the difference of two such medians. The scale is the
+    median absolute deviation, which a few disturbed samples do not widen; autocorrelated samples
+    count as fewer samples (von Storch & Zwiers, "Statistical Analysis in Climate Research", eq.
+    6.26). Infinite for fewer than three samples.
     """
     count = len(samples)
     if count < 3:
@@ -37,13 +41,13 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
 
 
 def normal_deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of a normal distribution with these values' MAD."""
+    """Return a robust standard deviation, computed from the median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Return the correlation of neighbouring values, at most 0.9, above which it is drift."""
+    """Return the correlation of neighbouring values, limited to 0.9: a higher one means drift."""
     middle = median(values)
     away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
     total = sum(one * one for one in away)
@@ -53,7 +57,10 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return the relative change from the first to the last third; 0.0 if it may be chance."""
+    """Return how a measured value changed from the first third of the rounds to the last.
+
+    The change is relative to the median of all rounds; 0.0 if it may be due to chance.
+    """
     third = len(rounds) // 3
     if third < 2:
         return 0.0

@@ -50,7 +50,7 @@ class LinkLine:
         return self.latency_s + traffic_bytes * self.s_per_byte
 
     def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
-        """Return the distance from each point, relative to the point's time."""
+        """Return how far the line is from each point, relative to the point's time."""
         return [abs(self.time_s(traffic) / time_s - 1) for traffic, time_s in points]
 
 
@@ -84,10 +84,12 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 
 
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
-    """Fit a link to the times of one collective on one axis; None if there are too few sizes.
+    """Fit latency and bandwidth to the times of a collective at several sizes.
 
-    The samples of each round also get a separate line, and the differences between lines give
-    intervals. `figures` have the same key except for their bytes.
+    One line is fitted to the first samples of all sizes, one to the second samples, and so on. The
+    result is the median over the lines, and the differences between lines give its intervals. The
+    keys of `figures` differ only in their bytes. Returns None if there are too few sizes, or if the
+    time does not rise with the size.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
     series = [figure.samples for figure in figures]

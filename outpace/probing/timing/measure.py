@@ -58,7 +58,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Clock based on CUDA events on the current stream, which exclude launches by the host."""
+    """Clock that measures the device's time between CUDA events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,11 +85,12 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time.
+    """A function whose calls are timed.
 
-    `amount`: FLOP, bytes or other units that a call processes; 1 for "s". `make` returns the
-    callable; its objects are released after a sample. `check` describes what is wrong with a call's
-    result, and is called once, before anything is timed. Everything runs in the context `within`.
+    `make` returns the function; its objects are released after a sample. `amount` is what a call
+    processes, in FLOP, bytes or other units; it is 1 if the unit is "s". `check` describes what is
+    wrong with a call's result, and is called once, before anything is timed. Everything runs in the
+    context `within`.
     """
 
     key: Key
@@ -100,18 +101,19 @@ class Case:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def value(self, call_s: float) -> float:
-        """Return the figure for a call that takes this long."""
+        """Convert the seconds of a call into the unit of this case, such as FLOP/s."""
         return call_s / self.amount if self.unit == "s" else self.amount / call_s
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to spend on measuring: the whole budget, or less if `most_samples` are reached.
+    """Time that a measurement may take, and its division into rounds of samples.
 
-    On shared machines, speed changes from one tenth of a second to the next. Many short samples are
-    therefore more informative than a few long ones (docs/development/log.md). If time is short,
-    there are fewer rounds, spread over the same number of turns. `wakes`: run half a sample untimed
-    before each sample.
+    The whole budget is used, or less if every round has `most_samples` samples. On shared machines,
+    speed changes from one tenth of a second to the next. Many short samples are therefore more
+    informative than a few long ones (docs/development/log.md). If time is short, there are fewer
+    rounds, spread over the same number of turns. `wakes`: run half a sample untimed before each
+    sample.
     """
 
     budget_s: float
@@ -124,7 +126,7 @@ class Effort:
 
 
 def rounds_of(quick: bool) -> int:
-    """Return the number of rounds of each part of a probe."""
+    """Return in how many rounds each part of a probe takes its samples."""
     return 8 if quick else 24
 
 
@@ -170,7 +172,7 @@ def measure(
     effort: Effort,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[list[Figure]]:
-    """Time all cases, one round in each turn.
+    """Time all cases. In each turn, one round of samples is taken of every case.
 
     `progress` is called with the fraction of the budget that is used. Raises WrongResultError if a
     case computes a wrong result.
@@ -202,11 +204,11 @@ def in_rounds(
     spent_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[None]:
-    """Call `visit` in as many turns as the effort has rounds, while its budget lasts.
+    """Call `visit` repeatedly, in rounds that are spread over turns, until the budget is used up.
 
-    The argument of `visit` says whether the turn starts a round. `spent_s`: the part of the budget
-    that was used before. A turn whose time is already used up has no round, unless there would be
-    too few rounds.
+    There are `effort.rounds` turns, and at most one round in each. `visit(True)` begins a round,
+    and `visit(False)` continues it. `spent_s` is the part of the budget that was used before. A
+    turn has no round if earlier turns already used its time, unless there would be too few rounds.
     """
     left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
     least = min(effort.least_rounds, effort.rounds)
@@ -227,7 +229,10 @@ def in_rounds(
 
 
 def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
-    """Return the figure for rounds of samples."""
+    """Summarise samples in a figure: their median, and an interval for the median of a repeat.
+
+    If the samples are too unstable, the figure has no value, and `unstable` says why.
+    """
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
     # Use rounds, which vary like repeats; neighbouring samples vary less.

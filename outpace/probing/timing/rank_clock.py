@@ -27,7 +27,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call, with a `prepare(count)` that runs untimed before `count` calls."""
+    """A function to time, and a `prepare(count)` that runs before `count` calls, untimed."""
 
     call: Callable[[], Any]
     prepare: Callable[[int], None]
@@ -108,10 +108,10 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 class RanksClock:
     """Clock that returns the time of the slowest rank.
 
-    All ranks start together; waiting for this and preparing a `PreparedCall` are not timed.
+    All ranks start together. Waiting for each other and preparing a `PreparedCall` are not timed.
     `by_rank` holds every rank's seconds for the last calls, which differ if a rank is slow.
-    `control` carries small messages on the host. All ranks must make the same calls in the same
-    order.
+    `control` is a process group on the host, in which ranks wait for each other and send their
+    times. All ranks must make the same calls in the same order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:

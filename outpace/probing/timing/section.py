@@ -10,8 +10,8 @@ from outpace.records.probe_results import Advice, LinkFit
 class ProbeSection:
     """A section of `outpace probe`.
 
-    `notes`: omissions and changes, with the reasons. `said`: the figures in words, omitted if the
-    figures are withdrawn.
+    `notes`: omissions and changes, with the reasons. `said`: the figures in words; empty if their
+    values were withdrawn because the machine was disturbed.
     """
 
     figures: tuple[Figure, ...] = ()

@@ -26,7 +26,10 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class GpuObservation:
-    """Observations of one GPU. `others` is the largest number of other programs' processes."""
+    """Reasons why one GPU was throttled in a period, and its use by other programs.
+
+    `others` is the largest number of processes of other programs that computed on the GPU.
+    """
 
     gpu: str
     slowed_by: frozenset[str] = frozenset()
@@ -42,8 +45,8 @@ class GpuWatch:
     """Monitor that queries NVML about one GPU.
 
     `probe_pids`: processes of this probe on this host. `pids_known`: whether NVML's process IDs are
-    the ones visible here. In a container, they may be the host's; then as many processes as the
-    probe has are assumed to be the probe's.
+    the ones visible here. In a container, NVML may report those of the host. Then, the probe's
+    processes cannot be recognised, and their number is subtracted from that of all processes.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def observe(self) -> GpuObservation:
-        """Return the current state. Fields that the driver does not report are empty."""
+        """Return why the GPU is throttled now, and how many processes of others compute on it.
+
+        What the driver does not report counts as none.
+        """
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -63,7 +69,7 @@ class GpuWatch:
 
     @contextmanager
     def record(self, into: list[GpuObservation]) -> Iterator[None]:
-        """Observe the GPU during the context, and append the combined observation to a list."""
+        """Observe the GPU during the context, and append the result to the list `into`."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -129,7 +135,7 @@ def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
 
 
 def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
-    """Describe what slowed down each GPU that was slowed down."""
+    """Describe why GPUs were slowed down, for each GPU that was."""
     return [
         f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
         for one in _combine_by_gpu(seen) if one.slowed_by

@@ -155,7 +155,7 @@ def _clock_hz() -> float | None:
 
 
 def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:
-    """Return the busy fraction between two readings; None within one kernel tick (10 ms)."""
+    """Return the busy fraction between two readings; None if they are within one kernel tick."""
     passed_s = now[1] - before[1]
     if passed_s <= 0:
         return None

@@ -20,7 +20,7 @@ _PATIENCE_S = 10.0
 
 
 class Samples:
-    """Series of loads, read from a sampler on request."""
+    """Time series of a host's load, to which each call of `read_new` adds a point."""
 
     def __init__(self, sampler: Sampler, period_s: float) -> None:
         self.sampler = sampler
@@ -55,9 +55,10 @@ class Samples:
 
 
 class LoadRecorder:
-    """Recorder that runs from `start` to `close` and saves its file at most once a minute.
+    """Recorder of a host's load, which runs from `start` to `close`.
 
-    A failing file or sensor stops only the recording.
+    It saves its file at most once a minute. If the file cannot be written or a sensor fails, only
+    the recording stops.
     """
 
     def __init__(self, sampler: Sampler, path: Path, period_s: float = PERIOD_S) -> None:

@@ -24,9 +24,9 @@ from outpace.probing.hardware.nvml import (
     PCIE_RX,
     PCIE_TX,
     WIDE,
-    answers,
+    decode_name,
+    driver_answers,
     share,
-    words,
 )
 from outpace.probing.utilisation.host_load import RAPL, HostReader, Processes, Rate
 from outpace.records.ranks import RANK_NAME
@@ -64,7 +64,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
     try:
         import pynvml
 
-        if not answers(timeout_s, library):
+        if not driver_answers(timeout_s, library):
             return None
         pynvml.nvmlInit()
     except Exception:  # any failure means that there is no usable driver
@@ -85,7 +85,7 @@ class DeviceReader:
         self._own_pids = pids_known
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = _query(lambda: nvml.nvmlDeviceGetName(self._handle))
-        self._name = words(name) or f"device {index}"
+        self._name = decode_name(name) or f"device {index}"
         self._energy, self._nvlink_rx, self._nvlink_tx = Rate(), Rate(), Rate()
         self._pcie_rx, self._pcie_tx = Rate(), Rate()
         self._seen_us = int((time.time() - 1) * 1e6)
@@ -96,7 +96,8 @@ class DeviceReader:
     ) -> DeviceLoad:
         """Return the load since the last call.
 
-        `run_pids` is None if there is no run to distinguish.
+        `run_pids` are the processes of a run, whose share of the load is reported separately; None
+        if there is no run.
         """
         nvml, handle = self._nvml, self._handle
         memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -134,7 +135,10 @@ class DeviceReader:
     def _pcie_rate(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
-        """Return PCIe bytes/s from a counter, or else from NVML's 20 ms sample (in KB/s)."""
+        """Return PCIe bytes/s from a counter or, without one, from NVML's sample over 20 ms.
+
+        If `first`, no sample is taken. NVML reports the sample in KB/s.
+        """
         count = self._read_counter(field)
         if count is not None:
             return rate.per_s(count, now_s)
@@ -154,7 +158,7 @@ class DeviceReader:
         return float(getattr(found.value, WIDE[found.valueType]))
 
     def _run_usage(self, run_pids: Collection[int] | None) -> tuple[int | None, float | None]:
-        """Return memory bytes and utilisation of the run's processes on this device."""
+        """Return the bytes of memory and the utilisation of the run's processes on this device."""
         if run_pids is None:
             return None, None
         listed = _query(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
@@ -165,7 +169,7 @@ class DeviceReader:
         return memory_bytes, self._run_utilisation(run_pids) if known else None
 
     def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
-        """Return the latest utilisation of the run's processes, added up; 0.0 if none computed."""
+        """Return the latest utilisation by the run's processes together; 0.0 if none computed."""
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception as error:
@@ -188,7 +192,10 @@ def _query(query: Callable[[], Result]) -> Result | None:
 
 
 class Sampler:
-    """Sampler of this host's `Load`. `roots` are the PIDs of a run's first processes here."""
+    """Sampler of the load of this host and its GPUs.
+
+    `roots` are the PIDs of the first processes of a run on this host.
+    """
 
     def __init__(
         self,
@@ -210,7 +217,7 @@ class Sampler:
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
-        """Return the load since the previous call, at least a tenth of a second earlier."""
+        """Return the load since the previous call, which should be at least 0.1 s ago."""
         now_s = time.monotonic()
         host = self._host.read(now_s)
         run_pids = None if self._processes is None else self._processes.pids
@@ -220,7 +227,7 @@ class Sampler:
 
 
 def same_pids() -> bool:
-    """Return whether the driver's PIDs are those visible here."""
+    """Return whether the driver reports the PIDs that this process sees; not so in containers."""
     return _query(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
 
 

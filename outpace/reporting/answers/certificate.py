@@ -69,7 +69,7 @@ def _formula_cell(verdict: ParityVerdict) -> Number:
 
 
 def _group_reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
-    """Yield each reason for a result once, with its mark and the strategies that it applies to."""
+    """Yield each reason once, with a coloured mark (✗, –, ✓) and the strategies it applies to."""
     verdicts = certificate.verdicts
     kinds: tuple[tuple[str, Style, str, list[tuple[str, str | None]]], ...] = (
         ("✗", "red", "", [(v.strategy, v.reason) for v in verdicts if not v.refused]),

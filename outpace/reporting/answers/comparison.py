@@ -24,7 +24,7 @@ class Column:
         return getattr(owner, self.attribute, None)
 
     def cell(self, arm: ArmResult) -> Number:
-        """Return the arm's figure as a cell. Intervals are sorted by their lower end."""
+        """Return the arm's figure as a table cell. An interval is sorted by its lower end."""
         value = self.value(arm)
         shown = "–" if value is None else self.show(value)
         return Number(value[0] if isinstance(value, tuple) else value, shown)
@@ -60,9 +60,9 @@ _NOTES = {
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Return a sentence on the fastest of three or more arms; None for two arms, or for commands.
+    """Return a sentence on which arm is the fastest; None for two arms, or if arms are commands.
 
-    Only differences from the first arm are tested.
+    Arms are only tested against the first arm.
     """
     first, *others = comparison.arms
     known = {
@@ -91,7 +91,11 @@ def headline(comparison: Comparison) -> str | None:
 
 
 def opening(comparison: Comparison) -> list[str]:
-    """Return the first sentences: the differences between finished runs, then the verdict."""
+    """Return the first sentences of the answer.
+
+    They say how finished runs differ, which arm is the fastest, and how each compares with the
+    first.
+    """
     head = headline(comparison)
     lines = [
         f"{line}." if ". " in line and not line.endswith(".") else line
@@ -101,7 +105,7 @@ def opening(comparison: Comparison) -> list[str]:
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:
-    """Return a sentence for each arm compared with the first."""
+    """Return a sentence for each arm: how it compares with the first, or why it failed."""
     first = comparison.arms[0].arm
     words = ("slower", "faster")
     if comparison.experiment.metric is not None:
@@ -128,7 +132,7 @@ def _failure_without_result(comparison: Comparison, arm: ArmResult) -> str | Non
 
 
 def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
-    """Return, for each dropped arm that has results, the failure that ended it."""
+    """Return the last failure of each arm that has results, but was given up after failures."""
     kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
     failures: dict[str, str | None] = {}
     for one in comparison.outcomes:
@@ -142,7 +146,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_answer(comparison: Comparison) -> Answer:
-    """Show the claims about the arms, and the figures of each arm."""
+    """Show which arms are faster or slower than the first, and the figures of each arm."""
     parts = step_parts(comparison)
     notes = [comparison.losses] if comparison.losses else []
     return Answer(
@@ -163,7 +167,7 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def arms_parts(comparison: Comparison) -> list[DataTable | Paragraph]:
-    """Tabulate all known figures of each arm, with notes on their names."""
+    """Tabulate all known figures of each arm, with notes that explain the columns."""
     arms = comparison.arms
     known = [one for one in _COLUMNS if any(one.value(arm) is not None for arm in arms)]
     rows: tuple[tuple[Cell, ...], ...] = tuple(
@@ -171,7 +175,7 @@ def arms_parts(comparison: Comparison) -> list[DataTable | Paragraph]:
     )
     names = ("arm", *(one.name for one in known))
     table = DataTable("The arms", names, rows, {**dict(zip(names, names, strict=True)), "arm": ""})
-    words = {"first": arms[0].arm, "rounds": rounds_of(comparison)}
+    words = {"first": arms[0].arm, "rounds": rounds_name(comparison)}
     notes = " ".join(_NOTES[name].format(**words) for name in names if name in _NOTES)
     return [table, *([Paragraph(notes, style="dim")] if notes else [])]
 
@@ -183,7 +187,7 @@ def step_parts(comparison: Comparison) -> Chart | None:
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """Return notes on other differences, and on other processes that used the arms' cores."""
+    """Return notes on unintended differences between arms, and on the use of shared cores."""
     shared = _shared_cores_note(comparison)
     return [*comparison.differing, *([] if shared is None else [shared])]
 
@@ -200,6 +204,6 @@ def _shared_cores_note(comparison: Comparison) -> str | None:
     )
 
 
-def rounds_of(comparison: Comparison) -> str:
-    """Return what the values of an arm are: "rounds", or "parts" for finished runs."""
+def rounds_name(comparison: Comparison) -> str:
+    """Return the name of an arm's measured values: "rounds", or "parts" of a finished run."""
     return "rounds" if comparison.experiment.in_turn else "parts"

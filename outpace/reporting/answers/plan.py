@@ -52,7 +52,7 @@ def common_obstacle(plans: Sequence[RankedPlan]) -> list[str]:
 
 
 def ranking(answer: Plans) -> Iterator[Part]:
-    """Yield the table of plans, and the reason for each."""
+    """Yield the table of plans with notes, and the reason for each plan."""
     marks = not common_obstacle(answer.plans)  # these are shown above the table
     marked = marks and any(one.untrained for one in answer.plans)
     yield _plans_table(answer, marked)
@@ -106,7 +106,7 @@ def ties(plans: Sequence[RankedPlan]) -> list[str]:
 
 
 def case_lines(cases: Sequence[MeasuredCase]) -> list[str]:
-    """Describe published steps, each with its prediction."""
+    """Describe steps with published times, each with the planner's prediction."""
     lines = []
     for one in cases:
         devices = "device" if one.devices == 1 else "devices"
@@ -130,9 +130,10 @@ def _format_range(numbers: Sequence[int]) -> str:
 
 
 def budget_words(planned: RankedPlan) -> str:
-    """Return the time and cost of the given number of tokens, after a space; "" without one.
+    """Return the time and cost of training on the number of tokens that the user gave.
 
-    The ranges in parentheses follow from the interval of the step time.
+    The sentence begins with a space; it is "" if the user gave no number. The ranges in parentheses
+    follow from the interval of the step time.
     """
     one = planned.estimate
     if one.tokens is None or one.time_s is None:

@@ -34,7 +34,7 @@ def edges(count: int, buckets: int) -> list[int]:
 
 
 def means(values: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """Return the mean position and mean value of each bucket; NaN if all are unknown."""
+    """Return the mean index and the mean value of each bucket; NaN if its values are unknown."""
     cuts = np.array(edges(len(values), min(buckets, len(values))))
     known = ~np.isnan(values)
     count = np.add.reduceat(known.astype(float), cuts[:-1])

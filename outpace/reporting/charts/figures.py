@@ -209,7 +209,7 @@ def stacked_bars(
     colours: Mapping[str, str],
     limit: tuple[str, float] | None = None,
 ) -> Chart:
-    """Draw a bar per name, stacked from parts. `limit` is a labelled line."""
+    """Draw a stacked bar for each name. `limit` is a line's label and value."""
     shown = {part: values for part, values in parts.items() if any(values)}
     traces = [
         {
@@ -309,7 +309,7 @@ def heat(
     x_unit: Unit,
     table: DataTable,
 ) -> Chart:
-    """Draw a heat map of shares from 0 to 1, with one row per name."""
+    """Draw a heat map with one row per name. Its values are fractions from 0 to 1."""
     trace = {
         "type": "heatmap", "x": x_unit.scale(x), "y": list(names),
         "z": [unit.scale(row) for row in rows], "zmin": 0, "zmax": unit.factor,
@@ -366,7 +366,7 @@ def prediction_bars(
 
 
 def deviation(predicted: float | None, measured: float | None) -> Number:
-    """Return the relative difference of a measurement from its prediction."""
+    """Return the relative difference measured / predicted - 1 as a cell; "n/a" if unknown."""
     if not predicted or measured is None:
         return Number(None, "n/a")
     share = measured / predicted - 1

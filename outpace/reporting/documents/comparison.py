@@ -12,7 +12,7 @@ from outpace.reporting.answers.comparison import (
     arms_parts,
     comparison_answer,
     comparison_notes,
-    rounds_of,
+    rounds_name,
     step_parts,
     verdict_lines,
 )
@@ -137,7 +137,7 @@ def _medians_chart(comparison: Comparison) -> Chart:
     )
     half = _HALF if any(low is not None for low, _ in around) else ""
     return bars(
-        f"{what.capitalize()}: median of {rounds_of(comparison)}{half}", alt, list(quartiles_of),
+        f"{what.capitalize()}: median of {rounds_name(comparison)}{half}", alt, list(quartiles_of),
         middle, unit, what, around, [colour(place) for place in range(len(quartiles_of))],
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ def _outcomes_chart(comparison: Comparison) -> Chart:
         rows += [(Number(one.round + 1, str(one.round + 1)), arm.arm, unit.cell(one.value),
                   one.failure or "") for one in own]  # fmt: skip
     what = "time of a step" if comparison.experiment.metric is None else "metric"
-    one = rounds_of(comparison).removesuffix("s")
+    one = rounds_name(comparison).removesuffix("s")
     table = DataTable(f"Every {one}", (one, "arm", what, "failure"), tuple(rows))
     failed = sum(one.value is None for one in comparison.outcomes)
     runs = len({(one.arm, one.run or one.round) for one in comparison.outcomes})
