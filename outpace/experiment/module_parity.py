@@ -53,7 +53,7 @@ from outpace.parallel.plain import (
     without_dropout,
 )
 from outpace.parallel.rank_objects import gather_objects
-from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.refusals import LoopPosition
 from outpace.parallel.shard_access import combine_with_whole, read_whole_values
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.records.errors import BadInputError
@@ -215,7 +215,7 @@ def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
     held = [p for _, p in layout.named_parameters() if p.requires_grad]
     has_shards = any(is_spread(one) for one in held)
     if has_shards:  # as in a user's loop
-        read_whole_values(CommonPlace())
+        read_whole_values(LoopPosition())
         combine_with_whole(True)
     try:
         reason = explain_optimizer(build, [{"params": held}], plan, CPU)

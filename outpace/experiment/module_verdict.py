@@ -20,7 +20,7 @@ from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.split_messages import SPLIT_LOSS, explain_parts
 from outpace.parallel.parity.state_messages import (
     explain_state_after_resume,
-    explain_state_of_wrong,
+    explain_state_as_cause,
     name_attributes,
 )
 from outpace.records.certificate import (
@@ -201,7 +201,7 @@ def _known_cause(
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
-    kept = explain_state_of_wrong([facts.state_of_ranks])
+    kept = explain_state_as_cause([facts.state_of_ranks])
     if kept is None and facts.cut_cause_fixed and plan.data_parallel > 1:
         why = explain_cause(facts.cut_cause_fixed)
         return f"Ranks share BatchNorm's statistics, but nothing else in the forward: {why}"

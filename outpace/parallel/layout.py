@@ -16,7 +16,7 @@ from outpace.nn.scratch_files import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import master_weights
 from outpace.parallel.gradient_clipping import scale_by_norm
-from outpace.parallel.refusals import CommonPlace, refuse_between_steps
+from outpace.parallel.refusals import LoopPosition, refuse_between_steps
 from outpace.parallel.shard_access import (
     ShardStorages,
     combine_with_whole,
@@ -26,7 +26,14 @@ from outpace.parallel.shard_access import (
 )
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.stage_draws import PlainDraws
-from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
+from outpace.parallel.tensors import (
+    by_dtype,
+    local,
+    replace_by_wider,
+    square_sum,
+    total_norm,
+    whole,
+)
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -339,7 +346,7 @@ class Layout:
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace weights with the optimizer's master weights at the end of a run. Collective."""
-        raise_to(self.model, master_weights(optimizer))
+        replace_by_wider(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Return the whole model on ranks where it is `wanted`, None on others. Collective."""
@@ -427,13 +434,13 @@ class ShardedLayout(SpreadLayout):
         super().__init__(objective, group, group.size())
         self._meta_model = meta_copy
         self._storages: ShardStorages | None = None
-        self._place: CommonPlace | None = None
+        self._place: LoopPosition | None = None
         self._watches_communication = False
 
     def guard(self) -> None:
         """Let loops read whole values of shards; refuse forwards, copies and useless writes."""
         super().guard()
-        self._place = CommonPlace()
+        self._place = LoopPosition()
         read_whole_values(self._place)
         refuse_copies(_fsdp_modules(self.objective))
         self._storages = ShardStorages(self.named_parameters())

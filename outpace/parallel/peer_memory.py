@@ -73,8 +73,9 @@ class _Notice(ctypes.Structure):
     """A notice in a rank's memory, which other ranks read.
 
     `token` identifies the notice, because the same process ID may refer to a different process on
-    another host or in another container. `moves` is the rank's step count, and `buffer` the address
-    of its buffer. `kind` encodes the collective that uses the buffer, and the buffer's size.
+    another host or in another container. `moves` counts the steps of collectives that the rank has
+    reached, and `buffer` is the address of its buffer. `kind` encodes the collective that uses the
+    buffer, and the buffer's size.
     """
 
     _fields_ = (
@@ -135,8 +136,9 @@ class PeerMemoryGroup:
     Every rank must make the same calls, on one-dimensional buffers. A collective raises
     dist.DistError if another rank has exited, has given up or does not arrive in time; this rank
     then gives up too, so that the others fail as well. It raises BadInputError if another rank
-    calls a different collective, or one with a different `unit` or length. One rank computes each
-    sum, in the order of ranks, and the others copy it, so results are bitwise equal.
+    calls a different collective, or one with a different length or `unit`, the number of the unit
+    of sharding that the buffer belongs to. One rank computes each sum, in the order of ranks, and
+    the others copy it, so results are bitwise equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _CopyFunction, limit_s: float) -> None:
@@ -177,7 +179,8 @@ class PeerMemoryGroup:
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the equally long `part`s of all ranks.
 
-        `part` may be a view of this rank's shard of `buffer`.
+        `part` may be a view of this rank's shard of `buffer`. `unit` is the number of the unit of
+        sharding, which must be equal on all ranks.
         """
         with self._abandon_on_error():
             self._publish_buffer(part, 2 * unit)
@@ -191,7 +194,10 @@ class PeerMemoryGroup:
     def reduce_scatter(
         self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
     ) -> None:
-        """Write this rank's shard of the sum of all buffers, times `factor`, to `part`."""
+        """Write this rank's shard of the sum of all buffers, times `factor`, to `part`.
+
+        `unit` is the number of the unit of sharding, which must be equal on all ranks.
+        """
         with self._abandon_on_error():
             self._publish_buffer(buffer, 2 * unit + 1)
             start, own = self._split_shards(buffer)[self._rank]
@@ -273,7 +279,10 @@ class PeerMemoryGroup:
         return kinds
 
     def _read_notice(self, other: _Peer) -> int:
-        """Copy another rank's notice to `_seen`; return its number of announced steps."""
+        """Copy another rank's notice to `self._seen`.
+
+        Returns the number of steps that the rank has announced.
+        """
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves

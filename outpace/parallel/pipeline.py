@@ -57,12 +57,15 @@ _CONTEXT = ("documents", "segments", "padding_mask")
 
 
 class Stage(PipelineStage):
-    """A stage that enters the trainer's contexts for each pass and marks its times."""
+    """A pipeline stage that casts as the trainer asks and records the times of passes."""
 
     given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward; count the time before it as communication."""
+        """Run a micro-batch's forward.
+
+        The time since the last recorded mark counts as communication.
+        """
         self.given.mark("communication")
         with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -70,7 +73,10 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run a micro-batch's backward; fill in missing input gradients, because they are sent."""
+        """Run a micro-batch's backward, and fill missing gradients of its inputs with zeros.
+
+        The previous stage waits for these gradients.
+        """
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         fill_missing_gradients(self, bwd_chunk_id)
 
@@ -254,7 +260,10 @@ class PipelineLayout(SpreadLayout):
         return torch.zeros(2, dtype=torch.float64, device=self._device())
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return this rank's gradients; only the first stage counts the embedding."""
+        """Return this rank's gradients that count in the norm.
+
+        The first and the last stage may both have the embedding; only the first stage counts it.
+        """
         copies = self._rank != self._ranks_of[0]
         return [
             parameter.grad
@@ -263,12 +272,18 @@ class PipelineLayout(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, and make `whole_model` expect fp32 from others."""
+        """Replace weights with master weights.
+
+        From then on, `whole_model` receives fp32 weights from other ranks.
+        """
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Send all weights to the first rank, the only one where the model may be `wanted`."""
+        """Send all weights to the first rank, and return the whole model if it is `wanted`.
+
+        Only the first rank receives weights, so `wanted` must be False on all others.
+        """
         held = self.model.state_dict()
         weights: dict[str, Tensor] = {}
         for name, owner in self._sending_ranks().items():

@@ -12,8 +12,8 @@ from outpace.optim.build import Build
 class PlaceholderParameter:
     """A parameter with a single 0, which an optimizer updates instead of the model's parameters.
 
-    With it, a rank whose parameters are updated elsewhere steps like other ranks: it has the same
-    optimizer class, skips the same fp16 steps, and runs the same hooks after a step.
+    It lets a rank take part in steps even if its parameters are updated elsewhere: the rank has the
+    same optimizer class, skips the same fp16 steps, and runs the same hooks after a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,9 +22,10 @@ class PlaceholderParameter:
     def optimizer(
         self, build: Build, groups: Sequence[Mapping[str, Any]] = ({},)
     ) -> torch.optim.Optimizer:
-        """Build an optimizer of this parameter, with the groups of other ranks' optimizers.
+        """Build an optimizer of this parameter with the settings of other ranks' groups.
 
-        `groups` may be empty, because outpace makes no group without parameters.
+        The first group gets the parameter, and the others are empty. If `groups` is empty, there is
+        one group with default settings.
         """
         first, *others = groups or ({},)
         empty: list[dict[str, Any]] = [{**group, "params": []} for group in others]

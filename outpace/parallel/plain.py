@@ -178,7 +178,7 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _convert_storage(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor's storage as a flat copy in the wide dtype."""
+    """Return all elements of a tensor's storage as a flat copy in float64 or complex128."""
     numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).to(_double_dtype(tensor))
 

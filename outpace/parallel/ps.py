@@ -45,7 +45,8 @@ def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list
 class Role(Layout):
     """Base class of workers and servers.
 
-    The norm is computed where parameters are updated: on every worker, or in parts on the servers.
+    The gradient norm is computed where parameters are updated: on every worker, or in parts on the
+    servers.
     """
 
     steps: bool  # whether this rank steps parameters
@@ -63,7 +64,7 @@ class Role(Layout):
 
     @property
     def has_sums(self) -> bool:  # type: ignore[override]
-        """Return whether parameters are updated on this rank."""
+        """Return whether this rank ends with summed gradients, as all that update parameters do."""
         return self.steps
 
     def _device(self) -> torch.device:
@@ -81,7 +82,7 @@ class Role(Layout):
         raise NotImplementedError
 
     def total_norm(self) -> Tensor:
-        """Return the norm, broadcast by worker 0 or combined from the servers' parts."""
+        """Return the gradient norm, broadcast by worker 0 or combined from the servers' parts."""
         norm = torch.zeros((), dtype=self._dtype, device=self._on)
         if self.steps:
             norm = norm + super().total_norm()
@@ -93,7 +94,10 @@ class Role(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if a server must, because each sees only its share."""
+        """Make all ranks skip the step if any rank has found infinite or NaN gradients.
+
+        A server sees only the gradients of its share of parameters.
+        """
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
@@ -120,7 +124,10 @@ class Worker(Role):
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute gradients and push them to the servers; pull the sums if workers step."""
+        """Compute gradients and push them to the servers.
+
+        If workers update the parameters, also receive the gradient sums.
+        """
         self._placeholder.set_gradient()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
@@ -190,7 +197,10 @@ class Server(Role):
         return (self.model, optimizer) if self.steps else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Sum the workers' gradients in the order of their ranks; return zeros as totals."""
+        """Sum the workers' gradients in the order of their ranks.
+
+        Returns zeros for the loss and the number of targets, because a server has no samples.
+        """
         self._placeholder.set_gradient()
         # A loss scaler sets its scale in the first call, and this rank has no loss.
         hooks.scale(torch.zeros((), device=self._on))
@@ -232,7 +242,10 @@ def _wait_all(works: Iterable[Any]) -> None:
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """Create the process group of each worker's devices; none if workers have one. Collective."""
+    """Create a process group for the devices of each worker. Collective.
+
+    The result is empty if each worker has a single device.
+    """
     each = plan.worker_devices
     if each == 1:
         return {}

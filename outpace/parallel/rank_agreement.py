@@ -48,16 +48,22 @@ _OFF = (
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A record of a rank's loop between two calls of forward_backward, for the other ranks.
+    """A record of a rank's training loop between two calls of forward_backward.
 
-    `share` is this rank's data-parallel rank. `given` has fingerprints of each batch that was
-    given to `share`, and `samples` those of the batch of this call. `steps` counts optimizer steps.
-    `gradients` and `early_weights` have fingerprints from before the first step, `weights` from
-    this call. Shards differ by rank, so for shards `gradient_writes` and `weight_writes` count
-    writes instead. These counts miss writes through `.data`, so `changes` also has the numbers of
-    gradient shards and weight shards that the loop has changed, out of `shards`, the number of this
-    rank's shards that are trained and not empty. `settings` has
-    the numeric settings of optimizers' groups, such as the learning rate.
+    Ranks compare these records with each other.
+
+    - `share`: this rank's data-parallel rank.
+    - `given`: fingerprints of each global batch that the loop passed to `ParallelModule.share`.
+    - `samples`: fingerprints of the batch of this call.
+    - `steps`: the number of optimizer steps.
+    - `gradients`, `early_weights`: fingerprints from before the first optimizer step.
+    - `weights`: fingerprints from this call.
+    - `gradient_writes`, `weight_writes`: numbers of writes. Shards differ by rank, so their writes
+      are compared instead of their fingerprints.
+    - `changes`: the numbers of gradient shards and of weight shards that the loop has changed.
+      Writes through `.data` are not counted as writes, but appear here.
+    - `shards`: the number of this rank's shards that are trained and not empty.
+    - `settings`: numeric settings of optimizers' groups, such as the learning rate.
     """
 
     share: int | None
@@ -106,7 +112,7 @@ class RankAgreement:
         return done & (done - 1) == 0 or done % _AT_LEAST_EVERY == 0
 
     def note_given(self, batch: Batch) -> None:
-        """Record a global batch that was given to `share`."""
+        """Record a global batch that the loop passed to `ParallelModule.share`."""
         if self._is_due and len(self._given) < _MOST_GIVEN and self._plan.data_parallel > 1:
             self._given.append(_fingerprint_batch(batch))
 
@@ -265,7 +271,7 @@ class RankAgreement:
 
 
 def _shard_position(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the position of this rank's shard in a tensor; None if no other rank has it."""
+    """Return the position of this rank's shard in a tensor; None if no other rank has a copy."""
     if not is_spread(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements

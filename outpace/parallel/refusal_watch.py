@@ -21,9 +21,11 @@ _EXIT_CODE = 2  # of BadInputError
 
 
 class RefusalWatch:
-    """A thread that ends this rank during a call (`enter` to `leave`) that another rank refuses.
+    """A thread that ends this rank if it waits in a call that another rank has refused.
 
-    `find(store)` acknowledges another rank's refusal and returns it, or None if there is none.
+    To refuse a call is to raise an error in it and to publish the error for other ranks. A call
+    lasts from `enter` to `leave`. `find(store)` acknowledges another rank's refusal and returns its
+    message, or None if there is none.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:
@@ -69,7 +71,10 @@ class RefusalWatch:
 
 
 def end_rank(sentence: str) -> None:
-    """Print a sentence and exit at once, because the main thread waits in a collective."""
+    """Print a sentence and end this process at once.
+
+    The main thread cannot raise an error, because it waits in a collective.
+    """
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
     os._exit(_EXIT_CODE)
 

@@ -34,9 +34,11 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
 
     The rank that raises the error waits at exit until the others have received it. If that rank
     catches the error and enters this context again, the error counts as handled, and other ranks no
-    longer receive it. `in_step`: other ranks may still wait in the step that one rank has refused,
-    so that rank cannot enter the next step until all ranks have received the refusal or refused
-    too.
+    longer receive it.
+
+    `in_step`: the context surrounds a training step, in which the other ranks may wait for the rank
+    that raised the error. That rank then cannot enter its next step until all ranks have received
+    the error or raised their own.
     """
     if world_size == 1:
         yield
@@ -75,11 +77,12 @@ def refuse_between_steps(sentence: str) -> BadInputError:
     return BadInputError(sentence)
 
 
-class CommonPlace:
-    """This rank's position in the user's loop: the number of calls, and of reads since a call.
+class LoopPosition:
+    """This rank's position in the user's training loop, to compare with other ranks.
 
-    Between calls, ranks communicate only to read values of which each rank has a part. Before such
-    a read, they compare positions.
+    The position is the number of calls so far, and of reads since the last call. Between calls,
+    ranks communicate only when they read a value that is split over ranks. Before such a read, they
+    compare positions, because a read on some ranks only would hang.
     """
 
     def __init__(self) -> None:
@@ -97,7 +100,7 @@ class CommonPlace:
         """Wait until all ranks have arrived at the same read.
 
         Raises BadInputError if another rank has begun its next call, has exited or does not arrive
-        in time. `what` completes the message: "rank 0 alone …".
+        in time. `what` is a phrase for the read in that message, after "rank 0 alone".
         """
         store = _default_store()
         if store is None:
@@ -196,7 +199,10 @@ def _is_running(process: str) -> bool:
 
 
 class _RankRefusal:
-    """This rank's calls, and its refusal of one, which stays in the store until its next call."""
+    """The count of this rank's calls, and the error by which the rank refuses a call.
+
+    The store keeps the error for other ranks until this rank's next call.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -209,7 +215,10 @@ class _RankRefusal:
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool, ahead: int) -> None:
-        """Store the message for other ranks until `withdraw`, unless a rank has stored one."""
+        """Store the message for other ranks until `withdraw`, unless a rank has stored one.
+
+        `ahead` is the number of calls until the one that is refused: 0 for the current call.
+        """
         if self._mine:
             return
         self._world_size, self._in_step = world_size, in_step
@@ -242,7 +251,7 @@ class _RankRefusal:
         self._mine = ""
 
     def _wait_until_heard(self) -> bool:
-        """Wait until all ranks have received the refusal or refused; return whether they have.
+        """Return whether all ranks have received the refusal or refused too, after a wait.
 
         After a first timeout, later calls do not wait.
         """
@@ -257,7 +266,10 @@ class _RankRefusal:
         return True
 
     def is_new(self, entry: str) -> bool:
-        """Return whether an entry concerns a later call than this rank's last handled refusal."""
+        """Return whether a refusal concerns a later call than the last one that was handled.
+
+        `entry` is the text of the refusal in the store.
+        """
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._handled_call
 
@@ -277,7 +289,10 @@ class _RankRefusal:
         return RefusalWatch(self._store, self.find)
 
     def _end_collectives(self) -> None:
-        """Make the other ranks' collectives fail; keep the store until they have read why."""
+        """Make the other ranks' collectives fail.
+
+        The store stays available until the other ranks have read the reason, or until a timeout.
+        """
         if not self._mine:
             return
         if dist.is_initialized():
@@ -321,7 +336,7 @@ def _publish_refusal(sentence: str, world_size: int, in_step: bool, ahead: int =
 
 
 def _await_refusal() -> str | None:
-    """Return and acknowledge another rank's refusal; None if none arrives within `_HEAR_S`."""
+    """Return another rank's refusal, and acknowledge it; None if none arrives in time."""
     store = _default_store()
     if store is None:
         return None
@@ -338,7 +353,7 @@ def _await_refusal() -> str | None:
 
 
 def has_other_cause(error: Exception) -> bool:
-    """Return whether an error is due to memory or a lost peer, not to the user's module."""
+    """Return whether an error comes from memory or a lost rank, not from the user's module."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
     text = str(error).lower()

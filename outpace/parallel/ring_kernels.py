@@ -25,9 +25,11 @@ _AMPERE = (8, 0)
 
 
 class RingKernel(Protocol):
-    """A kernel for the attention of one turn; `number` is the index of the turn.
+    """A kernel for one turn of ring attention.
 
-    Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
+    In each turn, a rank attends from its queries to the keys and values of another part of the
+    sequence; `number` is the index of the turn. Queries are (B, H, S, C), keys and values (B, K, T,
+    C), log-sum-exps (B, H, S) in nats.
     """
 
     def forward(
@@ -46,13 +48,17 @@ class RingKernel(Protocol):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout masks that depend only on (seed, turn), so the backward draws the same ones again."""
+    """Dropout masks for ring attention that depend only on the seed and the turn.
+
+    The backward draws the same masks again. In each turn, a rank processes the keys of another part
+    of the sequence.
+    """
 
     rate: float
     seed: int
 
     def generator(self, turn: int, device: torch.device) -> torch.Generator | None:
-        """Return the generator for all masks of one turn; None without dropout."""
+        """Return the generator for one turn of ring attention; None without dropout."""
         if not self.rate:
             return None
         return torch.Generator(device).manual_seed(self.seed + turn)
@@ -66,7 +72,7 @@ class Dropout:
 
 
 def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
-    """Return FlashAttention if it supports the operands, otherwise matmuls with chunked scores.
+    """Return FlashAttention if it supports the tensors, otherwise matmuls with chunked scores.
 
     `runs_on`: the device type to choose for, if it differs from the queries' device.
     """
@@ -80,9 +86,10 @@ def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = Non
 def takes_flash(
     device: str, capability: tuple[int, int], dtype: torch.dtype, width: int, dropout: float
 ) -> bool:
-    """Return whether to use FlashAttention: in 16 bits, on Ampere or newer GPUs, without dropout.
+    """Return whether to use FlashAttention.
 
-    With dropout, the generator state of each turn would have to be kept.
+    It needs 16-bit tensors with a supported head width on Ampere or newer GPUs, without dropout:
+    with dropout, the generator state of each turn of ring attention would have to be kept.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     new = device == "cuda" and capability >= _AMPERE
@@ -205,9 +212,10 @@ def _score_blocks(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
 
 
 def _compute_scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
-    """Return q·kᵀ/√C for some rows of the G heads of each group.
+    """Return the scores q·kᵀ/√C of queries that are stacked by key/value head.
 
-    With `rows`, the positions of these rows, the scores of later keys are −∞.
+    `rows`: the positions of the queries in each head, for a causal mask. The scores of keys after a
+    query's position are then −∞.
     """
     scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
     if rows is not None:

@@ -10,7 +10,7 @@ from outpace.records.errors import BadInputError
 
 
 class SampleRows:
-    """A record of the tensors, arrays and lists that are split by samples.
+    """A record of which tensors, arrays and lists in batches are split by samples.
 
     A tensor is split if it has as many rows as there are samples. A tensor whose rows are not
     samples (boxes of all images, a table) may by chance have as many rows in some batches, and

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.dtensor import is_spread, whole
-from outpace.parallel.refusals import CommonPlace, refuse_between_steps
+from outpace.parallel.refusals import LoopPosition, refuse_between_steps
 from outpace.parallel.tensors import storage_id
 from outpace.records.errors import BadInputError, first_names
 
@@ -27,8 +27,11 @@ _WRITES = (
 )  # fmt: skip
 
 
-def read_whole_values(place: CommonPlace) -> None:
-    """Make `item()` on DTensors, and writes of DTensors to whole tensors, gather whole values."""
+def read_whole_values(place: LoopPosition) -> None:
+    """Make `item()` on DTensors, and writes of DTensors to plain tensors, gather whole values.
+
+    Ranks compare `place`, their position in the user's loop, before they gather.
+    """
     handlers = _dispatcher()._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = partial(_read_number, place)
     for operator in _WRITES:
@@ -43,11 +46,12 @@ def combine_with_whole(allowed: bool) -> None:
     _dispatcher()._allow_implicit_replication = allowed
 
 
-def wait_before_communication(place: CommonPlace | None, once: bool = False) -> None:
-    """Make operations on DTensors wait for all ranks before they communicate; None: stop that.
+def wait_before_communication(place: LoopPosition | None, once: bool = False) -> None:
+    """Make operations on DTensors wait for all ranks before they communicate.
 
-    Without the wait, an operation on a single rank would hang in a collective, or take part in a
-    different collective of other ranks. `once`: only the next operation that communicates waits.
+    A `place` of None undoes this. Without the wait, an operation on a single rank would hang in a
+    collective, or take part in a different collective of other ranks. `once`: only the next
+    operation that communicates waits.
     """
     plain = _redistribute_function()
     plain = getattr(plain, "_outpace_plain", plain)
@@ -55,7 +59,7 @@ def wait_before_communication(place: CommonPlace | None, once: bool = False) -> 
 
 
 def _redistribute_function() -> Any:
-    """Return the function that redistributes DTensors, which may be one of `_add_wait`."""
+    """Return torch's function that redistributes DTensors, or its replacement by `_add_wait`."""
     from torch.distributed.tensor import _redistribute
 
     return _redistribute.redistribute_local_tensor
@@ -69,7 +73,7 @@ def _set_redistribute_function(function: Any) -> None:
         user.redistribute_local_tensor = function
 
 
-def _add_wait(place: CommonPlace, plain: Any, once: bool) -> Any:
+def _add_wait(place: LoopPosition, plain: Any, once: bool) -> Any:
     """Wrap `plain`, torch's redistribution, to wait for all ranks before it communicates."""
 
     def redistribute(tensor: Tensor, now: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +90,7 @@ def _add_wait(place: CommonPlace, plain: Any, once: bool) -> Any:
 
 
 def _is_over_all_ranks(mesh: Any) -> bool:
-    """Return whether a mesh has all ranks; those outside a smaller mesh would not wait."""
+    """Return whether a mesh has all ranks, so that all of them would take part in a wait."""
     return bool(mesh.size() == dist.get_world_size())
 
 
@@ -121,7 +125,7 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
-def _gather_whole(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
+def _gather_whole(tensor: Tensor, place: LoopPosition, what: str) -> Tensor:
     """Return the whole tensor, after waiting for all ranks if they hold parts. Collective."""
     if not is_spread(tensor) or all(one.is_replicate() for one in tensor.placements):
         return whole(tensor)
@@ -132,7 +136,7 @@ def _gather_whole(tensor: Tensor, place: CommonPlace, what: str) -> Tensor:
 
 
 def _read_number(
-    place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    place: LoopPosition, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return operator(
         _gather_whole(args[0], place, "reads a number of a parameter or gradient (item())")
@@ -140,7 +144,7 @@ def _read_number(
 
 
 def _write_whole_values(
-    place: CommonPlace, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    place: LoopPosition, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Run an in-place operator. Collective if it writes a sharded tensor to a whole one."""
     written: Tensor = args[0]
@@ -164,8 +168,8 @@ def _write_whole_values(
 def _replace_by_shards(args: Sequence[Any]) -> list[Any] | None:
     """Replace the DTensors in `args` by their local shards; return None if placements differ.
 
-    Optimizers run such operators on every parameter. On local shards, an operator takes half as
-    long as by torch's dispatch.
+    Optimizers run in-place operators on every parameter. On local shards, an operator takes half as
+    long as on DTensors.
     """
     first = args[0]
     where = first.placements, first.device_mesh, first.shape

@@ -36,7 +36,7 @@ from outpace.records.errors import BadInputError
 
 
 class CustomSharded(ShardedLayout):
-    """A sharded custom model whose ranks may use different parameters.
+    """A sharded custom model whose forward may use different parameters on each rank.
 
     `replicated` parameters are whole on each rank; their gradients are summed after the last
     micro-batch.
@@ -60,7 +60,10 @@ class CustomSharded(ShardedLayout):
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
-        """Let the user's loss read whole parameters. Call this after setting `averages`."""
+        """Let the user's loss read whole parameters instead of shards.
+
+        Set `averages` before this call.
+        """
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
@@ -69,7 +72,7 @@ class CustomSharded(ShardedLayout):
         self._start_step = start_step
 
     def discard_comparison(self) -> None:
-        """Subtract the check of the first batch from the count of steps."""
+        """Do not count the comparison of the first batch as a step."""
         if self._use is not None:
             self._use.steps -= 1
 

@@ -68,7 +68,7 @@ class SharedBuffers:
                 yield name, found[name]
 
     def _agree_on_changes(self) -> None:
-        """Add the buffers that have changed on any rank to the shared ones. Collective."""
+        """Find buffers that have changed on any rank, and share them from now on. Collective."""
         if not self._names:
             return
         saved = self._persistent_names()

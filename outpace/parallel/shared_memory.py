@@ -50,10 +50,10 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
-    """Raise BadInputError if tensors that share memory would not share it under a strategy.
+    """Raise BadInputError if a strategy would separate tensors that share memory.
 
-    This also refuses parameters in lists, keys and functions that a step may read, because a
-    strategy replaces only the parameters in modules.
+    This also refuses trained parameters that a step may reach in lists, dict keys or functions,
+    because a strategy replaces only the parameters in modules.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
@@ -87,9 +87,10 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
 def _list_reachable_objects(
     module: nn.Module, loss: Loss | None
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield (name, kind, object) for what a step may reach by attributes and outer variables.
+    """Yield (name, kind, object) for objects that a step may reach outside of the parameters.
 
-    The module and its submodules are left out, because strategies replace their parameters.
+    These are in attributes of modules and of the loss, in globals, and in closure variables. The
+    module and its submodules are left out, because strategies replace their parameters.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):

@@ -9,8 +9,9 @@ from outpace.records.strategies import TRAITS, Strategy
 def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
     """Raise BadInputError if a trainable embedding has sparse=True.
 
-    `strategy` is that of a user's loop, whose optimizer may accept sparse gradients. None means
-    outpace's own steps, whose clipping and optimizers accept only dense gradients.
+    `strategy` is given for a training loop of the user, whose optimizer may accept sparse
+    gradients. None means that outpace takes the steps; its clipping and its optimizers accept only
+    dense gradients.
     """
     if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
         return

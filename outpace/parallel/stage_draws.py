@@ -22,10 +22,11 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeding of the random generators for this rank's stages.
+    """Seeding of the random generators for this rank's pipeline stages.
 
-    `drawn`: whether the forward of any of these stages has drawn random numbers. `shared`: whether
-    all stages in `group` share one key and reseed after each block.
+    A key that is drawn once per step gives the seeds of all its micro-batches. `drawn`: whether the
+    forward of any of these stages has drawn random numbers. `shared`: whether all stages in `group`
+    use the same key, and seed again after each block.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -49,7 +50,7 @@ class StageDraws:
         return drew
 
     def peek(self) -> int | None:
-        """Return the key that the next `step` will draw; None if it will draw none."""
+        """Return the key for seeds that the next `step` will draw; None if it will draw none."""
         if not (self.drawn or self.shared):
             return None
         held = torch.get_rng_state()
@@ -79,9 +80,10 @@ class StageDraws:
         self._first = first
 
     def seed(self, place: int, micro_batch: int) -> None:
-        """Seed all generators for a micro-batch of the pass, at the start of stage `place`.
+        """Seed all generators for a micro-batch of the pass, at the start of a stage.
 
-        With a shared key, `place` is the number of preceding blocks. Outside a step, do nothing.
+        `place` is the stage's index or, if stages share a key, the number of preceding blocks.
+        Outside of a step, do nothing.
         """
         if self._key is not None:
             seed_all_generators(self._device, self._key, place, self._first + micro_batch)
@@ -93,11 +95,11 @@ class StageDraws:
 
 
 class PlainDraws:
-    """Seeding of a plain module, so that it draws the same random numbers as a pipeline's stages.
+    """Seeding of a module without a strategy, so that it draws the numbers of a pipeline.
 
-    `keys` has the key for each place (see `StageDraws.seed`), or None where nothing is seeded.
-    `ends` maps a block's name to the place that begins after the block. `drew`: whether random
-    numbers were drawn.
+    A place is where a pipeline seeds its generators: the start of a stage or of a block. `keys` has
+    the key for the seeds at each place, or None where nothing is seeded. `ends` maps a block's name
+    to the place that begins after the block. `drew`: whether random numbers were drawn.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Make the blocks in `ends` seed the generators for the next place after their forward."""
+        """Seed the generators after the forward of each block in `ends`, inside the context."""
         with ExitStack() as stack:
             for name, place in self._ends.items():
                 block = model.get_submodule(name)

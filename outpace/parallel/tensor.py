@@ -68,7 +68,11 @@ class WholeWeights(ParallelStyle):
 
 
 class EmbeddingLookup(WholeWeights):
-    """A style that replicates an embedding's weights; each rank looks up its part of (…, S)."""
+    """A style that replicates an embedding's weights.
+
+    If `placement` is a shard, each rank looks up its part of the sequence, the last dimension of
+    the token numbers.
+    """
 
     def _to_dtensor(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
@@ -133,9 +137,10 @@ def gather_activation(part: Tensor, mesh: DeviceMesh, placement: Placement) -> T
 
 
 class Colwise(ColwiseParallel):
-    """A style that splits a matrix by columns, with its adapter's B; the small A stays whole.
+    """A style that splits a matrix by columns, and the factor B of its adapter with it.
 
-    torch's own style would split A along the adapter's rank.
+    The adapter's small factor A stays whole. torch's own style would split A along the adapter's
+    rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -148,7 +153,10 @@ class Colwise(ColwiseParallel):
 
 
 class Rowwise(RowwiseParallel):
-    """A style that splits a matrix by rows, with its adapter's A; B stays whole."""
+    """A style that splits a matrix by rows, and the factor A of its adapter with it.
+
+    The adapter's factor B stays whole.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if getattr(module, "lora_a", None) is not None:

@@ -38,7 +38,7 @@ __all__ = [
     "meta_copy",
     "norm_dtype",
     "parameter_like",
-    "raise_to",
+    "replace_by_wider",
     "save_held_alone",
     "spread",
     "square_sum",
@@ -274,8 +274,11 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Replace the values of each parameter in `wider` by its tensor of a wider dtype there."""
+def replace_by_wider(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
+    """Replace the values of parameters by tensors of a wider dtype.
+
+    `wider` maps each parameter to be replaced to its new values.
+    """
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:

@@ -80,7 +80,10 @@ class UnitOrder:
         return state is self._root_state or state in self._called
 
     def _run_objective(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the objective's forward, then take part in the units that only other ranks call."""
+        """Run the objective's forward.
+
+        Then take part in the collectives of units that only other ranks have called.
+        """
         self._begin_pass()
         self._thread = threading.get_ident()
         self._forwards = True
@@ -126,10 +129,11 @@ class UnitOrder:
             self._scatter_after_unit(number)
 
     def _abandon_order(self, number: int) -> None:
-        """Return to announcing units: one was called more often than in the order.
+        """Stop following the adopted order of units, and announce each unit again.
 
-        Raises BadInputError if not all ranks abandon the order in this pass. This is the only
-        check: a query in each pass would make the host wait for the device.
+        This rank has called a unit out of order. Raises BadInputError if not all ranks abandon the
+        order in this pass. Ranks do not check in each pass whether they follow the same order,
+        because the host would have to wait for the device.
         """
         store = _get_default_store()
         # Ranks that leave an order for the n-th time increment the same counter. A rank that does
@@ -154,8 +158,9 @@ class UnitOrder:
     def _scatter_after_unit(self, number: int) -> None:
         """Make `fully_shard` scatter a unit's gradients right after the unit's backward.
 
-        If no input of the unit needs a gradient, it would scatter them at the end of the whole
-        backward, so the order would differ from that on ranks whose input needs one.
+        If no input of the unit needs a gradient, `fully_shard` would scatter the gradients at the
+        end of the whole backward. The order would then differ from that on ranks whose input needs
+        one.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -174,7 +179,10 @@ class UnitOrder:
             self._sequence = self._observed_order()
 
     def _observed_order(self) -> list[int] | None:
-        """Return the order to adopt after this pass, equal on all ranks; None for no order."""
+        """Return the order in which the units of later passes are called; None if it is unknown.
+
+        The result is equal on all ranks.
+        """
         everyone = list(range(self._end))
         ascending = all(one < other for one, other in pairwise(self._announced))
         if ascending and (len(self._announced) > 1 or self._end == 1):
@@ -222,9 +230,10 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Agree on gradients: None for parameters that no rank used, zeros if some ranks did not.
+        """Agree with other ranks on which parameters have a gradient. Collective.
 
-        `replicated` parameters belong to no unit. Collective.
+        A parameter that no rank used gets None. Where only some ranks used it, the gradients of the
+        others count as zeros. `replicated` parameters belong to no unit.
         """
         self.used.update(p for p in replicated if p.grad is not None)
         for parameter in replicated:
@@ -235,7 +244,10 @@ class UnitOrder:
 
 
 def wait_for_reduction(held: Any) -> None:
-    """Make the current stream wait for a group's last reduction, if one is running."""
+    """Make the current stream wait for the gradient reduction of an FSDP parameter group.
+
+    If no reduction is running, do nothing.
+    """
     if held._post_reduce_event is not None:
         held.device_handle.current_stream().wait_event(held._post_reduce_event)
 
@@ -303,7 +315,10 @@ def _fill_missing_gradients(group: Any, used: set[Any], in_pass: Callable[[], bo
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A token whose graph has a unit's parameters, but which passes no gradient to them."""
+    """A scalar zero that depends on a unit's parameters but passes no gradient to them.
+
+    With this token in the loss, the backward of a unit runs on ranks that do not use it.
+    """
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
@@ -316,7 +331,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss whose graph has the tokens of units, so that its backward runs theirs."""
+    """A loss with tokens of units in its graph, so that its backward runs the units' backwards."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:

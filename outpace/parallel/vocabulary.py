@@ -50,9 +50,9 @@ def split_linear_loss_sum(
     """Compute `linear_loss_sum` from this rank's rows of the head. Collective over `group`.
 
     `hidden_ND` and `targets_N` must be the same on all ranks of the group, and the loss is too. The
-    gradients of `hidden_ND` must be summed over the group. `passes` are the functions to use on an
-    accelerator; None on a CPU. `dtype` is the matmuls' dtype on an accelerator (None: at least
-    fp32).
+    gradients of `hidden_ND` must be summed over the group. `passes` are the functions for the
+    forward and backward of logits on an accelerator; None on a CPU. `dtype` is the matmuls' dtype
+    on an accelerator (None: at least fp32).
     """
     if passes is not None:
         counts_N = targets_N != IGNORED

@@ -24,10 +24,11 @@ _FREED = "out of bounds for storage of size 0"
 
 
 class WholeParameters:
-    """Make `module.parameters()` return whole parameters within the loss of an objective.
+    """A replacement of `module.parameters()` that returns whole parameters within the loss.
 
-    Shards that get a gradient in this way are added to `used`. For `averages`, see `Layout`.
-    `wait()` makes the current stream wait for gradients that other streams add to the shards.
+    Shards that get a gradient in this way are added to `used`. Sums of gradients over ranks are
+    divided by `averages`. `wait()` makes the current stream wait for gradients that other streams
+    add to the shards.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class WholeParameters:
         self._module.register_forward_hook(self._end_forward)
 
     def _begin_forward(self, *_: Any) -> None:
-        """Give out shards again during the module's forward, whose units gather what they use."""
+        """Return shards instead of whole parameters while the module's forward runs.
+
+        The units of the module gather the parameters that they use.
+        """
         self._in_loss, self._asks_whole = self._asks_whole, False
 
     def _end_forward(self, *_: Any) -> None:

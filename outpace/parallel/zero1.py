@@ -22,7 +22,7 @@ from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Layout, LayoutRequest
 from outpace.parallel.optimizer_split import parameters_in
 from outpace.parallel.refusals import refuse_between_steps
-from outpace.parallel.tensors import raise_to
+from outpace.parallel.tensors import replace_by_wider
 
 
 class _ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -121,11 +121,11 @@ class SharedStates(Replicas):
                 if owner != rank:
                     kept[parameter] = torch.empty_like(parameter, dtype=torch.float32)
                 dist.broadcast(kept[parameter], owner)
-        raise_to(self.model, kept)
+        replace_by_wider(self.model, kept)
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Wrap the objective in DistributedDataParallel, for optimizers of shares of the parameters.
+    """Replicate the objective with DistributedDataParallel, and split the optimizer over ranks.
 
     Requires the default process group.
     """

@@ -13,7 +13,7 @@ import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.parallel.optimizer_split import OptimizerTrial
-from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.refusals import LoopPosition
 from outpace.parallel.shard_access import combine_with_whole, read_whole_values
 from tests.parallel.test_user_loops import require_equal, require_refused
 from tests.parallel.user_loops import LOOPS, SAMPLES, Loop, ParallelRun, Stack, batches, squares
@@ -145,7 +145,7 @@ def test_rounding_in_bf16_is_not_refused_and_ranks_agree_on_trials(tmp_path):
 
     def act(rank):
         mesh = init_device_mesh("cpu", (2,))
-        read_whole_values(CommonPlace())
+        read_whole_values(LoopPosition())
         combine_with_whole(True)
         shards = [distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]) for _ in range(3)]
         groups = [{"params": [nn.Parameter(one) for one in shards]}]

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from outpace.launch.forked_job import run_forked
 from outpace.nn.dtensor import whole
 from outpace.parallel import shard_access
-from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.refusals import LoopPosition
 
 pytestmark = pytest.mark.gloo
 OPERATORS = shard_access._WRITES
@@ -63,7 +63,7 @@ def test_writes_to_shards_are_those_of_torch(tmp_path):
         cases = [(operator, source) for operator in OPERATORS for source in SOURCES]
         with torch.no_grad():
             expected = [written(operator, mesh, source) for operator, source in cases]
-            shard_access.read_whole_values(CommonPlace())
+            shard_access.read_whole_values(LoopPosition())
             for (operator, source), value in zip(cases, expected, strict=True):
                 rank.note_phase(f"{operator} {source}")
                 found = written(operator, mesh, source)
@@ -79,7 +79,7 @@ def test_writes_to_shards_are_those_of_torch(tmp_path):
 def test_optimizers_do_not_dispatch_writes_twice(tmp_path, monkeypatch):
     def act(rank):
         mesh = init_device_mesh("cpu", (2,))
-        shard_access.read_whole_values(CommonPlace())
+        shard_access.read_whole_values(LoopPosition())
         monkeypatch.setattr(shard_access, "_run_without_handler", None)
         plain = torch.nn.Parameter(drawn(0))
         parts = torch.nn.Parameter(distribute_tensor(drawn(0), mesh, [Shard(0)]))
@@ -103,7 +103,7 @@ def test_ranks_wait_once_for_a_read_or_a_step_and_not_for_other_meshes(tmp_path)
     def act(rank):
         waits = []
 
-        class Place(CommonPlace):
+        class Place(LoopPosition):
             def wait_for_all(self, what):
                 waits.append(what)
 

@@ -45,7 +45,7 @@ from outpace.parallel.loop_settings import LoopSettings
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.rank_objects import gather_objects
-from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.refusals import LoopPosition
 from outpace.parallel.sample_rows import SampleRows
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import (
@@ -192,7 +192,7 @@ class CustomPipeline(SpreadLayout):
         copies = [one for one in models if one is not self._user_module]
         self._settings = LoopSettings(self._user_module, copies)  # type: ignore[arg-type]
         self._absent.refuse_use()
-        self._place = CommonPlace()
+        self._place = LoopPosition()
         measure_all_stages(self, self._place)
 
     def _list_watched(self) -> set[nn.Module]:

@@ -21,13 +21,13 @@ from torch.nn.utils import clip_grad, get_total_norm
 
 from outpace.parallel.layout import SpreadLayout
 from outpace.parallel.rank_objects import gather_objects
-from outpace.parallel.refusals import CommonPlace
+from outpace.parallel.refusals import LoopPosition
 from outpace.records.errors import BadInputError, first_names
 
 _SAME = 1e-5  # tolerated relative difference between norms that ranks compute separately
 
 
-def measure_all_stages(layout: SpreadLayout, place: CommonPlace) -> None:
+def measure_all_stages(layout: SpreadLayout, place: LoopPosition) -> None:
     """Make torch's `get_total_norm` and `clip_grad_norm_` use all stages' gradients of `layout`.
 
     Each gradient is counted once; see `StageNorms.measure`. Every rank calls this for the same
@@ -64,7 +64,7 @@ class _PassedNorms:
 class StageNorms:
     """A replacement for torch's `get_total_norm` that covers all stages of pipelines."""
 
-    def __init__(self, place: CommonPlace) -> None:
+    def __init__(self, place: LoopPosition) -> None:
         self._place = place
         self._layouts: dict[int, ref[SpreadLayout]] = {}
         self._added = 0

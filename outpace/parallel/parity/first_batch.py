@@ -7,9 +7,9 @@ the same samples. The check compares the sums of losses, a projection of each pa
 that the forward changes are restored. If the plain module and the layout use the same dropout
 masks, the layout's pass becomes the first step and is not repeated.
 
-Where possible, the plain pass combines samples differently from the plan (`PlainPass.run_apart`).
-If its results still equal the layout's, samples do not affect each other, and no further forwards
-are needed.
+Where possible, the plain pass combines samples differently from the plan
+(`PlainPass.run_recombined`). If its results still equal the layout's, samples do not affect each
+other, and no further forwards are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ from outpace.parallel.parity.state_messages import (
     explain_kept_state,
     explain_reshaped,
     explain_state_apart,
-    explain_state_of_wrong,
+    explain_state_as_cause,
 )
 from outpace.parallel.plain import random_state, without_dropout
 from outpace.parallel.rank_objects import gather_objects
@@ -178,7 +178,7 @@ class FirstBatch:
             parameter.grad = None
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
-        apart = self._plain.run_apart(*asked, parts)
+        apart = self._plain.run_recombined(*asked, parts)
         loss_apart = 0.0  # difference in loss between two combinations of the samples
         if apart is not None:
             ready()
@@ -201,7 +201,7 @@ class FirstBatch:
         wrong, totals = self._compare(found, layout, passes, hooks, run, holders, allowed, reuse)
         if wrong is not None:
             what, cause = wrong.what, wrong.cause
-            cause = explain_state_of_wrong(found.states) or cause
+            cause = explain_state_as_cause(found.states) or cause
             raise _shared_error(self._explain_wrong(what, cause))
         count = len(passes) * self._plan.pp_microbatches
         self._warn_of_differences(found, allowed, count, loss_apart)

@@ -40,10 +40,12 @@ def find_unscaled_gradients(
     strategy: str,
     allowed: ComparisonLimits,
 ) -> list[str]:
-    """Return the parameters whose gradients do not scale with the loss.
+    """Return the names of parameters whose gradients do not scale with the loss.
 
-    `divert` passes gradients of `plain` to a function instead of storing them. A few samples of
-    `piece` run one forward and two or three backwards. Returns an empty list if these fail.
+    `plain` is a copy of the user's model with its loss. A few samples of `piece` go through one
+    forward of `plain`, then through two or three backwards from the loss, multiplied by different
+    factors. `divert` passes the gradients to a function instead of storing them. Returns an empty
+    list if the forward or a backward fails.
     """
 
     def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:

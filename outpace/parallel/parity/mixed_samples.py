@@ -36,7 +36,7 @@ from outpace.parallel.parity.cut_cause import CutCause
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters
-from outpace.parallel.parity.other_samples import FEWEST, explain_company
+from outpace.parallel.parity.other_samples import FEWEST, explain_batch_dependence
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
@@ -51,9 +51,10 @@ _FIRST = 7
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """A difference in the `loss` or, if there is none, in the `gradient` of the parameters `names`.
+    """The difference between running two ranks' samples together and separately.
 
-    `cause`: why the loss differs, if known.
+    `loss` is the difference in the loss. If it is 0, `gradient` is the difference in the gradients
+    of the parameters in `names`. `cause` says why the loss differs; empty if unknown.
     """
 
     loss: float = 0.0
@@ -63,12 +64,16 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """A comparison of a few samples of two ranks: together on one rank, separately on the other.
+    """A test of whether samples of different ranks affect each other.
 
-    Each of the two ranks runs two samples and, if necessary, four more. `divert` passes gradients
-    of `plain` to a function instead of storing them; `divert(None)` undoes this. `strategy` is
-    named in the error about a collective in the user's code. `piece` is this rank's micro-batch, or
-    None if its samples are not needed. `order` is the rank's index among those with a micro-batch.
+    The test takes a few samples from each of two ranks. One rank runs all of them in one batch, and
+    the other runs those of each rank separately. The sums of the results must agree. At first, the
+    test has one sample of each rank, and then two if necessary.
+
+    `plain` is a copy of the user's model with its loss. `divert` passes its gradients to a function
+    instead of storing them; `divert(None)` undoes this. `strategy` is named in the error about a
+    collective in the user's code. `piece` is this rank's micro-batch, or None if its samples are
+    not needed. `order` is the rank's index among those with a micro-batch.
     """
 
     def __init__(
@@ -92,12 +97,12 @@ class MixedSamples:
         self._found: MixedDifference | None = None
         self._ran: list[tuple[Batch, Totals]] = []  # last samples run, with sum and count
 
-    def show_none(self, allowed: ComparisonLimits) -> bool:
-        """Return whether samples affect neither other samples' losses nor later losses. Collective.
+    def are_independent(self, allowed: ComparisonLimits) -> bool:
+        """Return whether samples change neither each other's losses nor later losses. Collective.
 
-        Besides the comparison, this runs another sample by itself, then together with the samples
-        that this rank has already run, then by itself again. False if micro-batches are too small
-        to tell.
+        Besides the comparison of ranks, this runs one more sample by itself, then in a batch with
+        samples that this rank has already run, then by itself again. Returns False if micro-batches
+        have too few samples for the test.
         """
         piece = self._piece
         few = piece is None or samples_in(piece) < FEWEST
@@ -109,22 +114,23 @@ class MixedSamples:
             sample = leave_out_first(take_first(piece, 3), 2)
             others: Sequence[tuple[Batch, Totals | None]] = self._ran
             others = others or [(take_first(piece, 2), None)]
-            reason = explain_company(self._plain, sample, others, self._hooks, allowed.cut)
+            reason = explain_batch_dependence(self._plain, sample, others, self._hooks, allowed.cut)
         return not (self._found.loss or any(gather_objects(reason)))
 
-    def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
+    def find_difference(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
         """Return how samples run together differ from samples run separately. Collective.
 
-        The difference is empty if any rank has set `other_cause`: something else may explain it.
+        If any rank has set `other_cause`, another problem may explain a difference, so an empty
+        difference is returned.
         """
         if self._found is None:
             return self._compare_first_samples(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found
 
     def _compare_first_samples(self, leave_out: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Compare the first samples of ranks' micro-batches. Collective.
+        """Compare running first samples of two ranks together and separately. Collective.
 
-        All ranks skip the comparison if any sets `leave_out`.
+        Returns an empty difference, without a comparison, if any rank sets `leave_out`.
 
         A single sample may be a special case, so a difference is confirmed with two samples of each
         rank if micro-batches have at least four. If single samples have no loss (as with a standard

@@ -55,8 +55,9 @@ class _GeneratorState(NamedTuple):
 class ModuleState:
     """A snapshot of a module's state, which can be restored any number of times.
 
-    `attributes` returns the current state, not the snapshot. Variables outside of the module are
-    searched for only once.
+    `attributes` returns the state at the time of its call, not the snapshot. The snapshot includes
+    variables outside of the module that its functions use; these are found once, when the snapshot
+    is made.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,7 +93,7 @@ class ModuleState:
                     parameter.grad = gradient
 
     def restore_draws(self) -> None:
-        """Restore only the module's own random generators."""
+        """Restore the random generators that belong to the module, and nothing else."""
         for step in self._undo_draws:
             step()
 
@@ -109,13 +110,13 @@ def preserve_state(
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return an objective's state outside of parameters and saved buffers, by name.
+    """Return the state of a module with its loss that is in no checkpoint, by name.
 
-    It covers plain attributes (numbers, tensors, generators, and the contents of containers and of
-    objects of the user's classes), buffers that are not in checkpoints, and globals, class
-    attributes and closure variables that functions in the user's files use. Values are in a
-    comparable form. Unless a value is in a plain attribute, its name ends with its kind in
-    parentheses.
+    The state covers plain attributes, which are not parameters, buffers or submodules (numbers,
+    tensors, generators, and the contents of containers and of objects of the user's classes). It
+    also covers buffers that are not in checkpoints, and globals, class attributes and closure
+    variables that functions in the user's files use. Values are in a comparable form. Unless a
+    value is in a plain attribute, its name ends with its kind in parentheses.
     """
     return _list_attributes(module, find_places(module))
 
@@ -142,7 +143,10 @@ def _list_attributes(
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters of modules in plain attributes (a teacher in a list), by name."""
+    """Return the parameters of modules that are not registered as submodules, by name.
+
+    An example is a teacher model in a list, which torch does not search for parameters.
+    """
     known = {id(parameter) for _, parameter in nn.Module.named_parameters(module)}
     found = {}
     for name, part in module.named_modules():
@@ -317,7 +321,10 @@ def _list_children(value: Any) -> Iterable[Any]:
 
 
 def _make_undo(value: Any) -> Undo | None:
-    """Return a function that restores a value; None if the value cannot change in place."""
+    """Return a function that restores the current content of a value.
+
+    Returns None if the value cannot change in place.
+    """
     if isinstance(value, nn.Module):
         return _make_module_undo(value)
     if isinstance(value, Tensor):
@@ -402,7 +409,11 @@ def restore_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
-    """Return whether a tensor's values have changed although its version has not."""
+    """Return whether a tensor's values differ from `values`, an earlier copy of them.
+
+    This is for a tensor whose version counter has not changed, because writes through `.data` do
+    not change it. The fingerprints of a few elements are compared first, then all elements.
+    """
     some, some_before = fingerprint(_sample_elements(tensor)), fingerprint(_sample_elements(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before

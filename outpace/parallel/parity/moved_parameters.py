@@ -84,10 +84,10 @@ class MovedParameters(TorchDispatchMode):
                 self._before.setdefault(name, (held, held.clone()))
 
     def written_unseen(self) -> list[str]:
-        """Return the names of tensors that unobserved operators have written to.
+        """Return the names of tensors that operators have written to without being observed.
 
-        Operators are not observed in other threads, such as a backward on CUDA. If this mode was
-        never entered, the result has all tensors that were written to.
+        The mode does not observe operators in other threads, such as those of a backward on CUDA.
+        If it was never entered, the result has all tensors that were written to.
         """
         self._record_replaced()
         now = self._count_writes()
@@ -133,7 +133,7 @@ class MovedParameters(TorchDispatchMode):
 
 
 class TracedOperatorError(BadInputError):
-    """A call to an operator that the compiler must trace, while outpace observes operators."""
+    """A call of an operator that torch's compiler must trace, but cannot while a mode is active."""
 
 
 # Operators with branches or loop bodies that torch's compiler traces.
@@ -145,8 +145,9 @@ _TRACED = {"cond": "cond", "while_loop": "while_loop", "map_impl": "map", "scan"
 def schema_of_write(operator: Any) -> Any:
     """Return the schema of an operator that writes to its arguments; None for other operators.
 
-    Raises TracedOperatorError for an operator with traced branches: while operators are observed,
-    the compiler does not run, and parameters in the branches get no gradient.
+    Raises TracedOperatorError for an operator whose branches or loop bodies the compiler has to
+    trace (such as `torch.cond`). A dispatch mode prevents that, so parameters in the branches would
+    get no gradient.
     """
     if isinstance(operator, HigherOrderOperator) and operator.name() in _TRACED:
         raise TracedOperatorError(

@@ -119,10 +119,10 @@ def _find_functions(values: Collection[Any]) -> list[FunctionType]:
 
 
 def _find_global_functions(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
-    """Return the functions that a function's globals have under any of these names.
+    """Return the functions that these names refer to among a function's globals.
 
-    Only functions of the same package or of the user's files count: other libraries do not refer to
-    attributes of the user's classes.
+    The names are also looked up in modules of the user's files that the globals contain. Functions
+    of other packages are left out: they do not refer to attributes of the user's classes.
     """
     values = [function.__globals__.get(name) for name in names]
     for value in list(values):

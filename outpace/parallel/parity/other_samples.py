@@ -43,21 +43,22 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes after ranks have swapped samples. Collective.
+    """Return this rank's batches after ranks have swapped samples. Collective.
 
-    Samples of the first two passes are swapped (`mix_samples_of_ranks`), and the first pass is
-    returned as two halves. Returns None on all ranks if samples cannot be swapped.
+    `passes` are the batches of a step's forward and backward passes. Samples of the first two are
+    swapped (see `mix_samples_of_ranks`), and the first is then split into two halves. Returns None
+    on all ranks if samples cannot be swapped.
     """
     mixed = mix_samples_of_ranks(passes[:2], device)
     return None if mixed is None else [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
 
 
 def mix_samples_of_ranks(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Replace the first sample of each of one or two passes by one of the next rank. Collective.
+    """Replace the first sample of each batch by a sample of the next rank. Collective.
 
-    Of two passes, each gets the first sample of the next rank's other pass. Returns None on all
-    ranks if a pass has fewer than four samples or an odd number of them, or if samples of several
-    ranks cannot form a batch.
+    `passes` has one or two batches. If there are two, each gets the first sample of the next rank's
+    other batch. Returns None on all ranks if a batch has fewer than four samples or an odd number
+    of them, or if samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -99,12 +100,13 @@ def _ring_shift(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devic
     return [one.cpu().numpy().tobytes() for one in received]
 
 
-def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
-    """Return a pipeline's micro-batches after rotating the samples of all passes by one.
+def rotate_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
+    """Return a pipeline's micro-batches after moving all samples by one position.
 
-    The last sample of the last pass becomes the first sample of the first pass. Returns None if a
-    micro-batch has fewer than four samples or an odd number of them, or if samples cannot be
-    combined.
+    `passes` are the batches of a step's forward and backward passes; each has `micro_batches`. The
+    last sample of each batch becomes the first sample of the next one, and that of the last batch
+    the first of the first. Returns None if a micro-batch has fewer than four samples or an odd
+    number of them, or if samples cannot be combined.
     """
     turned = []
     for number, batch in enumerate(passes):
@@ -126,9 +128,9 @@ def _allow_swap(samples: int) -> bool:
 def explain_dependence(
     plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
 ) -> str | None:
-    """Return why a sample's loss depends on more than the sample and the weights; None if not.
+    """Return why a sample's loss depends on other samples or earlier forwards; None if not.
 
-    A few samples run together and one by one, with dropout disabled. Everything is restored
+    The samples of `few` run together and one by one, with dropout disabled. Everything is restored
     afterwards. `drops`: accept a module that uses dropout.
     """
 
@@ -141,14 +143,14 @@ def explain_dependence(
     return _explain_forwards(plain, hooks, drops, compare)
 
 
-def explain_company(
+def explain_batch_dependence(
     plain: nn.Module,
     sample: Batch,
     others: Sequence[tuple[Batch, Totals | None]],
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return why the loss of `sample` depends on more than itself and the weights; None if not.
+    """Return why a sample's loss depends on other samples or earlier forwards; None if not.
 
     `others` are other samples, each with its loss sum and count, if known. The loss of `sample`
     must be bitwise equal before and after a forward of all samples together, and that forward must
@@ -181,11 +183,12 @@ def _parts_add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> b
 def _explain_forwards(
     plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_RunForward], bool]
 ) -> str | None:
-    """Call `compare` with a function that runs forwards; return why it fails, None if it succeeds.
+    """Test forwards with `compare`; return why the test failed, or None if it passed.
 
-    It succeeds if it returns True, and no forward draws random numbers or changes anything.
-    `drops`: accept a module that uses dropout. Dropout is disabled, and everything is restored
-    afterwards.
+    `compare` gets a function that runs a forward, and returns whether the results are as expected.
+    The test fails if `compare` returns False or raises an error, or if a forward draws random
+    numbers or changes anything. `drops`: a module may use dropout. Dropout is disabled, and
+    everything is restored afterwards.
     """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())
@@ -219,7 +222,7 @@ def _explain_forwards(
 
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
-    """Return the state outside of parameters and saved buffers, in comparable form."""
+    """Return the state that is neither in parameters nor in saved buffers, in comparable form."""
     trained = [one.requires_grad for one in plain.parameters()]
     return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 

@@ -60,7 +60,10 @@ def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> li
 
 
 class _CodeTraversal:
-    """A traversal from functions to all code that they refer to; `places` collects variables."""
+    """A search for variables in all code that some functions refer to.
+
+    `places` has the variables that were found.
+    """
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
@@ -109,13 +112,17 @@ class _CodeTraversal:
             if not _is_code(value):
                 where = f"a default argument of {function.__name__}"
                 self.places.append(
-                    OuterVariable("state", where, partial(_identity, value), _ignore)
+                    OuterVariable("state", where, partial(_identity, value), _keep_default)
                 )
         for name in list(vars(function)):
             self._add_attribute(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code refers to, or all variables of a user's Python module."""
+        """Add a global variable that code refers to.
+
+        If the variable is a Python module of the user, add all of that module's variables. If it is
+        a function or a class, visit its code.
+        """
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):
@@ -205,8 +212,8 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _ignore(value: Any) -> None:
-    """Do nothing, because calls do not replace default arguments."""
+def _keep_default(value: Any) -> None:
+    """Leave a default argument as it is, because calling a function does not replace it."""
 
 
 @cache

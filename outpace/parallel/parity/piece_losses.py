@@ -21,13 +21,14 @@ class DrawsError(Exception):
 def total_of(
     plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
 ) -> Totals:
-    """Return the loss sum and the count over several parts of a batch (`pieces`).
+    """Return the loss sum and the number of targets over several parts of a batch (`pieces`).
 
     `drops`: disable dropout. All state is restored. Gradients are enabled, because the forward may
     compute some (forces, penalties) or register hooks.
 
     Raises DrawsError if `drops` is set and random numbers are still drawn, because different parts
-    then draw different numbers; not if the parts are `alike`.
+    then draw different numbers. With `alike`, no error is raised, because the parts that the
+    caller compares draw the same numbers.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)

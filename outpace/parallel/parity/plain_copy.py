@@ -25,7 +25,7 @@ _MOST_OF_FREE = 0.8
 
 
 def model_of(objective: nn.Module) -> nn.Module:
-    """Return the user's module from its objective."""
+    """Return the user's module from an objective, which is a module with its loss."""
     model: nn.Module = objective.model  # type: ignore[assignment]
     return model
 
@@ -34,8 +34,9 @@ def model_of(objective: nn.Module) -> nn.Module:
 class ModuleDtypes:
     """The dtypes of the parameters and buffers that a rank holds, by name.
 
-    `narrowest`: bytes per element of the rank's narrowest floating-point parameter. `has_sums`: see
-    `Layout`. `frozen`: names of parameters that do not require gradients now.
+    `narrowest`: bytes per element of the rank's narrowest floating-point parameter. `has_sums`: the
+    rank ends a step with the global batch's gradients. `frozen`: names of parameters that do not
+    require gradients at the moment.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -48,11 +49,12 @@ class ModuleDtypes:
 def fill_copy(
     plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> Iterator[list[str]]:
-    """Fill a copy on the meta device with a layout's tensors; yield parameter names. Collective.
+    """Fill a copy of the user's module with the trained weights and buffers. Collective.
 
-    The copy shares tensors that this rank holds whole, gathers shards, and receives the rest from
-    other ranks. `holders` describes what each rank holds. Parameter servers run no samples, so
-    their copies stay without values.
+    `plain` is that copy with its loss, on the meta device, and `layout` is the module as it is
+    trained. Yields parameter names. The copy shares tensors that this rank holds whole, gathers
+    shards, and receives the rest from other ranks. `holders` describes what each rank holds.
+    Parameter servers run no samples, so their copies stay without values.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
@@ -105,10 +107,11 @@ def _replace_registered(
 def _swap_parameters(
     model: nn.Module, values: Mapping[int, Tensor]
 ) -> Iterator[dict[int, nn.Parameter]]:
-    """Swap values into a copy's parameters inside the context.
+    """Give the parameters of a copied module new values inside the context.
 
-    The parameters stay the same objects, so references to them, such as dict keys, remain valid.
-    Yields new parameters, by the `id` of the old ones, where torch cannot swap.
+    `values` maps the `id` of a parameter to a tensor with its new values. The parameters stay the
+    same objects, so references to them, such as dict keys, remain valid. Where torch cannot swap
+    tensors, a new parameter is needed; these are yielded by the `id` of the old one.
     """
     made = {p: parameter_like(values[id(p)], p) for p in all_parameters(model)}
     swapped = [p for p, parameter in made.items() if _try_swap(p, parameter)]
@@ -134,10 +137,10 @@ def _try_swap(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Redirect references to the trained module's submodules to the copy inside the context.
+    """Make references to the trained module's submodules refer to its copy inside the context.
 
-    A loss may have such references in its closure. `trained`: the modules that `plain` was copied
-    from, in the order of `modules()`.
+    A loss may have such references in its closure. `plain` is the copy, and `trained` has the
+    modules that it was copied from, in the order of `modules()`.
     """
     before = [vars(part) for part in trained]
     try:
@@ -242,9 +245,9 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 
 
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
-    """Return a message if the weights of other ranks do not fit in memory; None if they do.
+    """Return a message if weights that this rank lacks do not fit in memory; None if they do.
 
-    Gradients need hardly any memory, because only one exists at a time.
+    Gradients are not counted: they need hardly any memory, because only one exists at a time.
     """
     if plan.data_rank(ranks.rank) is None:
         return None  # this rank has no samples to run the copy on

@@ -21,7 +21,7 @@ _FAILS = "a copy of the module fails"
 
 @dataclass(frozen=True)
 class PlainFailure:
-    """The reason why the plain module's pass has no sums.
+    """The reason why the user's module could not be run as in a single process.
 
     `by_cut`: the module fails only because the batch is split, so training must not start.
     """
@@ -84,8 +84,9 @@ def explain_failure(
 ) -> PlainFailure:
     """Find out whether the module fails because the batch is split. Collective.
 
-    It does if the copy runs on the whole batch. If this cannot be tried, tensors without a row per
-    sample, which stay whole in each part, are named as a possible cause.
+    The split is the cause if the module runs on the whole batch. If the whole batch cannot be
+    tried, the message names, as a possible cause, tensors that stay whole in each part because they
+    do not have a row per sample.
     """
     if reason.startswith(COLLECTIVE):
         return PlainFailure(reason, by_cut=True)

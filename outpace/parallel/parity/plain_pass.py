@@ -48,8 +48,8 @@ from outpace.parallel.parity.other_samples import (
     AFFECTED,
     explain_dependence,
     find_unsaved_state,
+    rotate_samples,
     swap_samples,
-    turn_samples,
 )
 from outpace.parallel.parity.plain_copy import (
     ModuleDtypes,
@@ -77,9 +77,10 @@ from outpace.records.ranks import Ranks
 
 
 class PlainPass:
-    """The plain module's pass, on a copy that is made before the objective is laid out.
+    """The run of a copied module without a strategy, to compare the trained module with.
 
-    `blocks` names the blocks that recompute activations, if the user chose them.
+    The copy is made before the strategy changes the module. `blocks` names the blocks that
+    recompute activations, if the user chose them.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | PlainFailure:
-        """Run the plain module; return this rank's sums, or why some rank has none. Collective.
+        """Run the copied module; return this rank's results, or why a rank has none. Collective.
 
-        `holders` describes what each rank holds. `allowed`: the tolerances between a batch and its
-        parts. Call this only once, because it frees the copy.
+        `holders` describes which tensors each rank holds. `allowed` has the tolerances for
+        differences between a batch and its parts. Call this only once, because it frees the copy.
         """
         draws = layout.plain_draws()
         self.draws_alike = self.pieces.ranks_per_share == 1 or draws is not None
@@ -186,7 +187,9 @@ class PlainPass:
                     state = self._find_state(plain, piece, passes, hooks, found.drops)
                 first = self._choose_first_piece(found, state, in_order, piece)
             report = self._make_report(plain, found, state, first, passes, hooks, allowed)
-            found.mixed = mixed.settle(self._has_other_cause(found, report, allowed), allowed)
+            found.mixed = mixed.find_difference(
+                self._has_other_cause(found, report, allowed), allowed
+            )
         # After the context, since inside it references to the layout's modules lead to the copy.
         named = dict(layout.named_parameters())
         spread = [name for name in found.written if name in named and is_spread(named[name])]
@@ -203,7 +206,10 @@ class PlainPass:
         hooks: StepHooks,
         allowed: ComparisonLimits,
     ) -> PlainReport:
-        """Run a few more forwards, and return this rank's report without `spread`. Collective."""
+        """Run a few more forwards, and return this rank's report. Collective.
+
+        The caller fills in the report's field `spread`.
+        """
         asked_cut = passes, hooks, self.synchronised, allowed.cut
         apart = compare_cut(CutRequest(plain, self._plan, first, *asked_cut))
         found.backwards.update(state.backwards)
@@ -229,10 +235,10 @@ class PlainPass:
     def _find_counted_values(
         self, plain: nn.Module, found: PlainSums, state: KeptState, hooks: StepHooks
     ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-        """Return buffers and attributes whose changes depend on samples, and buffers that may.
+        """Return the names of buffers and attributes whose changes depend on samples.
 
-        If the module communicates, a forward on only some ranks would hang, so only the latter are
-        returned.
+        The third result has the buffers that may be among them. If the module communicates, a
+        forward on only some ranks would hang, so only this third result has entries.
         """
         if self._plan.data_parallel == 1 or found.first is None:
             return (), (), ()
@@ -265,19 +271,19 @@ class PlainPass:
             found.keeps, found.written, found.unseen, found.hidden, found.buffers,
             found.moved_back, found.backwards, found.first is None, self.synchronised,
         ))  # fmt: skip
-        return not any(gather_objects(changed)) and mixed.show_none(allowed)
+        return not any(gather_objects(changed)) and mixed.are_independent(allowed)
 
     def _has_other_cause(
         self, found: PlainSums, report: PlainReport, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether something that is reported separately may also make samples differ."""
+        """Return whether a problem with a message of its own may also make samples differ."""
         return bool(
             self.synchronised or report.state.is_any or report.made or report.unseen
             or found.written or found.moved_back or report.cut.read
             or report.cut.loss > allowed.cut
         )  # fmt: skip
 
-    def run_apart(
+    def run_recombined(
         self,
         layout: Layout,
         passes: Sequence[Batch],
@@ -285,12 +291,13 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | None:
-        """Run the plain module on samples that are combined differently from the plan. Collective.
+        """Run the copied module on samples in other batches than the plan's. Collective.
 
-        If the layout, which runs the plan's micro-batches, computes the same sums, then neither
+        If the trained module computes the same sums from the plan's micro-batches, then neither
         other samples nor previous calls affect a sample. Returns None if samples cannot be combined
-        differently, if a few of them show that a forward draws random numbers or changes state, or
-        that samples affect each other (by more than `allowed`), or if this pass changes state.
+        differently, or if this run changes state. Also returns None if a test of a few samples
+        shows that a forward draws random numbers or changes state, or that samples affect each
+        other by more than `allowed`.
         """
         if not self._may_recombine:
             return None
@@ -319,10 +326,11 @@ class PlainPass:
 
     @property
     def _may_recombine(self) -> bool:
-        """Return whether the plain pass may combine samples differently from the plan.
+        """Return whether the copied module may run on other batches than the plan's.
 
-        In 16 bits, the rounding errors of parts exceed the tolerances of most strategies, and
-        dropout masks equal the layout's only if the batches are the same.
+        It always may under tensor parallelism. Otherwise, it needs fp32 or fp64, because in 16 bits
+        the rounding errors of parts exceed the tolerances of most strategies. Dropout forbids it,
+        because masks are equal only if the batches are.
         """
         plan = self._plan
         if plan.tp > 1:
@@ -336,10 +344,10 @@ class PlainPass:
     def _explain_dependence(
         self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
     ) -> str | None:
-        """Return why `run_apart` would be inconclusive, judging by a few samples, or None.
+        """Return why a test of a few samples makes `run_recombined` inconclusive, or None.
 
         Under tensor parallelism, modules with dropout are not tested, to save time: their step has
-        to be computed again.
+        to be computed again after the check.
         """
         splits = self._plan.tp > 1
         if splits and has_dropout(plain):
@@ -356,7 +364,7 @@ class PlainPass:
             return take_apart(passes, self.pieces.place, self.pieces.ranks_per_share)
         if self._plan.pp == 1:
             return swap_samples(passes, device)
-        turned = turn_samples(passes, self._plan.pp_microbatches)
+        turned = rotate_samples(passes, self._plan.pp_microbatches)
         if turned is None:
             return None
         mine = turned[self.pieces.place :: self.pieces.ranks_per_share]
@@ -370,9 +378,9 @@ class PlainPass:
     def _fill_copy(
         self, layout: Layout, holders: Sequence[ModuleDtypes]
     ) -> Iterator[tuple[nn.Module, PlainSums]]:
-        """Fill the copy with the layout's values; yield it with empty sums. Collective.
+        """Fill the copied module with the trained values; yield it and empty results. Collective.
 
-        The layout's generators and buffers are restored afterwards.
+        Generators and buffers of the trained module are restored afterwards.
         """
         plain, device = self._copy, layout._device()
         assert plain is not None
@@ -395,10 +403,11 @@ class PlainPass:
     ) -> FirstPiece | None:
         """Return this rank's first micro-batch, to be compared with its parts.
 
-        If the search for state used only a part of the micro-batch, `state_piece`, that part is
-        compared. Among ranks with the same samples, all but the first compare half of their
-        micro-batch with its quarters, because halves with equal numbers of targets reveal nothing.
-        `in_order`: the micro-batch's loss was computed after other micro-batches.
+        If the search for state used only `state_piece`, a part of the micro-batch, that part is
+        compared. Of ranks with the same samples, the first compares its micro-batch with its
+        halves. The others compare a half with its quarters, because halves with equal numbers of
+        targets reveal nothing. `in_order`: the micro-batch's loss was computed after other
+        micro-batches.
         """
         if found.first is None:
             return None
@@ -469,12 +478,12 @@ class PlainPass:
         watch: MovedParameters,
         keeps: bool = False,
     ) -> str | None:
-        """Run the `pieces` of `Pieces.select`, and add up their sums; return why that failed.
+        """Run micro-batches and add up their results; return the reason if this fails, else None.
 
-        Returns None on success. `draws` makes ranks with the same samples draw the layout's random
-        numbers. Dropout is disabled unless `draws_alike`. `watch` observes forwards only: in a
-        backward, it would keep gradients alive, and each would be copied. `keeps`: record whether
-        attributes change.
+        `pieces` is the result of `Pieces.select`. `draws` makes ranks with the same samples draw
+        the same random numbers as the trained module. Dropout is disabled unless
+        `self.draws_alike`. `watch` observes forwards only: in a backward, it would keep gradients
+        alive, and each would be copied. `keeps`: record whether attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -515,7 +524,10 @@ class PlainPass:
 
 
 def _copy_loss_buffers(objective: nn.Module) -> dict[int, Tensor]:
-    """Return copies of the loss's buffers, which ranks do not send, by the buffers' `id`."""
+    """Return copies of the buffers that belong to the loss and not to the model, by `id`.
+
+    Ranks do not send these buffers to each other.
+    """
     of_model = {id(buffer) for buffer in model_of(objective).buffers()}
     own = (buffer for buffer in objective.buffers() if id(buffer) not in of_model)
     return {id(buffer): buffer.detach().clone() for buffer in own}
@@ -554,10 +566,11 @@ def _copy_batches(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, 
 
 
 def _take_part(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return half or a quarter of a micro-batch with dropout, with at least four samples.
+    """Return a part of a micro-batch for a comparison without dropout.
 
-    The loss of the micro-batch without dropout is not known, so a part is enough to compare. Other
-    micro-batches are returned unchanged.
+    `drops`: the module uses dropout. Then the loss of the whole micro-batch without dropout is not
+    known, so a part is enough: a half or a quarter of at least four samples. Without dropout, or if
+    the number of samples is not a multiple of 8, the micro-batch is returned unchanged.
     """
     if piece is None or not drops or samples_in(piece) % 8:
         return piece

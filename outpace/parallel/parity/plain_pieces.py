@@ -25,7 +25,7 @@ class Pieces:
 
     @property
     def share(self) -> int | None:
-        """Return the index of this rank's share of the global batch; None if it reads nothing."""
+        """Return the index of this rank's share of the global batch; None if there is none."""
         return self._plan.data_rank(self._ranks.rank)
 
     @property
@@ -41,16 +41,17 @@ class Pieces:
         return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
 
     def find_first(self, passes: Sequence[Batch]) -> Batch | None:
-        """Return the first micro-batch if this rank runs it, otherwise None."""
+        """Return the first micro-batch; None if another rank with the same samples runs it."""
         if not passes or self.place:
             return None
         return cut(passes[0], self._plan.pp_microbatches)[0]
 
     def choose(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
-        """Return the micro-batch from which this rank provides samples, and the rank's index.
+        """Return the micro-batch whose samples this rank compares with other ranks, and its order.
 
-        The micro-batch is None if the plan does not split batches, or if another rank provides the
-        same samples. If all ranks have the same samples, they use different micro-batches.
+        The order is the rank's index among the ranks that compare samples. The micro-batch is None
+        if the plan does not split batches, or if another rank has the same samples and runs them.
+        If all ranks have the same samples, they choose different micro-batches.
         """
         share = self.share
         if share is None or not passes or not self.is_cut(passes):
@@ -62,10 +63,10 @@ class Pieces:
         return cut(passes[number // parts], parts)[number % parts], self.place
 
     def select(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """Yield (number, micro-batch, True) for each micro-batch of this rank, in order.
+        """Yield (number, micro-batch, True) for each micro-batch that this rank runs, in order.
 
-        `in_order`: also yield the micro-batches that other ranks with the same samples run, with
-        False.
+        `in_order`: also yield (number, micro-batch, False) for those that other ranks with the same
+        samples run.
         """
         plan, number = self._plan, 0
         for batch in passes:
@@ -81,8 +82,8 @@ class Pieces:
     ) -> Batch | None:
         """Return this rank's second micro-batch or, if it has only one, another rank's. Collective.
 
-        Only the ranks that read the first two shares send their micro-batch, and only if it is a
-        single sample. Returns None if there is no other micro-batch.
+        A micro-batch is sent only if it is a single sample and belongs to one of the first two
+        shares of the global batch. Returns None if there is no other micro-batch.
         """
         mine = self.share
         sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)

@@ -21,23 +21,34 @@ from outpace.parallel.tensors import all_parameters, copies
 
 @dataclass(frozen=True)
 class PlainReport:
-    """A rank's report to the others about its plain pass.
+    """A rank's report to other ranks about its run of the module without a strategy.
 
-    `cut`: differences between a batch and its halves. `state`: state that forwards keep.
+    - `cut`: differences between a batch and its halves.
+    - `state`: state that forwards keep.
+    - `by_rank`: how much the loss changes with the rank.
 
-    These fields are names of parameters: `made`, created by the forward; `written`, written to by
-    the forward; `spread`, those of `written` that are sharded; `by_samples`, those of `written`
-    whose values depend on samples; `unseen`, written to without an observed operator; `unscaled`,
-    whose gradients do not scale with the loss; and `hidden`, parameters of modules in plain
-    attributes that the forward writes to.
+    Names of parameters:
 
-    These are names of buffers: `counted`, whose changes depend on samples; `unsure`, whose changes
-    may; and `moved_back`, which a backward changes and the loss depends on. `attributes` are names
-    of plain attributes whose changes depend on samples.
+    - `made`: parameters that the forward creates.
+    - `written`: parameters that the forward writes to.
+    - `spread`: those of `written` that are sharded.
+    - `by_samples`: those of `written` whose new values depend on samples.
+    - `unseen`: parameters with writes that no observed operator made.
+    - `unscaled`: parameters whose gradients do not scale with the loss.
+    - `hidden`: parameters that the forward writes to, of modules that are not registered as
+      submodules.
 
-    `prints` are fingerprints of the parameters that changed, and `buffer_prints` those of the saved
-    buffers that the first micro-batch changed; None without samples. `by_rank`: how much the loss
-    changes with the rank.
+    Names of buffers and attributes:
+
+    - `counted`: buffers whose changes depend on samples.
+    - `unsure`: buffers whose changes may depend on samples.
+    - `moved_back`: buffers that a backward changes and that the loss depends on.
+    - `attributes`: attributes whose changes depend on samples.
+
+    Fingerprints by name, or None on a rank without samples:
+
+    - `prints`: those of the parameters that changed.
+    - `buffer_prints`: those of the saved buffers that the first micro-batch changed.
     """
 
     cut: CutDifference
@@ -59,10 +70,11 @@ class PlainReport:
 
 
 class PlainSums:
-    """The plain module's results on this rank.
+    """This rank's results of running the module without a strategy.
 
-    `sums` has the sums of losses, counts and absolute losses, then the projection of each
-    parameter's gradient (`projection`), then each parameter's number of gradients.
+    `sums` begins with the sums of losses, of target counts and of absolute losses. Then it has an
+    inner product of each parameter's gradient (see `projection`), and last the number of gradients
+    that each parameter got.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
@@ -96,20 +108,20 @@ class PlainSums:
 
     @property
     def states(self) -> list[KeptState]:
-        """Return the kept state that ranks have found, of those that have something to report."""
+        """Return the state that forwards keep on each rank that has found any."""
         return [report.state for report in self.reports if report.state.is_any]
 
     def take_writes(self, watch: MovedParameters) -> None:
-        """Record what forwards have written to parameters, and restore the values."""
+        """Record the parameters that forwards have written to, and restore their values."""
         self.unseen = watch.written_unseen()
         self.moved = watch.put_back()
         self.written, self.by_samples = watch.written, sorted(watch.written_by_samples)
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """Project a parameter's gradient and free it.
+        """Add a projection of a parameter's gradient to the sums, and free the gradient.
 
-        Dispatch modes are disabled meanwhile: observing the check's own operators would double the
-        time for small gradients.
+        Dispatch modes are disabled meanwhile: observing these operators would double the time for
+        small gradients.
         """
         if parameter.grad is None:
             return  # a user's hook has set it to None
@@ -132,7 +144,7 @@ class PlainSums:
         self._taker = taker
 
     def add_up(self) -> None:
-        """Write the accumulated inner products and numbers of gradients to `sums`."""
+        """Write the collected inner products and numbers of gradients to `sums`."""
         for place, product in enumerate(self._products):
             if product is not None:
                 self.sums[3 + place] = product
@@ -152,10 +164,12 @@ class PlainSums:
 def sum_gradients(
     layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
 ) -> Tensor:
-    """Return this rank's terms of the projections, squares and numbers of gradients, (3, names).
+    """Return this rank's share of three sums for each parameter's gradient, (3, names).
 
-    Gradients that several ranks have are divided by the number of these ranks. `factor` is the
-    ratio of the layout's gradients to the plain module's.
+    The rows are the projection of the gradient, the sum of its squares, and 1 for a gradient or 0
+    for none. The first two are divided by the number of ranks that hold the same values, so that
+    adding the results of all ranks counts each value once. `factor` is the ratio of the trained
+    module's gradients to those of the module without a strategy.
     """
     named = dict(layout.named_parameters()) if layout.has_sums else {}
     sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)

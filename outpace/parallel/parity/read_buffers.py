@@ -39,12 +39,13 @@ def find_read_buffers(
     piece: Batch,
     later: bool = True,
 ) -> Names:
-    """Return the `moved` buffers that training on a few samples of a batch depends on.
+    """Return the buffers in `moved` that training on a few samples of a batch depends on.
 
     `moved` has the buffers' new values by name, and `piece` the samples. The result has the buffers
-    whose new values change the loss. If there are none and `later` is set, it has the buffers that
-    change only the gradient, or the loss some steps later; ranks may then run unequal numbers of
-    forwards. Each forward draws the same random numbers. `drops`: disable dropout.
+    whose new values change the loss. If there are none and `later` is set, the result has the
+    buffers that change only the gradient, or the loss some steps later. With `later`, the number of
+    forwards may differ by rank. Each forward draws the same random numbers. `drops`: disable
+    dropout.
     """
     if not moved:
         return ()
@@ -88,7 +89,10 @@ class _BufferSearch:
         self._measure = GradientMeasure(self._model)
 
     def find_changing_loss(self) -> Names:
-        """Return the buffers whose new values change the loss; all if none does so alone."""
+        """Return the buffers whose new values change the loss.
+
+        If no buffer changes the loss by itself but all together do, returns all of them.
+        """
         moved = self._moved
         before, _ = self._evaluate({}, gradient=False)
         if self._evaluate(moved, gradient=False)[0] == before:
@@ -130,10 +134,11 @@ class _BufferSearch:
     def _select_effective(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return the buffers whose new `values` change the outcome; empty if it is still `fresh`.
+        """Return the buffers whose new `values` change the outcome; empty if the outcome is equal.
 
-        `fresh` is the outcome with the values `begin`. A buffer counts if the outcome changes once
-        it alone is set back to its value in `begin`. If none does, all are returned.
+        The outcome is compared with `fresh`, the outcome for the values `begin`. A buffer counts if
+        the outcome changes once this buffer alone is set back to its value in `begin`. If no buffer
+        counts, all are returned.
         """
         outcome = self._evaluate(values)
         if not _differ(outcome, fresh):
@@ -143,7 +148,10 @@ class _BufferSearch:
         return tuple(n for n in some if _differ(without[n], outcome)) or tuple(values)
 
     def _evaluate(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
-        """Run a forward with these buffer values, restore everything, and return the outcome."""
+        """Return the mean loss and the gradient's measure for these buffer values.
+
+        Everything is restored afterwards. Without `gradient`, the second result is 0.
+        """
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping:
             with torch.no_grad():
@@ -178,11 +186,12 @@ def _differ(one: _Outcome, other: _Outcome) -> bool:
 
 
 def _extrapolate(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
-    """Return a counter's value after `calls` forwards; `moved` itself for other buffers.
+    """Return the value that a counter has after `calls` forwards.
 
-    Counters are whole numbers, or a single number (a fraction of progress). `begin` and `moved` are
-    the values before and after the first forward. `alike`: entries that it does not change (classes
-    without a sample) increase as fast as the fastest entry.
+    `begin` and `moved` are the values before and after the first forward. A counter is a buffer of
+    whole numbers or with a single number, such as the progress as a fraction. For other buffers,
+    returns `moved`. `alike`: entries that the first forward does not change (classes without a
+    sample) increase as fast as the fastest entry.
     """
     if moved.dtype == torch.bool or moved.is_complex():
         return moved

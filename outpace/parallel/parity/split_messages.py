@@ -24,11 +24,12 @@ _MIXED = (
 def explain_parts(
     parts: Sequence[str], before: bool, tp: int, repeated: Sequence[str] = ()
 ) -> str | None:
-    """Explain gradients that are wrong although the loss is right; None if layouts do not.
+    """Return a message about wrong gradients for which `layouts` of modules are the remedy.
 
     `parts` are unsplit parameters whose gradients are right once they are summed over ranks.
     `repeated` are those whose gradients are `tp` times too large. `before`: gradients of other
-    parameters are wrong, too. Without either, neither a rank's gradients nor their sum are right.
+    parameters are wrong, too. If `parts` and `repeated` are empty, neither the gradients of a rank
+    nor their sum are right, so layouts do not help, and None is returned.
     """
     if not parts and not repeated:
         return None

@@ -15,7 +15,7 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """The counterpart of `FirstBatch` for a single process.
+    """The check of the first batch in a single process (`FirstBatch` is that of several ranks).
 
     It finds state outside of checkpoints, and losses that change when a batch is accumulated in
     micro-batches. `say` receives warnings. `by_command`: a command started the run, so messages
@@ -27,10 +27,10 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times.
+        """Run a few samples of the first batch several times, and warn about problems.
 
-        Returns None, because no part of the step is computed. Raises BadInputError for a forward or
-        a loss that itself runs a backward.
+        Returns None, because the gradients of the step are not among the results. Raises
+        BadInputError for a forward or a loss that itself runs a backward.
         """
         writes = self._plan.offload_parameters != "none"
         with run_eagerly(self._plan.compile or has_compiled_parts(layout.objective)):

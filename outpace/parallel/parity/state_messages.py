@@ -20,10 +20,10 @@ def explain_reshaped(names: Sequence[str]) -> str:
 def explain_kept_state(
     kept: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return a warning about the state that ranks have found; empty if there is nothing to report.
+    """Return a warning about state that forwards keep from step to step; empty if there is none.
 
-    `by_command`: a command started the run, so refer to its checkpoints instead of `state_dict()`.
-    `resumed`: this run was resumed.
+    `kept` is what each rank has found. `by_command`: a command started the run, so refer to its
+    checkpoints instead of `state_dict()`. `resumed`: this run was resumed.
     """
     said = []
     states = [one for one in kept if one.found]
@@ -108,7 +108,10 @@ def explain_state_after_resume(found: KeptState) -> str:
 
 
 def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
-    """Return a message about state that would make ranks compute different losses."""
+    """Return a message about state that would differ by rank, and with it the loss.
+
+    `ways_out` is advice that ends the message.
+    """
     states = [one for one in found if one.apart]
     apart = max(one.apart for one in states)
     what = "gradient" if _affect_only_gradient(states) else "loss"
@@ -127,8 +130,11 @@ CURE = (
 )
 
 
-def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
-    """Return the likely cause of a layout's wrong result; None if no state was found."""
+def explain_state_as_cause(found: Sequence[KeptState]) -> str | None:
+    """Return a message that names state as the likely cause of a wrong loss or gradient.
+
+    Returns None if no state was found.
+    """
     states = [one for one in found if one.found]
     if not states:
         return None

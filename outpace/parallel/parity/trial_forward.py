@@ -14,9 +14,10 @@ from outpace.parallel.plain import without_dropout
 
 @contextmanager
 def trial_forward(plain: nn.Module, drops: bool) -> Iterator[None]:
-    """Restore parameters and state on exit; enable gradients, and disable dropout if `drops`.
+    """Restore parameters and state on exit, so that forwards can be tried inside the context.
 
-    The module must have parameters; its state is on their device.
+    Gradients are enabled. `drops`: disable dropout. The module must have parameters, and its state
+    must be on their device.
     """
     with (
         keep_values(model_of(plain).named_parameters()),

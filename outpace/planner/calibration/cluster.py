@@ -193,9 +193,11 @@ def _build_fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> collective_rates.DispatchRate:
-    """Return the node's token-dispatch rates relative to those of ring collectives.
+    """Return the rates of dispatching tokens to experts, as fractions of the fabric's rates.
 
-    The fabric's rates, which they multiply, already contain `share` and `across_share`.
+    The published fractions refer to nominal rates. The fabric's rates are already reduced to the
+    fractions `share` within a node and `across_share` across nodes, so the published fractions are
+    divided by these.
     """
     published = collective_rates.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return published.model_copy(
@@ -316,7 +318,10 @@ def _fill_missing_rates(rates: RateFit) -> RateFit:
 
 
 def _reference_steps(figures: ProbeFigures, ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """Yield the probe's reference steps on `ranks` ranks that this version still defines."""
+    """Yield the measured reference steps of a probe on `ranks` ranks.
+
+    Steps that this version of outpace defines differently are left out.
+    """
     catalog = references(ranks, kind)
     for figure in figures.probed.figures:
         key = figure.key

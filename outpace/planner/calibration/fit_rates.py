@@ -67,7 +67,10 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Return the derivatives of log times by log adjustments, (adjustments, times)."""
+        """Return derivatives of the logarithms of step times by those of adjustments.
+
+        `steps_s` returns step times for given rates. The result is (adjustments, times).
+        """
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]

@@ -60,7 +60,7 @@ class Likeness:
 
     @cached_property  # asked for each row of the table
     def axes(self) -> dict[str, int]:
-        """Return the axis sizes and the ZeRO stage under the table's column names."""
+        """Return the axis sizes and the ZeRO stage, by column of the table of measured steps."""
         plan = self.plan
         if plan is None:
             return {}
@@ -112,10 +112,11 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 def faster_case(
     like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
 ) -> MeasuredCase | None:
-    """Return the fastest of `cases` that beats the plan with lower-precision matmuls, or None.
+    """Return the fastest case with lower-precision matmuls that takes less time than the plan.
 
-    A case counts if it has the plan's model, chip, number of devices, sequence length and batch,
-    fewer bits per matmul operand, and a shorter time than the plan's `step_time_s`.
+    Returns None if there is none. A case counts if it has the plan's model, chip, number of
+    devices, sequence length and batch, fewer bits per matmul operand, and a shorter time than
+    `step_time_s`, that of the plan.
     """
     if like.plan is None:
         return None
@@ -201,13 +202,13 @@ def _describe_unmeasured_offloading(
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """Return the factor that widens the prediction interval beyond the measured numbers of devices.
+    """Return the factor by which a prediction interval is wider on more devices than measured.
 
-    It multiplies the logarithms of the interval's bounds. Predictions above 64 devices have larger
-    errors (root mean square of the log of measured over predicted time) than those up to 64. Beyond
-    the largest measured number of devices, errors are assumed to grow by the same factor again.
-    `words` are the plan's extrapolations; the factor is 1 unless one of them is the number of
-    devices.
+    The factor multiplies the logarithms of the interval's bounds. Predictions above 64 devices have
+    larger errors (root mean square of the log of measured over predicted time) than those up to 64.
+    Beyond the largest measured number of devices, errors are assumed to grow by the same factor
+    again. `words` are the result of `extrapolations`; the factor is 1 unless it contains the number
+    of devices.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

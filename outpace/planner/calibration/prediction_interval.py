@@ -64,7 +64,7 @@ class QuestionKind:
 
     @property
     def narrow_name(self) -> str | None:
-        """Return the name of the kind with all features, or None if a feature is not set."""
+        """Return the name of the kind that fits all features; None if a feature is not set."""
         if None in (self.architecture, self.software, self.devices):
             return None
         model = f"{self.model}, adapters" if self.adapters else self.model
@@ -77,7 +77,7 @@ class QuestionKind:
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the name and the row of the narrowest matching kind in a table."""
+        """Return the name and the row of the narrowest kind in a table that matches."""
         wide = kind_name(self.architecture, self.experts)
         names = (self.narrow_name, wide, kind_name(None, self.experts))
         name = next(name for name in names if name in table)
@@ -93,14 +93,14 @@ def interval(
 ) -> Interval:
     """Return the prediction interval for a planning problem.
 
-    Its factors are quantiles of measured over predicted times, with each source left out once. They
-    come from published steps of the narrowest `kind` with enough of them, or else on any chip
-    (benchmarks/planner_accuracy.py). For `calibrated` rates without residuals, they come from steps
-    on probed machines (planner_measured.py).
+    Its factors are quantiles of measured over predicted times, chosen so that they also cover
+    sources that were left out. They come from published steps of the narrowest `kind` with enough
+    of them, or else on any chip (benchmarks/planner_accuracy.py). For `calibrated` rates without
+    residuals, they come from steps on probed machines (planner_measured.py).
 
-    If the rates are `guessed`, no measurement applies. `residuals` are ratios of measured to
-    predicted time for steps on this machine to which no rates were fitted; their median error
-    widens the interval.
+    If the rates are `guessed`, no measurements apply, and a wide interval is returned. `residuals`
+    are ratios of measured to predicted time for steps on this machine to which no rates were
+    fitted; their median error widens the interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")

@@ -172,9 +172,11 @@ def _measured_accelerator(
 def _compare_matmuls(
     base: DeviceRates, figures: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
-    """Return ratios of measured to predicted time by dtype, and unaligned matmuls' relative rates.
+    """Compare measured matmuls with their predictions.
 
-    Aligned matmuls of at most `least_s` are limited by their launch and ignored.
+    Returns two results: for each dtype, the ratios of measured to predicted time of aligned
+    matmuls; and the rates of unaligned matmuls as fractions of their predictions. Aligned matmuls
+    that take at most `least_s` are left out, because most of it is launching.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
@@ -256,7 +258,10 @@ def _device_without_tiles(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a device whose matmul tiles are unknown: a CPU, unless the caller replaces `kind`."""
+    """Return a device whose matmul tiles are unknown.
+
+    The device is a CPU; for an accelerator, the caller replaces `kind`.
+    """
     return DeviceRates(
         name=name,
         kind="cpu",

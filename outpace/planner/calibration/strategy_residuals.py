@@ -38,13 +38,19 @@ _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors on the spreads to try
 
 @dataclass(frozen=True)
 class Deviations:
-    """Measured plans, each with the logarithm of its measured over predicted time."""
+    """Measured plans, each with its deviation from the prediction.
+
+    A deviation in `missed` is the logarithm of measured over predicted time.
+    """
 
     plans: tuple[Plan, ...]
     missed: Floats
 
     def predict(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
-        """Return each plan's expected deviation and its standard deviation."""
+        """Return each plan's expected deviation from its prediction, and the standard deviation.
+
+        A deviation is the logarithm of measured over predicted time.
+        """
         strategies, rest = self._fit_spread_factors
         by_strategy = _strategy_covariance(self.plans, plans)
         between = strategies**2 * by_strategy + rest**2 * _feature_covariance(self.plans, plans)
@@ -56,9 +62,9 @@ class Deviations:
 
     @cached_property
     def _fit_spread_factors(self) -> tuple[float, float]:
-        """Return the most likely factors on the prior spreads.
+        """Return the most likely factors by which to multiply the prior standard deviations.
 
-        The first is for the spread that plans of one strategy share, the second for all others.
+        The first is for the deviation that plans of one strategy share, the second for all others.
         """
 
         def minus_log_posterior(factors: tuple[float, float]) -> float:
@@ -75,9 +81,10 @@ class Deviations:
 
 
 def _strategy_covariance(plans: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the prior covariance, (plans, others), from strategy, number of ranks and precision.
+    """Return the prior covariance of plans' deviations by strategy, (plans, others).
 
-    It is constant for two plans that have all three in common, and 0 for others.
+    A deviation is the logarithm of measured over predicted time. The covariance is constant for two
+    plans with the same strategy, number of ranks and precision, and 0 for other plans.
     """
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (plans, others))  # fmt: skip
@@ -86,10 +93,11 @@ def _strategy_covariance(plans: Sequence[Plan], others: Sequence[Plan]) -> Float
 
 
 def _feature_covariance(plans: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the prior covariance, (plans, others), from all other features.
+    """Return the prior covariance of plans' deviations by other features, (plans, others).
 
-    It decreases with the ratio of the micro-batches, and each feature of _SHARED that two plans
-    have in common adds a constant.
+    A deviation is the logarithm of measured over predicted time. The covariance decreases with the
+    ratio of the micro-batches. Equal recomputation and equal computation of the loss each add a
+    constant.
     """
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (plans, others))
     distance = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS

@@ -162,9 +162,9 @@ def _control_bytes(plan: Plan) -> Counter[str]:
 def _combined_axes_flows(work: StepOnRank) -> Iterator[Flow]:
     """Yield a rank's flows on combined axes: within its stage, among replicas, and between stages.
 
-    All micro-batches of a pipeline share one reduction. Blocks are gathered for every forward pass,
-    and once for the backward passes of an accumulation step (measured: `outpace verify --strategy
-    3d`). The values are this rank's, not averages over stages.
+    The gradients of all micro-batches of a pipeline are reduced together. Blocks are gathered for
+    every forward pass, and once for the backward passes of an accumulation step (measured: `outpace
+    verify --strategy 3d`). The values are this rank's, not averages over stages.
     """
     plan, spec = work.plan, work.spec
     place = _rank_share(work)
@@ -238,7 +238,7 @@ def _repeated_bytes(work: StepOnRank, layers: int, micro_batches: int) -> int:
 class _RankShare:
     """The part of the model that a rank holds, on combined axes.
 
-    `units` has the rows and the width of each of its parameters, by FSDP unit.
+    `units` has, for each FSDP unit, the numbers of rows and columns of its parameters.
     """
 
     layers: int

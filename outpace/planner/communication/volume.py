@@ -39,8 +39,9 @@ NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
     """Return the bytes that a rank sends in a collective of `ranks` ranks.
 
-    `given` is the bytes on each rank before the collective (for a broadcast or a scatter, see the
-    module's docstring). `root`: the rank is the collective's root, if it has one.
+    `given` is the bytes on each rank before the collective. For a broadcast, it is the bytes of the
+    root's array; for a scatter, the bytes that each rank receives. `root`: the rank is the
+    collective's root, if it has one.
     """
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
@@ -98,7 +99,7 @@ class StepOnRank:
 
     @property
     def item(self) -> int:
-        """Return the bytes per element of parameters, gradients and sums."""
+        """Return the bytes per element of parameters, gradients and their sums over ranks."""
         return 4 if self._has_fp32_master_shards else self._traits.weight_bytes
 
     @property
@@ -176,7 +177,7 @@ def of_every_job(plan: Plan) -> Tally:
 
 
 def _count_ddp(work: StepOnRank, tally: Tally) -> None:
-    """Count the traffic of ddp: one all-reduce of Ψ elements per step, in buckets.
+    """Count the traffic of ddp: one all-reduce per step of all gradients, in buckets.
 
     Buckets depend on the order in which gradients are ready (Li et al., VLDB 2020, §3.2); the
     reverse order of parameters is assumed.
@@ -236,13 +237,17 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
 def _count_fully_sharded(work: StepOnRank, tally: Tally) -> None:
     """Count the traffic of zero2, zero3 and hsdp: parameter gathers and gradient reductions.
 
-    zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
-    hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
-    "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. FSDP reduces gradients
-    in every pass, unlike ddp, which reduces them once per step. In mixed precision, parameters are
-    gathered in 16 bits and gradients reduced in 32. Each parameter is split along its first
-    dimension, padded to a multiple of N. hsdp then all-reduces each shard's gradients among
-    replicas (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
+    Ψ is the number of parameters, and N the number of shards.
+
+    - zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp.
+    - zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et
+      al., "ZeRO", SC 2020, §7.2). Parameters outside of blocks are gathered once.
+    - hsdp: also an all-reduce of each shard's gradients among replicas (Zhao et al., "PyTorch
+      FSDP", VLDB 2023, §3.2.2).
+
+    FSDP reduces gradients in every pass, unlike ddp, which reduces them once per step. In mixed
+    precision, parameters are gathered in 16 bits and gradients reduced in 32. Each parameter is
+    split along its first dimension, padded to a multiple of N.
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _group_by_fsdp_unit(parameter_shapes(work.spec)).items():
@@ -356,11 +361,11 @@ def _count_tp(work: StepOnRank, tally: Tally) -> None:
     Sequence parallelism sends as many bytes as plain tensor parallelism. Plain tensor parallelism
     all-reduces the outputs of attention and MLP, and the gradients of their inputs (Shoeybi et al.,
     arXiv 1909.08053, §3). Sequence parallelism replaces each all-reduce by a reduce-scatter and an
-    all-gather (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's
-    input each add one more. BERT's head, whose transform every rank computes in full, has an
-    all-reduce instead of the reduce-scatter. The loss adds three numbers per token. Gradients of
-    unsplit weights that each rank computes from its part of the sequence or of the heads are
-    all-reduced once per step.
+    all-gather (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the
+    gradient of the head's input need one more all-reduce each, or its replacement. BERT's head,
+    whose transform every rank computes in full, has an all-reduce instead of the reduce-scatter.
+    The loss adds three numbers per token. Gradients of unsplit weights that each rank computes from
+    its part of the sequence or of the heads are all-reduced once per step.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     regions = (2 * spec.layers + 1) * work.passes  # attentions, MLPs and the head

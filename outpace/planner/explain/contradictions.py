@@ -69,10 +69,10 @@ def _require_only(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchRequ
 def _describe_contradiction(
     wanted: SearchRequest, items: Mapping[str, Any], other_program: bool
 ) -> str:
-    """Return a sentence on options that contradict each other, and values that would be allowed.
+    """Return a sentence on options that contradict each other, and on values that are allowed.
 
-    If the precision of another trainer is among them, the sentence says only that outpace cannot
-    predict the combination.
+    If these options include the precision of another trainer, the sentence says only that outpace
+    cannot predict the combination.
     """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"

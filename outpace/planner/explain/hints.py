@@ -38,8 +38,10 @@ def hint(
 ) -> str | None:
     """Return a sentence with options worth adding to --vary, or None if no option is.
 
-    To save time, only the best plan's tp, cp, pp and ep sizes are searched (for fp8, only tp 1 if
-    the best plan has more), so --vary may find faster plans.
+    The search for faster plans takes `needs`, the bytes that plans need, `floors`, lower bounds on
+    them, and `limit`, the memory of a device. To save time, only the best plan's tp, cp, pp and ep
+    sizes are searched (for fp8, only tp 1 if the best plan has more), so --vary may find faster
+    plans.
     """
     gains = []
     for name, beside in _requests_with_hinted_options(question.device, wanted, best):
@@ -58,7 +60,10 @@ def hint(
 
 
 def causal_notes(outline: Outline, wanted: SearchRequest, mfu: float | None) -> list[str]:
-    """Return a note with plan 1's MFU without masked attention, if it differs notably."""
+    """Return a note on the first plan's MFU if masked attention did not count as work.
+
+    Returns no note if the MFU hardly differs.
+    """
     if mfu is None or wanted.adapters is not None:
         return []
     step = outline, wanted.seq_len, wanted.global_batch

@@ -81,9 +81,9 @@ def _is_trained_unlike_fastest(job: PlanningProblem, result: SearchResult, place
 
 
 def _describe_advantage(job: PlanningProblem, result: SearchResult, place: int) -> str:
-    """Describe a plan's advantage over the fastest: it is simpler, or leaves more memory.
+    """Describe the advantage of a plan that is about as fast as the fastest.
 
-    The plan is about as fast as the fastest.
+    The plan is simpler, or leaves more memory.
     """
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
@@ -130,9 +130,10 @@ def _explain_fastest(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Compare the fastest plan with the next listed one, and name its other roles.
+    """Say how much faster the fastest plan is than another, after naming its roles.
 
-    If no other plan is listed, compare it with the next of the ranked plans.
+    The other plan is the next listed one or, if no other is listed, the next of the ranked plans.
+    Roles are the reasons why a plan is listed, such as "leanest".
     """
     begin = f"{join_and(roles)}: "
     times = result.times.step_s
@@ -154,7 +155,8 @@ def _explain_fastest(
 def _describe_largest_gap(result: SearchResult, slower: int, faster: int) -> str:
     """Describe the one or two parts of a step in which the slower plan loses most time.
 
-    The sum over all other parts is added if it is large; it may be negative, a gain.
+    If the other parts matter, the sentence adds their sum, which is negative if the slower plan
+    gains time there.
     """
     gaps = {
         name: float(getattr(result.times, name)[slower] - getattr(result.times, name)[faster])
@@ -198,7 +200,10 @@ def _explain_single_plan(wanted: SearchRequest) -> str:
 def rejected_families(
     job: PlanningProblem, result: SearchResult, listed: Sequence[int]
 ) -> list[RejectedFamily]:
-    """Return each unlisted family with its fastest plan, or with its smallest if none fits."""
+    """Return the families of strategies of which no plan is listed, each with the reason.
+
+    Each has its fastest plan, or its smallest plan if none fits.
+    """
     shown = {FAMILIES[place] for place in family(result.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
@@ -214,7 +219,10 @@ def rejected_families(
 def _explain_rejected_family(
     job: PlanningProblem, result: SearchResult, name: str
 ) -> RejectedFamily:
-    """Compare a family's best plan with the fastest, or say what memory its smallest plan lacks."""
+    """Return why no plan of a family of strategies is listed.
+
+    The reason compares its best plan with the fastest, or says what memory its smallest plan lacks.
+    """
     place = result.best[name]
     if place < 0:
         small = result.smallest[name]

@@ -11,7 +11,7 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak memory of the fullest rank and, if known, the predicted step time.
+    """The peak memory of a plan's fullest rank and, if known, its predicted step time.
 
     `tensor_bytes` is the part of the peak that tensors occupy. `by_kind` divides the peak by kind
     of memory, if known.

@@ -111,11 +111,11 @@ def propose(
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
-    """Return up to `count` of the fastest changes that fit, one of each kind first.
+    """Return up to `count` of the fastest changes with which a plan fits into `limit_bytes`.
 
-    If these are too few, further changes of the same kinds follow, then combinations of two kinds.
-    `predict` is called about log2(n) times for a kind with n changes, and for a few pairs. The
-    search stops when `enough` returns true.
+    The first changes are one of each kind. If these are too few, further changes of the same kinds
+    follow, then combinations of two kinds. `predict` is called about log2(n) times for a kind with
+    n changes, and for a few pairs. The search stops when `enough` returns true.
     """
     now = predict(plan)
     base = _TriedChange({}, now)
@@ -155,7 +155,10 @@ def propose(
 def _smallest_fitting_change(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Bisect for the smallest change that fits; also return the largest tried that does not."""
+    """Bisect for the smallest change of a kind with which the plan fits into `limit_bytes`.
+
+    Returns that change and the largest change tried that does not fit, None for either if absent.
+    """
     low, high = 0, len(kind)
     fits = most = None
     while low < high:
@@ -169,7 +172,7 @@ def _smallest_fitting_change(
 
 
 def most_saved(change: Change, now: Cost) -> float:
-    """Return an upper bound on the bytes at the peak that a change of these settings can save."""
+    """Return an upper bound on the bytes of peak memory that a change of settings can save."""
     if not now.by_kind:
         return now.peak_memory_bytes
     names = {name for name in change if name in _MAKES_SMALLER}

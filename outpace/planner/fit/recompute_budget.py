@@ -26,8 +26,8 @@ _TRIES = 3
 def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict) -> Plan:
     """Return `plan` with the fastest choice of recomputed blocks that fits into the budget.
 
-    All pipeline stages use prefixes of the same pattern. Raises BadInputError if the plan does not
-    fit even with full recomputation.
+    Pipeline stages with fewer blocks use the beginning of the largest stage's choice. Raises
+    BadInputError if the plan does not fit even with full recomputation.
     """
     stages = layers_per_stage(spec, plan.stages)
     plain = predict(plan)
@@ -62,7 +62,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 def _use_first_fitting_mode(
     plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int
 ) -> Plan:
-    """Return the plan with one mode for all blocks, the first that fits.
+    """Return the plan with the same recomputation mode for all blocks: the first that fits.
 
     Raises BadInputError if none fits.
     """
@@ -83,10 +83,11 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return the cheapest numbers of blocks per mode that save `need` bytes, or None if none do.
+    """Return the cheapest numbers of blocks per recomputation mode that save `need` bytes.
 
-    `saved` and `costs` are per block. The search is exact: it tries all numbers for two modes, each
-    with the smallest sufficient number for the third.
+    Returns None if no numbers do. `saved` and `costs` are the bytes and the seconds per block. The
+    search is exact: it tries all numbers of blocks for two modes, and adds the smallest number for
+    the third mode that is sufficient.
     """
     *outer, inner = MODES[1:]
     best: tuple[float, Counts] | None = None

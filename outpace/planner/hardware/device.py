@@ -28,33 +28,53 @@ _ALIGNMENT = 16  # bytes
 class DeviceRates:
     """Achievable rates of one rank's device; only `peak_flops_per_s` is a peak.
 
-    Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is the
-    minimum host time of an operator. `curve`, if measured, gives the fraction of the best rate by a
-    matmul's FLOPs; otherwise, tiles and waves determine it. Matmuls whose rows are not a multiple
-    of 16 bytes reach the fraction `unaligned` of the rate; `unaligned_batches`, if given, are the
-    fractions for batched 16-bit matmuls, forward and backward. `memory_bytes` is the part of the
-    manufacturer's `nominal_bytes` that a process can use. `attention_forward` and
-    `attention_backward` are fractions of the 16-bit matmul rate; heads of width 64 reach
-    `attention_narrow` of these. An optimizer reaches `optimizer_share` of the memory bandwidth.
-    `hides` is the fraction of a collective that can overlap with computation; 0 if the same cores
-    do both. During a collective, matmuls take `beside_collectives` times as long; 1 means that they
-    slow down like all other work. `spread` is the relative standard deviation of the clocks of such
-    devices. `sharers` ranks share a core; while some of them wait, the others run proportionally
-    faster. `unit_s` is the host time to gather or reduce a sharding unit. `piecewise`: rotary
-    embeddings, and RMS norms of tensors split over tp, run as several operators; other RMS norms
-    are a single operator of outpace (nn.norms). `attention_rates` are the FLOP/s in fp32 and bf16
-    that attention's fractions refer to, if not the matmul rates. `attention_kernels` has the
-    fractions of each kernel by name. Causal attention reaches half of its rate at `attention_half`
-    keys.
+    Matmuls:
 
-    A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
-    matmuls reach at most `limit` of the best rate; within a step, which is a sustained load, they
-    reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype: ratios
-    of measured to predicted times of matmuls on this device. Triton's grouped matmuls of experts
-    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: fp8 matmuls accept
-    operands that are not transposed. `uneven_experts`: the slowdown of grouped matmuls if some
-    experts get most of the tokens, on one rank and on the slowest of many. `fused_attention`:
-    attention does not store its scores. `compiles`: outpace can compile models for the device.
+    - Each of the `multiprocessors` computes one tile of a matmul at a time. A tile takes as long as
+      if its inner dimension were `fill` longer.
+    - `curve`, if measured, gives the fraction of the best rate by a matmul's FLOPs; otherwise,
+      tiles and waves determine it.
+    - Even short matmuls reach at most `limit` of the best rate; within a step, which is a sustained
+      load, they reach at most `sustained` of it, or `sustained_fp8` in fp8.
+    - Matmuls whose rows are not a multiple of 16 bytes reach the fraction `unaligned` of the rate.
+      `unaligned_batches`, if given, are the fractions for batched 16-bit matmuls, forward and
+      backward.
+    - `measured_ratios`, by dtype: ratios of measured to predicted times of matmuls on this device.
+    - `any_fp8_layout`: fp8 matmuls accept operands that are not transposed.
+
+    Experts:
+
+    - Triton's grouped matmuls of experts take `triton_experts` times as long as matmuls by tiles.
+    - `uneven_experts`: the slowdown of grouped matmuls if some experts get most of the tokens, on
+      one rank and on the slowest of many.
+
+    Attention:
+
+    - `attention_forward` and `attention_backward` are fractions of the 16-bit matmul rate.
+      `attention_rates`, if given, replace that rate; they are the FLOP/s in fp32 and bf16.
+    - Heads of width 64 reach `attention_narrow` of these rates. Causal attention reaches half of
+      its rate at `attention_half` keys.
+    - `attention_kernels` has the fractions of each kernel by name.
+    - `fused_attention`: attention does not store its scores.
+
+    Memory, host and other operators:
+
+    - `memory_bytes` is the part of the manufacturer's `nominal_bytes` that a process can use.
+    - `operator_s` is the minimum host time of an operator, and `unit_s` the host time to gather or
+      reduce a sharding unit.
+    - An optimizer reaches `optimizer_share` of the memory bandwidth.
+    - `piecewise`: rotary embeddings, and RMS norms of tensors split over tp, run as several
+      operators; other RMS norms are a single operator of outpace (nn.norms).
+    - `compiles`: outpace can compile models for the device.
+
+    Collectives and other ranks:
+
+    - `hides` is the fraction of a collective that can overlap with computation; 0 if the same cores
+      do both.
+    - During a collective, matmuls take `beside_collectives` times as long; 1 means that they slow
+      down like all other work.
+    - `sharers` ranks share a core; while some of them wait, the others run proportionally faster.
+    - `spread` is the relative standard deviation of the clocks of such devices.
     """
 
     name: str

@@ -38,13 +38,16 @@ class Protocol(NamedTuple):
 class Fabric:
     """Nodes of `per_node` devices, and the rates in bytes/s that a ring reaches in one direction.
 
-    `inside_bytes_per_s` is the rate between a device and all others of its node, `pair_bytes_per_s`
-    the rate between two devices of a node, and `across_bytes_per_s` the rate of all network cards
-    of a node together. `gather_share`, `scatter_share` and, for small groups, `group_shares` by
-    size are the fractions of these rates that collectives reach within a node. All-to-all has
-    separate fractions inside nodes (`all_to_all_share`) and across nodes. `dispatch` models a
-    dispatcher that sends each token once per rank. `scatter_rounds` is 2 if the library reduces
-    whole arrays on every rank and then keeps a part, as gloo does.
+    - `inside_bytes_per_s`: the rate between a device and all others of its node.
+    - `pair_bytes_per_s`: the rate between two devices of a node.
+    - `across_bytes_per_s`: the rate of all network cards of a node together.
+    - `gather_share`, `scatter_share`: the fractions of these rates that collectives reach within a
+      node. `group_shares` has the fractions for small groups, by size of the group.
+    - `all_to_all_share`, `all_to_all_network_share`: the fractions for all-to-all within a node and
+      across nodes.
+    - `dispatch`: a model of a dispatcher that sends each token once per rank.
+    - `scatter_rounds`: 2 if the library reduces whole arrays on every rank and then keeps a part,
+      as gloo does.
     """
 
     per_node: int
@@ -74,9 +77,10 @@ class Fabric:
         return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return a group's ranks per node, its nodes, and the groups that share a node's cards.
+        """Return a group's ranks per node, its number of nodes, and the groups per node.
 
-        Groups have `size` ranks at distance `stride`. All groups communicate at the same time.
+        Groups have `size` ranks at distance `stride`. All groups communicate at the same time, so
+        the groups on a node share its network cards.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)

@@ -30,7 +30,7 @@ _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 
 
 def start_timeline(step: AdapterMemory) -> MemoryTimeline:
-    """Return a rank's timeline up to the first forward."""
+    """Return a rank's memory timeline before the first forward: its permanent tensors."""
     timeline = MemoryTimeline(len(step.columns), step.records_kinds)
     _add_permanent_tensors(timeline, step)
     return timeline
@@ -71,7 +71,7 @@ def _block_state_bytes(step: AdapterMemory) -> Floats:
 
 
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
-    """Return the timeline of a step on a rank, which is the same for all ranks."""
+    """Return the memory timeline of a step on a rank, which is the same for all ranks."""
     timeline = start_timeline(step)
     _add_root_gather(timeline, step)
     _add_forward(timeline, step)
@@ -104,9 +104,10 @@ def _add_root_gather(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the tensors that blocks save.
+    """Add the tensors that blocks save for the backward.
 
-    Each block is gathered while the buffer of the previous gather still exists.
+    With sharded parameters, each block is gathered while the buffer of the previous gather still
+    exists.
     """
     c, layers = step.columns, step.outline.layers
     plain = share_of(c, "none")
@@ -133,7 +134,10 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_blocks_backward(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
-    """Add the backward: the last two blocks, then all middle blocks at once, then the first two."""
+    """Add the memory changes of the backward through all blocks.
+
+    The last two and the first two blocks are added one by one, and those between them at once.
+    """
     layers = step.outline.layers
     every = recompute_interval(step.columns, layers)
     shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
@@ -157,7 +161,10 @@ def _add_blocks_backward(timeline: MemoryTimeline, step: AdapterMemory, unit: Fl
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return which plans recompute block `place`, if they recompute every `every`-th block."""
+    """Return which plans recompute block `place`.
+
+    `every`: a plan recomputes each block whose index is a multiple of this number; 0 for no block.
+    """
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
@@ -188,7 +195,9 @@ def _add_middle_blocks(
 ) -> None:
     """Add the memory changes of the `count` middle blocks.
 
-    `saved` and `casts` are the saved bytes and the weight casts of all other blocks.
+    All blocks together save certain bytes of activations and of weights in the matmul dtype. The
+    first and last blocks account for `saved` and `casts` of these, and the middle blocks for the
+    rest.
     """
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
@@ -269,9 +278,10 @@ def _add_block_backward(
 
 
 def _add_mlp_backward(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
-    """Add the MLP's backward.
+    """Add the memory changes of the MLP's backward.
 
-    `cast` is the bytes of a cast of its output's gradient; 0 for plans without the cast.
+    `cast`: the bytes of the gradient of the MLP's output, cast to the matmul dtype; 0 for plans
+    that do not cast it.
     """
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
@@ -297,7 +307,11 @@ def _add_mlp_backward(timeline: MemoryTimeline, step: AdapterMemory, cast: Float
 def _add_attention_backward(
     timeline: MemoryTimeline, step: AdapterMemory, cast: Floats, *, first: bool
 ) -> None:
-    """Add attention's backward; in the first block, its input needs no gradient."""
+    """Add the memory changes of attention's backward.
+
+    `cast`: the bytes of the gradient of attention's output, cast to the matmul dtype; 0 for plans
+    that do not cast it. In the `first` block, attention's input needs no gradient.
+    """
     b, s = step.block, step.sizes
     out = step.matrix("out")
     begins = first and not step.has(*QKV)  # the attention output has no gradient
@@ -336,11 +350,12 @@ def _add_linear_backward(
     joins: bool = False,
     has_gradient: bool = True,
 ) -> None:
-    """Add a linear layer's backward: the adapter's B, the frozen matrix, then the adapter's A.
+    """Add the memory changes of a linear layer's backward.
 
-    It frees `made` bytes of the output's gradient and `read` bytes of the input that adapters
-    saved. With `has_gradient`, the input's gradient stays; with `joins`, it is added to an existing
-    one.
+    The backward computes gradients for the adapter's factor B, the frozen matrix and then the
+    adapter's factor A. It frees `made` bytes of the output's gradient and `read` bytes of the input
+    that adapters saved. `has_gradient`: the gradient of the input is computed and stays. `joins`:
+    this gradient is added to an existing one.
     """
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank

@@ -32,10 +32,11 @@ QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """A step that trains adapters: the model, the device, and plans with the same adapters.
+    """Inputs of the memory formula for a step that trains adapters.
 
-    `matrices` are the matrices of a block, `block` is a layer of the stack. `records_kinds`: also
-    record memory by kind, for the peak's breakdown.
+    All plans in `columns` have the same adapters. `matrices` are the matrices of a block, and
+    `block` has its memory. `records_kinds`: also record memory by kind, for the breakdown of the
+    peak.
     """
 
     outline: Outline
@@ -138,7 +139,7 @@ class AdapterMemory:
 
     @cached_property
     def low(self) -> Floats:
-        """Return the bytes of an adapter's low-rank output, T·r elements."""
+        """Return the bytes of an adapter's low-rank output, tokens × rank elements."""
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
     def input_bytes(self, matrix: Matrix) -> Floats:
@@ -151,7 +152,10 @@ class AdapterMemory:
 
     @cached_property
     def mask(self) -> Floats:
-        """Return the bytes per element of a dropout mask, which has the operand dtype on a CPU."""
+        """Return the bytes per element of a dropout mask.
+
+        On a CPU, the mask has the dtype of the operands; elsewhere, it takes a byte.
+        """
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
     def dropout_bytes(self, matrix: Matrix) -> Floats:
@@ -161,7 +165,10 @@ class AdapterMemory:
         return self.sizes.tokens * matrix.inputs * (self.sizes.operand + self.mask)
 
     def shared_bytes(self, *names: str) -> Floats:
-        """Return the bytes of the input that adapters of these matrices share; 0 with dropout."""
+        """Return the bytes of the input that adapters of these matrices share.
+
+        Returns 0 with dropout, because each adapter then saves the output of its own dropout.
+        """
         readers = [m for m in self.matrices if m.adapted and m.name in names]
         if not readers or self.settings.dropout:
             return np.zeros(len(self.columns))
@@ -177,7 +184,10 @@ class AdapterMemory:
 
     @cached_property
     def normed_heads(self) -> Floats:
-        """Return the bytes that norms of queries and keys save; their scales are frozen."""
+        """Return the bytes that the norms of queries and keys save for the backward.
+
+        The norms' weights are frozen.
+        """
         one, s = self.outline.stacks[0].attention, self.sizes
         assert one is not None
         if not one.qk_norm:
