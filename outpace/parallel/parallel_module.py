@@ -192,7 +192,9 @@ class ParallelModule:
         if wrong is not None:  # in a pipeline, perhaps on this rank alone
             raise refuse_between_steps(wrong) if self.plan.pp > 1 else BadInputError(wrong)
         optimizer = place_optimizer(self.layout, self.plan, self._scratch, listed, build)
-        optimizer.register_step_pre_hook(_read_weights)
+        offloaded = getattr(optimizer, "optim", optimizer)  # within ZeroRedundancyOptimizer
+        if isinstance(offloaded, OffloadedOptimizer):  # the loop may change weights
+            optimizer.register_step_pre_hook(lambda *_: offloaded.read_weights())
         optimizer.register_step_pre_hook(self._measure_stage_scaling)
         if self._agreement is not None:
             optimizer.register_step_pre_hook(leave_to_python(self._agreement.before_step))
@@ -410,13 +412,6 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
         group = dist.new_group()
         assert group is not None
         synchronise(custom.module, group)
-
-
-def _read_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Make an offloaded optimizer read the weights, since the user's loop may have changed them."""
-    stepped = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
-    if isinstance(stepped, OffloadedOptimizer):
-        stepped.read_weights()
 
 
 def refused_strategy(strategy: str) -> str | None:
