@@ -120,6 +120,8 @@ class PipelineLayout(SpreadLayout):
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         self._parts = parts
         self._meta_model = whole
+        # Sharded parameters are in the dtype of matmuls while they are gathered.
+        self._hidden_dtype = next(model.parameters()).dtype
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         self.modules = {stage: take_part(model, parts[stage]) for stage in mine}
         self._tied_rank = self._find_tied_rank(tied=model.head is None)
@@ -186,10 +188,6 @@ class PipelineLayout(SpreadLayout):
             output_args=hidden,
             group=self._group,
         )
-
-    @property
-    def _hidden_dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
 
     def _add_and_scale_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         given = self._pass
