@@ -43,7 +43,7 @@ class ExitDeadline:
         self.leave()
 
     def leave(self) -> None:
-        """Cancel the deadline, because the process continues or exits normally."""
+        """Cancel the deadline. Call this if the process continues or exits normally."""
         self._left.set()
 
     def start(self, message: str, exit_code: int, grace_s: float) -> None:

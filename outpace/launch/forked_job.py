@@ -36,7 +36,7 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank. `said` is its error message, `at` its last phase.
+    """End of a rank: `said` is its error message, `at` the last phase that it reported.
 
     `refused`: the error was an OutpaceError, whose message is for the user. `exit_code` is negative
     for a signal, and None if the rank exceeded the time limit.
@@ -101,9 +101,10 @@ def run_forked(
 
 
 def _poll_rank(fork: Fork) -> int | None:
-    """Poll as `Fork.poll` does; if the rank has ended, kill all processes that it started.
+    """Return the exit code of a rank, or None while it runs.
 
-    They are killed before the rank is reaped, because the ID of its group may be reused afterwards.
+    If the rank has ended, all processes that it started are killed. This is done before the rank is
+    reaped, because the ID of its process group may be reused afterwards.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

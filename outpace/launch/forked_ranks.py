@@ -107,7 +107,11 @@ class Fork:
 def _run_fork(
     begin: Begin, environ: Mapping[str, str], held: set[int | signal.Signals]
 ) -> NoReturn:
-    """Run `begin` in the fork, without the launcher's session, signal handlers and sockets."""
+    """Run `begin` in the fork, and end the process.
+
+    The fork first leaves the launcher's session, and drops its signal handlers, sockets and exit
+    functions. `held`: the signals that were blocked before the fork, and are again.
+    """
     try:
         os.setsid()
         _restore_default_handlers()

@@ -56,7 +56,10 @@ RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """Return this process's rank from any launcher's variables, unchecked; "0" without one."""
+    """Return this process's rank as text, from any launcher's variables; "0" without one.
+
+    The text is not checked.
+    """
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):
         names.append("SLURM_PROCID")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def import_quickly() -> Iterator[None]:
-    """Pause garbage collection in the context, which imports torch in six sevenths of the time.
+    """Pause garbage collection in the context, to import torch in a seventh less time.
 
     Imported objects stay alive, so collections during the import would find nothing. If torch was
     not loaded before, later collections skip all objects that exist at the end.

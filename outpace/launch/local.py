@@ -53,10 +53,10 @@ SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed, with `exit_code`.
+    """Failure of a rank that exited with `exit_code`.
 
     `lost`: neither a request nor a setting caused the failure, so a restart may succeed.
-    `answered`: see OutpaceError.
+    `answered`: the rank has already printed the command's answer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WorkerError(OutpaceError):
 class RankReport:
     """A rank's last report: its message for the user and its intended exit code.
 
-    `answered`: see OutpaceError.
+    `answered`: the rank has already printed the command's answer.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class RankReport:
 class RanksEnd:
     """End of all ranks: exit codes and reports of failed ones, and the signals received.
 
-    `hosts`: the host of each of these ranks, if there are several hosts.
+    `hosts`: host by rank, if there are several hosts; otherwise empty.
     """
 
     failures: Mapping[int, int]
@@ -179,7 +179,10 @@ def run_ranks(
 
 @contextmanager
 def _limit_shutdown_time() -> Iterator[None]:
-    """Let elastic wait `_SHUTDOWN_S` for other ranks after a failure; torch 2.13 waits 30 s."""
+    """Limit the time for which torch's launcher waits for other ranks after one has failed.
+
+    The limit is `_SHUTDOWN_S` seconds; torch 2.13 waits 30 s by default.
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -271,9 +274,10 @@ def _parse_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Call `pass_on` with each signal that ends a run, and with the list of signals received.
+    """Call `pass_on` with each signal that ends a run, and with all that were received so far.
 
-    Yield that list.
+    Yields the list of received signals. A signal that follows the last one within SAME_SIGNAL_S
+    seconds is ignored. At the end, the previous signal handlers are restored.
     """
     received: list[int] = []
     times: list[float] = []

@@ -47,7 +47,7 @@ class HostCheck:
 
     @property
     def ready(self) -> bool:
-        """Whether ranks can run on this host."""
+        """Return whether ranks can run on this host."""
         return self.facts is not None and not self.obstacles
 
     @property
@@ -82,10 +82,10 @@ def check_hosts(
 
 @contextmanager
 def _marker_file(out: Path) -> Iterator[Path]:
-    """Create a marker file, which every host that shares the folder of `out` sees; yield its path.
+    """Create a marker file, by which hosts show that they share the folder of `out`.
 
-    It is in the nearest existing parent folder, and is removed afterwards. A run that starts in the
-    folder in the meantime ignores it.
+    Yields the file's path, which is in `out`, or in its nearest existing parent folder. The file is
+    removed afterwards, and runs ignore it. Raises BadInputError if it cannot be written.
     """
     places = (out.absolute(), *out.absolute().parents)
     try:  # even looking for the folder fails if the disk is gone
@@ -106,7 +106,7 @@ def _find_obstacles(
     query_times_s: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield what prevents training on a host.
+    """Yield the reasons why ranks cannot train on a host, as messages for the user.
 
     `first` is the host whose versions are required, `query_times_s` is when the query began and
     ended, and `tokens` maps marker files to their folders.
@@ -154,7 +154,10 @@ def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple
 
 
 def remote(host: Host, folder: Path, what: str) -> list[str]:
-    """Return the command that starts the agent on a host, over ssh unless it is this host."""
+    """Return the command that starts outpace's agent on a host, by ssh unless it is this host.
+
+    `folder`: the working directory there. `what`: what the agent does, "check" or "run".
+    """
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words

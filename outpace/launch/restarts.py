@@ -11,9 +11,9 @@ from outpace.records.units import show_number
 
 @dataclass
 class Restarts:
-    """Counter of restarts, with the limit `most`.
+    """Counter of a run's restarts, of which at most `most` are allowed.
 
-    Failures that a restart would repeat cause none: an invalid setting, a NaN loss, an
+    There is no restart after a failure that would recur: an invalid setting, a NaN loss, an
     out-of-memory error, a requested stop. `say` informs the user; `out` is the run's directory.
     """
 
@@ -23,7 +23,11 @@ class Restarts:
     done: int = 0
 
     def count(self, error: WorkerError) -> None:
-        """Count a restart after `error`, or raise it if the limit is reached or it would recur."""
+        """Count the restart after `error`, and tell the user.
+
+        Raises `error` if it would recur or no restarts are allowed, and WorkerError if all allowed
+        restarts are used up.
+        """
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:

@@ -55,9 +55,10 @@ def _newest_checkpoint_lines(job: ClusterJob) -> Iterator[str]:
 
 
 def _requeue_lines(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that requeue the job near its time limit, unless it has saved nothing twice.
+    """Yield the lines of the script that requeue the job after its time limit has stopped it.
 
-    The first time, the job may have spent its time tokenising data, which are then cached.
+    A job that saves nothing twice in a row is not requeued. The first time, it may have spent its
+    time tokenising data, which are then cached.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'

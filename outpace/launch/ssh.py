@@ -49,8 +49,8 @@ class Training:
     """A training run to start on several hosts.
 
     `command` starts a rank, and `again` a rank that resumes. `paths` must exist on all hosts, which
-    share the run's folder `out`. `rounds` are the IDs of the rounds so far, including the current
-    one.
+    share the run's folder `out`. `rounds`: IDs of the rounds so far, including the current one.
+    Each round starts on the hosts that are ready, and resumes the run.
     """
 
     command: list[str]
@@ -203,7 +203,10 @@ class _EndRequest:
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, signum: signal.Signals, again: bool = False) -> bool:
-        """Ask the ranks to end, and return True; unless `again`, ask only once."""
+        """Ask the ranks on all hosts to end. Only the first call has an effect, unless `again`.
+
+        Returns whether the ranks were asked now.
+        """
         if self.over.is_set() and not again:
             return False
         self.over.set()
@@ -234,7 +237,7 @@ def _watch_for_return(
 ) -> Iterator[list[str]]:
     """Ask the ranks to save and end when a host in `away` is ready again.
 
-    Yield a list that gets its name.
+    Yields a list, to which the name of that host is then added.
     """
     back: list[str] = []
     said: set[str] = set()
@@ -332,9 +335,10 @@ class _HostAgent:
 
 
 def _wait_for_agents(agents: Sequence[_HostAgent]) -> None:
-    """Wait until all agents have ended; `_LEFT_S` after one has failed, end the others.
+    """Wait until the agents of all hosts have ended, and send them heartbeats meanwhile.
 
-    They cannot save any more, since a step needs all ranks. Send heartbeats in the meantime.
+    If one fails, the agents that are left after `_LEFT_S` seconds are ended. Their ranks cannot
+    save any more, since a step needs all ranks.
     """
     failed_s, said_s = None, time.monotonic()
     while any(agent.process.poll() is None for agent in agents):
@@ -354,7 +358,10 @@ def _wait_for_agents(agents: Sequence[_HostAgent]) -> None:
 
 
 def _end_ranks(agents: Sequence[_HostAgent]) -> None:
-    """End all ranks immediately, by two signals, so that they do not finish their step."""
+    """End all ranks immediately, even in the middle of a step.
+
+    This takes two signals, since a rank finishes its step after the first.
+    """
     for agent in agents:
         agent.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)

@@ -36,7 +36,10 @@ _GRACE_S = 60.0  # time for ranks to save if nobody waits for them
 
 
 def main(argv: list[str]) -> int:
-    """Run the command in `argv` with the request on standard input; return the exit code."""
+    """Run the agent's command, `argv`, and return the exit code.
+
+    The first line of standard input is the command's request, in JSON.
+    """
     line = sys.stdin.readline()
     if argv == ["check"]:
         print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())

@@ -59,7 +59,7 @@ def _score_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
 
 
 class _BlockViews:
-    """Views of a block's rows as batches of matrices, and the attention between them."""
+    """Attention within blocks: copies a block's rows into batches of matrices, and back."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]

@@ -25,7 +25,7 @@ Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear that the model's `reset_parameters(seed)` initialises."""
+    """nn.Linear without values of its own: the model's `reset_parameters(seed)` draws them."""
 
     def reset_parameters(self) -> None:
         """Leave the memory uninitialised, because the model draws the values."""
@@ -131,7 +131,10 @@ def fused_attention(
 def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Compute `fused_attention`, by outpace's blocked kernel where that is faster."""
+    """Compute attention as `fused_attention` does, by outpace's own kernel where it is faster.
+
+    That is for bf16 on a CPU, with several queries and without dropout or block masks.
+    """
     on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
     if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
@@ -155,7 +158,8 @@ class Attention(nn.Module):
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
     `mix` computes the attention-weighted sums of values; a strategy may replace it. `joins`:
-    whether one matmul computes queries, keys and values (None: on accelerators only).
+    whether a single matmul computes queries, keys and values together, instead of three (None: on
+    accelerators only).
     """
 
     mix: Mixing

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outpace.nn.transformer import hold_masks
+from outpace.nn.transformer import use_dense_masks
 from outpace.records.errors import error_summary
 
 # Maximum number of input variants for which a function is compiled, instead of torch's default of
@@ -44,7 +44,7 @@ class Compilation:
         module.forward = CompiledForward(module.forward, self)
 
     def say_failure(self) -> None:
-        """Report why all forwards now run eagerly."""
+        """Tell `on_failure` why all forwards now run eagerly."""
         self._on_failure(
             f"torch.compile fails on this model ({self.failure}), so it trains uncompiled. "
             "Avoid the attempt with --no-compile."
@@ -81,7 +81,7 @@ class CompiledForward:
             self._compilation.failure = _summarize_compiler_error(error)
             owner = getattr(self._forward, "__self__", None)
             if isinstance(owner, nn.Module):
-                hold_masks(owner)  # mask blocks need a compiled kernel
+                use_dense_masks(owner)  # mask blocks need a compiled kernel
             output = self._forward(*args, **kwargs)  # raises the model's own error, if it is one
             self._compilation.say_failure()
             return output
@@ -94,7 +94,7 @@ class CompiledForward:
         return self._forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the forward of the module's copy."""
+        """Return the uncompiled forward, bound to the copy of the module."""
         return copy.deepcopy(self._forward, memo)
 
 

@@ -16,7 +16,10 @@ from torch import nn
 
 
 def leave_alone(method: Callable[..., Any]) -> None:
-    """Make a method that `_disable_dynamo` wraps callable without loading the compiler."""
+    """Let a method of torch that is excluded from compilation run without loading the compiler.
+
+    The compiler is otherwise loaded by `_disable_dynamo`, with which torch wraps the method.
+    """
     plain = unwrap(method)
     if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)
@@ -41,16 +44,19 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def run_eagerly(compiled: bool) -> AbstractContextManager[object]:
-    """Return a context in which code runs eagerly, if any of it is `compiled`.
+    """Return a context in which compiled functions run eagerly; it has no effect unless `compiled`.
 
-    Without it, code that is first called under a dispatch mode would never be compiled later.
+    A function whose first call is under a dispatch mode would otherwise never be compiled.
     """
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
 def skip_compile_query() -> Iterator[None]:
-    """Give `DistributedDataParallel` the compiler's default mode, without loading the compiler."""
+    """Keep `DistributedDataParallel` from loading the compiler, which it asks for its mode.
+
+    It gets the compiler's default mode instead, unless the compiler is already loaded.
+    """
     if "torch._dynamo" in sys.modules:
         yield
         return

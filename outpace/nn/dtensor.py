@@ -19,7 +19,7 @@ _ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than a separat
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
-    """Return whether a tensor is a DTensor, without loading torch's module for it.
+    """Return whether a tensor is a DTensor, without loading torch's module of DTensors.
 
     Loading that module takes half a second. Plain tensors, which a step checks often, are
     recognised first.
@@ -146,7 +146,10 @@ def _gather_in_one_message(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, placed like `like`, without communication."""
+    """Return this rank's shard of a whole tensor, sharded as `like` is, without communication.
+
+    If `like` is not sharded, returns the whole tensor.
+    """
     if not is_spread(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

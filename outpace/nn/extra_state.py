@@ -82,7 +82,7 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Load a value from the bytes of `pack`. Raises BadInputError if it is not plain."""
+    """Load a value from bytes that `pack` produced. Raises BadInputError if it is not plain."""
     place = partial(_load_storage_to, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)

@@ -51,9 +51,10 @@ def generate(
 
 
 def read_length(tokens: int, positions: int) -> int:
-    """Return how many of a text's last tokens to read: all if they fit, else half the positions.
+    """Return how many of a text's last tokens to read.
 
-    Half of the positions then remain for new tokens.
+    All are read if the model has enough `positions`. Otherwise as many as half of the positions, so
+    that the other half remains for new tokens.
     """
     return tokens if tokens <= positions else max(1, positions // 2)
 
@@ -61,7 +62,10 @@ def read_length(tokens: int, positions: int) -> int:
 def _start_context(
     model: Transformer, written: list[int], new_tokens: int
 ) -> tuple[list[int], KVCache]:
-    """Return the tokens to read, and an empty cache with room for them and `new_tokens`."""
+    """Return the last tokens of the text, from which generation starts, and an empty cache.
+
+    The cache has room for these tokens and `new_tokens`, up to the model's positions.
+    """
     positions = model.spec.max_positions
     kept = written[-read_length(len(written), positions) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + new_tokens))

@@ -107,9 +107,10 @@ def whole_loss_sum(
     passes: LogitsFunctions,
     combine: Combine | None = None,
 ) -> Tensor:
-    """Return the loss from all logits at once. Columns and counts are as in `LogitsFunctions`.
+    """Return the sum of losses, computed from all logits at once.
 
-    `combine` combines the scores of all ranks, if the vocabulary is sharded.
+    `columns_N` and `counts_N` are as in `LogitsFunctions`. `combine` combines the scores of all
+    ranks, if the vocabulary is sharded.
     """
     with torch.autocast(hidden_ND.device.type, enabled=False):
         loss: Tensor = _WholeLoss.apply(  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ def whole_loss_sum(
 
 @dataclass
 class _KeptTensors:
-    """Tensors that the forward keeps for the backward, each until its last use.
+    """Tensors that the loss keeps from forward to backward, each until its last use.
 
     `due`: operands (0 hidden states, 1 head, 2 bias) whose gradients have not yet been computed.
     `is_gradient`: the logits have been overwritten by their gradient.
@@ -180,9 +181,9 @@ class _WholeLoss(torch.autograd.Function):
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """Return the operands (0 to 2) whose gradients the backward that is running computes.
+    """Return the operands (0 to 2) whose gradients the current backward computes.
 
-    `ctx.needs_input_grad` does not tell, since it keeps its value from the forward.
+    `ctx.needs_input_grad` does not list them, since it keeps its value from the forward.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)

@@ -30,10 +30,11 @@ from outpace.nn.rotary import Tables
 
 
 class Recipe:
-    """Recipe to recompute a tensor, whose result several readers share.
+    """Recomputation of a tensor that the backwards of several operators read.
 
-    `compute` must use detached inputs, which do not keep the graph alive, and runs without
-    autocast, like the backward.
+    The first of these readers computes the tensor, and the last one frees it. `compute` must use
+    detached inputs, which do not keep the graph alive, and runs without autocast, like the
+    backward.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -42,7 +43,7 @@ class Recipe:
         self._value: Tensor | None = None
 
     def add_reader(self) -> Callable[[], Tensor]:
-        """Register one more reader; return the function with which it gets the tensor."""
+        """Register one more reader, and return the function that gives it the tensor."""
         self._readers_left += 1
         return self._read_once
 
@@ -58,8 +59,8 @@ def _apply_linear(
 ) -> Tensor:
     """Apply linear layers to `rows` (N, in) by one matmul; return the outputs joined.
 
-    Autograd keeps recipes instead of the matmul's operands: `recipe` recomputes `rows` (None: they
-    are kept), and the weights are cast and joined again.
+    In the backward, `recipe` recomputes `rows` (None: autograd keeps them), and the weights are
+    cast and joined again, instead of keeping copies of them.
     """
     output = joined_matmul(rows, layers)
     dtype = output.dtype

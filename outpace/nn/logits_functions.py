@@ -199,7 +199,10 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Wrap `compiled` so that the targets' logits are read first, by a separate kernel."""
+    """Wrap `compiled` so that a separate kernel reads the targets' logits before it runs.
+
+    Before torch 2.13, compiled code overwrites these logits with the gradient too early.
+    """
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int

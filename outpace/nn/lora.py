@@ -33,7 +33,7 @@ PLACES: Mapping[LoraTarget, str] = {
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer, made from `base`, with an adapter unless `rank` is 0."""
+    """A frozen linear layer with the weights of `base`, and a LoRA adapter unless `rank` is 0."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -93,8 +93,8 @@ def add_adapters(
     """Freeze a model and add the plan's adapters in place; do nothing if the plan has none.
 
     With base nf4, the blocks' matrices are quantized one by one on `device` and stay there, so the
-    unquantized model need not fit. Adapters on the meta device get no values; `first_value` has
-    them. Raises BadInputError for a target that the model does not have.
+    unquantized model need not fit. Adapters on the meta device get no values here; `first_value`
+    returns their initial values. Raises BadInputError for a target that the model does not have.
     """
     if plan.lora_rank is None:
         return model
@@ -150,7 +150,10 @@ def first_value(
 
 
 def _draw_a(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Draw A (r, in) from U(−1/√in, 1/√in), as in the paper's code, by a stream per name."""
+    """Draw matrix A (r, in) of an adapter from U(−1/√in, 1/√in), as in the code of LoRA's paper.
+
+    Each adapter has a random stream of its own, by `name`.
+    """
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
     return drawn.uniform_(-bound, bound, generator=stream(seed, name))

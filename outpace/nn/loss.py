@@ -101,10 +101,10 @@ class LanguageModelObjective(nn.Module):
         return (self.runs_on or tensor.device.type) not in _CPUS
 
     def functions_for(self, device_type: str) -> LogitsFunctions:
-        """Return the functions on logits: compiled on an accelerator, if `compiles`, else eager.
+        """Return the functions that read and write logits, compiled or eager.
 
-        Without gradients, as in evaluation, they are eager. On a CPU, which does not use them, the
-        compiler is not loaded.
+        They are compiled on an accelerator if `compiles` is set, except without gradients, as in
+        evaluation. On a CPU, whose loss does not use them, the compiler is not loaded.
         """
         eager = not self.compiles or not torch.is_grad_enabled()
         if eager or (self.runs_on or device_type) in _CPUS:
@@ -161,7 +161,7 @@ def _fp32_chunked_sum(
 
 
 def _most_whole_rows(vocab: int) -> int:
-    """Return the number of tokens up to which "auto" holds all bf16 logits on a CPU."""
+    """Return the largest number of tokens whose bf16 logits "auto" computes at once on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
@@ -173,7 +173,11 @@ def prefers_chunks(rows: int, vocab: int) -> bool:
 def _plain_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
 ) -> Tensor:
-    """Compute the loss from all logits: matmuls in `low`, softmax and sum in fp32 (autocast)."""
+    """Compute the sum of losses from all logits at once.
+
+    `low`: the dtype of the matmuls under autocast, while softmax and sum are in fp32; None: no
+    autocast.
+    """
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = to_fp32(hidden)

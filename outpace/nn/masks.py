@@ -107,7 +107,10 @@ def block_mask(
     padding_mask_BS: Tensor | None,
     device: torch.device,
 ) -> BlockMask:
-    """Return the pattern for FlexAttention, from each block's extremes instead of S × S values.
+    """Return the attention pattern as blocks for FlexAttention.
+
+    Blocks are compared by the smallest and largest position and document number in each, instead of
+    by S × S values.
 
     Fully visible blocks are listed separately from partial ones, for which FlexAttention calls the
     mask function. An invisible block may be listed as partial if document numbers fall and rise

@@ -230,10 +230,11 @@ def apply_options(
     scratch: Scratch | None = None,
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
-    """Apply a plan's options to the blocks of a model, in the only order that works.
+    """Apply a plan's options to a model's blocks: fp8, checkpointing, compilation, offloading.
 
-    `scratch` stores tensors that are offloaded to disk (None: in the system's temporary directory).
-    `on_failure` is called with the reason if the compiler fails on the model.
+    Options only work if applied in this order. `scratch` stores tensors that are offloaded to disk
+    (None: in the system's temporary directory). `on_failure` is called with the reason if the
+    compiler fails on the model.
     """
     if plan.precision == "fp8":
         apply_fp8(blocks or find_blocks(module))

@@ -37,11 +37,11 @@ def require_nf4() -> None:
 
 @cache
 def _load_bitsandbytes() -> Any:
-    """Return bitsandbytes.functional, without its advice about downloading kernels.
+    """Return bitsandbytes.functional, ready for use in traces with fake tensors.
 
-    The first call of bitsandbytes computes the levels of scales for all later calls in the process.
-    In a trace, with fake tensors, they would have no values, so this makes the first call with real
-    tensors.
+    The first call of bitsandbytes computes levels of scales for all later calls in the process. In
+    a trace, these levels would have no values, so the first call is made here with real tensors.
+    Log messages about downloading kernels are hidden.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
@@ -70,7 +70,10 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the matrix from its PARTS, in order. For fp64, values are computed in fp32."""
+    """Return the matrix from its quantized `parts`, in the order of PARTS.
+
+    For fp64, values are computed in fp32.
+    """
     codes, scales, scale_scales, scale_mean, scale_levels = parts
     # Call the operators that bitsandbytes registers: compilers and fake tensors support them.
     blocks = torch.ops.bitsandbytes

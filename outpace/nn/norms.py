@@ -19,10 +19,10 @@ ROW_BYTES = 1 << 20  # per chunk of rows; the scaling pass still finds them in c
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise a dense `x` (…, D) over its last dimension; also return 1/rms of each row.
+    """Normalise `x` (…, D), which must be dense, over its last dimension; also return 1/rms.
 
-    The result has the dtype of `x`; 1/rms (rows, 1) is in fp32, or in fp64 if `x` is. 16-bit values
-    are computed in fp32.
+    The normalised `x` keeps its dtype; 1/rms of each row, (rows, 1), is in fp32, or in fp64 if `x`
+    is. 16-bit values are computed in fp32.
     """
     rows = _fp32_rows(x)
     factor = torch.linalg.vector_norm(rows, 2, -1, keepdim=True)
@@ -103,10 +103,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Return whether a Python operator supports these tensors: dense, local, on a CPU.
+    """Return whether an operator in Python can compute with these tensors.
 
-    Not under the compiler, which fuses torch's operators into one kernel, nor under transforms of
-    torch.func, which need rules that a Python operator lacks.
+    They must be dense, local and on a CPU. The compiler is not supported, because it fuses torch's
+    operators into one kernel, nor are transforms of torch.func, because they need rules that an
+    operator in Python lacks.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

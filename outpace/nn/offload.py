@@ -44,7 +44,7 @@ class Storage(Protocol):
         """Start to copy a tensor out."""
 
     def pace(self) -> None:
-        """Wait for copies that lag behind. Called once per block in forward and backward."""
+        """Wait while too many copies are pending. Blocks call this once in forward and backward."""
 
 
 class _MappedTensor:
@@ -126,9 +126,9 @@ class HostStore:
 class _SavedTensors:
     """Handles of the tensors that one forward of a block saves for its backward.
 
-    A tensor that several operators save is stored once. Blocks do not share copies, because a
-    pipeline receives into the same memory repeatedly without changing the tensors' version
-    counters.
+    A tensor that several operators save is stored once. Blocks do not share stored tensors: a
+    pipeline receives each micro-batch into the same memory, and this does not change the version
+    counter by which a changed tensor is recognised.
     """
 
     def __init__(

@@ -35,11 +35,11 @@ class Operator:
 def pieces_to_run(
     x: Tensor, pieces: Iterable[Piece], size: Callable[[Piece], Any]
 ) -> Iterator[Piece]:
-    """Yield the pieces in which an operator's code computes on `x`.
+    """Yield the pieces of `x` on which an operator computes; of a fake tensor, only some pieces.
 
-    Fake tensors have no values, and their code only runs to measure its memory, which no piece
-    changes after two of the same size. So of those in a row, only the first two are yielded: a step
-    with a large batch has hundreds of thousands.
+    Fake tensors have no values, and the operator runs only to measure its memory. This does not
+    change after two pieces of the same `size`, so of successive pieces of equal size, only the
+    first two are yielded: a step with a large batch has hundreds of thousands of pieces.
     """
     if not isinstance(x, FakeTensor):
         yield from pieces
@@ -49,7 +49,10 @@ def pieces_to_run(
 
 
 def chunks_to_run(x: Tensor, total: int, most: int) -> Iterator[slice]:
-    """Yield slices of up to `most` of the `total` entries of a dimension, as `pieces_to_run`."""
+    """Yield slices of at most `most` entries, which together cover a dimension of `total` entries.
+
+    If `x` is a fake tensor, some slices are left out (see `pieces_to_run`).
+    """
     chunks = (slice(begin, min(begin + most, total)) for begin in range(0, total, most))
     return pieces_to_run(x, chunks, lambda chunk: chunk.stop - chunk.start)
 

@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Keeps the recomputation of a block's forward from changing its buffers once more."""
+    """Keeps a block's buffers unchanged when its forward is recomputed in the backward."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -61,9 +61,10 @@ class BufferKeeper:
         return self._places if self._changing is None else list(self._changing)
 
     def _note_changed_buffers(self, changed: set[_Place]) -> set[_Place]:
-        """Return the buffers that the forward changes: those of the block's first call.
+        """Return the buffers that the block's forward changed in its first call.
 
-        The first call records them. Raises BadInputError if a later call changes others, too.
+        `changed`: the buffers that the current call changed, which are recorded if it is the first.
+        Raises BadInputError if there are others among them.
         """
         late = set() if self._changing is None else changed - self._changing
         if late:

@@ -20,11 +20,13 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Let the backward of `matmul`, an `F.linear` of rows, recompute its operands by functions.
+    """Make the backward of a linear layer call functions that recompute the layer's operands.
 
-    None leaves an operand unchanged. The others must have been saved: the input if the weight is
-    trained, the weight if the input needs a gradient. Nothing changes if the autograd node is not
-    that of plain tensors, or if other saved-tensor hooks are active (checkpointing, offloading).
+    `matmul`: the layer's output for rows (N, in), from `F.linear`. `make_input`, `make_weight`:
+    functions that return the operand; None: the saved one is used. An operand with a function must
+    have been saved: the input if the weight is trained, the weight if the input needs a gradient.
+    Nothing changes if the autograd node is not that of plain tensors, or if other saved-tensor
+    hooks are active (checkpointing, offloading).
     """
     node = matmul.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -42,7 +44,10 @@ def has_hooks() -> bool:
 
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
-    """Replace a saved tensor, given as a node's `_raw_saved_` attribute, by a function."""
+    """Make autograd call `make` in the backward, instead of keeping a saved tensor.
+
+    `saved`: an attribute of an autograd node whose name begins with `_raw_saved_`.
+    """
     saved.register_hooks(lambda _: make, _make_without_grad)
 
 

@@ -183,6 +183,6 @@ def prefetch(regions: Iterable[Region]) -> None:
 
 
 def release(regions: Iterable[Region]) -> None:
-    """Release each of the regions."""
+    """Release this process's memory of each of the regions."""
     for region in regions:
         region.release()

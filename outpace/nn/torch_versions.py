@@ -110,9 +110,10 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 
 
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, name, function) to replace, so that pipeline stages do not vote on shapes.
+    """Yield replacements for methods by which torch's pipeline stages vote on shapes.
 
-    Stages vote since torch 2.12.
+    Each is (class, name of the method, function to use instead). Stages vote since torch 2.12;
+    before, nothing is yielded.
     """
     from torch.distributed.pipelining import PipelineStage
 

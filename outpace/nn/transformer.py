@@ -231,8 +231,8 @@ class Transformer(nn.Module):
             )
 
 
-def hold_masks(module: nn.Module) -> None:
-    """Make the transformers in a module use S × S masks, which need no compiler."""
+def use_dense_masks(module: nn.Module) -> None:
+    """Make all transformers in a module use S × S masks, which need no compiler."""
     for part in module.modules():
         if isinstance(part, Transformer):
             part.blocks_of_masks = False

@@ -15,7 +15,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, make_mixed
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch_files import Scratch
-from outpace.nn.transformer import Transformer, hold_masks
+from outpace.nn.transformer import Transformer, use_dense_masks
 from outpace.optim.build import begin_step, make_optimizer
 from outpace.parallel import Layout, LayoutRequest, StepHooks
 from outpace.parallel.deferred_init import fill, fills_later
@@ -158,7 +158,7 @@ def _build_objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObje
         torch.set_default_dtype(before)
     add_adapters(model, plan, work.settings.seed)
     if work.settings.compile is False:
-        hold_masks(model)
+        use_dense_masks(model)
     return LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
 
 

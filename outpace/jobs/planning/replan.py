@@ -21,10 +21,11 @@ _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micr
 def replan(
     settings: TrainSettings, origins: Mapping[str, str], ranks: Ranks, say: Callable[[str], None]
 ) -> auto_plan.Settings:
-    """Return settings with which the run in `settings.out` can resume on these ranks.
+    """Return settings and origins with which the run in `settings.out` resumes on these ranks.
 
-    The requested layout is kept if possible; otherwise the planner chooses one, with the same
-    global batch, samples and precision. Raises BadInputError if no layout suits these ranks.
+    The layout that the user requested is kept if these ranks allow it. Otherwise the planner
+    chooses one, with the same global batch, samples and precision. `origins`: where each setting
+    comes from. `say` shows a message. Raises BadInputError if no layout suits these ranks.
     """
     assert settings.out is not None
     before = RunDir(settings.out).require_run().plan.world_size

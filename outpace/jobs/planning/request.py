@@ -63,11 +63,12 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 class PlanQuestion:
     """The user's question to the planner.
 
-    `machine`: a name in the catalog or a file of outpace probe; None: this machine. `adapters`:
-    adapter settings from options such as --lora-rank. `autocast`: the trainer computes in 16 bits
-    only under autocast. `trainer`: the training software; None: outpace. `measures`: if this
-    machine has no accelerator and was not probed, measure its rates first (about two seconds).
-    `host_memory`: bytes of memory per host; None: the machine's.
+    `machine`: a name in the catalog or a file of outpace probe; None: this machine. `host_memory`:
+    bytes of memory per host; None: the machine's. `adapters`: adapter settings from options such as
+    --lora-rank. `trained`: ask only for plans that outpace can train. `autocast`: whether the
+    trainer computes in 16 bits only under autocast. `trainer`: the training software; None:
+    outpace. `measures`: whether to measure this machine's rates first, which takes about two
+    seconds, if it has no accelerator and was not probed.
     """
 
     model: str
@@ -94,7 +95,10 @@ class PlanQuestion:
 
 
 def job(asked: PlanQuestion) -> PlanningProblem:
-    """Build the planning problem. Raises BadInputError for unknown or impossible values."""
+    """Build the planning problem that poses the user's question.
+
+    Raises BadInputError for unknown or impossible values.
+    """
     _, outline, spec = find_outline(asked.model)
     cluster = _set_host_memory(_resolve_cluster(asked), asked.host_memory)
     world = cluster.devices
@@ -241,7 +245,10 @@ def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
-    """Raise BadInputError if the network differs from the one that the logged runs used."""
+    """Raise BadInputError if --network is not the network of the runs that corrected `file`.
+
+    `path`: where the file is, for the message.
+    """
     if asked.network is None or asked.network == file.network:
         return
     if file.network is not None:
@@ -404,7 +411,10 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
 
 
 def _device_link_efficiency(cluster: Cluster) -> float:
-    """Return the achieved fraction of the nominal rate of a node's device links; 1 if unknown."""
+    """Return the achieved rate of a node's device links, as a fraction of their nominal rate.
+
+    Device links connect the devices of one node. Returns 1 if the nominal rate is unknown.
+    """
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
         return 1.0

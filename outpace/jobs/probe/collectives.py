@@ -52,7 +52,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _CollectivesRun:
-    """The ranks, clock and time budget that all measurements of collectives share."""
+    """Ranks, clock, time budget and callbacks that all measurements of collectives share.
+
+    `doing`: this rank's activity, which error messages name.
+    """
 
     groups: Groups
     place: AxisPlace  # position among all ranks
@@ -72,12 +75,18 @@ class _CollectivesRun:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with separate buffers, for measurements interleaved with others."""
+        """Return this rank's place among all ranks, with new buffers.
+
+        Measurements that are interleaved with others need buffers of their own.
+        """
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
     def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
-        """Record `what` as this rank's activity during each turn."""
+        """Record `what` as this rank's activity while any of the turns runs.
+
+        A turn is a part of a measurement, after which another measurement may have its turn.
+        """
 
         @contextmanager
         def note() -> Iterator[None]:
@@ -97,10 +106,10 @@ def probe_collectives(
 ) -> Turns[ProbeSection]:
     """Measure communication between ranks. Call this on every rank; rank 0 gets the result.
 
-    `only`: measure this collective alone, by size on all axes, and fit link models. Array sizes are
-    limited by memory and time, and results are verified. Raises RankLostError on the remaining
-    ranks if a rank dies or hangs, naming the rank and the collective, and WrongResultError if a
-    collective computes a wrong result.
+    `only`: measure only this collective, at several array sizes over each axis of ranks, and fit
+    models of the links. Array sizes are limited by memory and time, and results are verified.
+    Raises RankLostError on the remaining ranks if a rank dies or hangs, naming the rank and the
+    collective, and WrongResultError if a collective computes a wrong result.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
@@ -135,7 +144,10 @@ def _prepare_run(
     groups: Groups, device: torch.device, quick: bool, budget_s: float, activity: RankActivity,
     progress: Callable[[float], None],
 ) -> _CollectivesRun:  # fmt: skip
-    """Create this rank's clock and buffers, and learn which ranks share a node. Collective."""
+    """Create this rank's clock and buffers, and find out which ranks share a node.
+
+    All ranks must call this.
+    """
     ranks = groups.ranks
     nodes = nodes_of(gather_objects((ranks.local_rank, ranks.local_world_size), groups.control))
     everyone = dist.group.WORLD
@@ -156,7 +168,11 @@ def backend_of(device: torch.device) -> str:
 def _measure_by_size(
     run: _CollectivesRun, collectives: Sequence[str], share: float
 ) -> Turns[ProbeSection]:
-    """Measure collectives by array size on all axes, interleaved in the same rounds."""
+    """Measure each collective at several array sizes, over each axis of ranks.
+
+    All of these measurements take turns in the same rounds. `share`: their share of the run's time
+    budget.
+    """
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
     # Half of the budget limits the largest array. Each sample takes two calls, one of them the
@@ -188,7 +204,10 @@ def _measure_by_size(
 
 
 def _create_axis_groups(run: _CollectivesRun, axis: Axis) -> AxisPlace:
-    """Create the axis's process groups and return this rank's place. Call this on every rank."""
+    """Create the process groups of an axis; return this rank's place with its own group.
+
+    All ranks must call this, since each of them creates all groups.
+    """
     if axis.name == "all":
         return run.place
     timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
@@ -201,7 +220,11 @@ def _create_axis_groups(run: _CollectivesRun, axis: Axis) -> AxisPlace:
 
 
 def _largest_array_bytes(run: _CollectivesRun) -> int:
-    """Return an eighth of the free memory of the fullest rank, at most 4 GiB. Collective."""
+    """Return the size of the largest array to measure, in bytes, the same on all ranks.
+
+    It is an eighth of the free memory of the rank that has the least, and at most 4 GiB. All ranks
+    must call this.
+    """
     device = run.place.buffers.device
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
@@ -213,7 +236,7 @@ def _largest_array_bytes(run: _CollectivesRun) -> int:
 
 
 def _note_case(activity: RankActivity, case: Case) -> Case:
-    """Return a case that records itself as this rank's activity when it starts."""
+    """Return a copy of the case that becomes this rank's recorded activity when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
@@ -262,7 +285,10 @@ def _measure_overlap(run: _CollectivesRun) -> Turns[ProbeSection]:
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """Describe how much of a collective is hidden, with times only if they are steady."""
+    """Describe how much time of the shorter of computation and collective the longer hides.
+
+    Returns one note, which has the times only if they were steady.
+    """
     hidden, name = figures[-1], figures[1].key.what
     compute, alone, both = (figure.value for figure in figures[:3])
     times = ""

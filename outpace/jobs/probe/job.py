@@ -59,7 +59,10 @@ _DRIVER_S = 10.0
 
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
-    """Probe this host: local sections in this process, sections between ranks in new processes."""
+    """Probe this host, and return the machine with what all sections of the probe measured.
+
+    Sections that need several ranks run in new processes, the others in this process.
+    """
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _choose_device(request, Ranks())
@@ -121,7 +124,7 @@ def _choose_device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, t
 
 @dataclass(frozen=True)
 class _ProcessState:
-    """State shared by all sections in a process.
+    """State that all sections of the probe share in one process.
 
     `seen`: observations of the process's GPU. `slowed`: throttling reported by the ranks that this
     process started.
@@ -137,7 +140,7 @@ class _ProcessState:
 
 @dataclass
 class _SectionObservations:
-    """CPU use and GPU observations during the turns of one section."""
+    """CPU use and GPU observations, recorded while one section of the probe measures."""
 
     gpu: GpuWatch | None
     used: list[CoreSeconds] = field(default_factory=list)
@@ -172,7 +175,10 @@ def _local_turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
 
 
 def _run_turns_on_rank_0(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
-    """Run the turns on rank 0 alone; return the section on all ranks. Collective."""
+    """Run a section's turns on rank 0 alone, and return the section on all ranks.
+
+    All ranks must call this.
+    """
     try:
         while True:
             found = groups.run_on_rank_0(lambda: _take_turn(turns))
@@ -184,7 +190,7 @@ def _run_turns_on_rank_0(turns: Turns[ProbeSection], groups: Groups) -> Turns[Pr
 
 
 def _take_turn(turns: Turns[ProbeSection]) -> ProbeSection | None:
-    """Advance by one turn; return the section after the last one, None before."""
+    """Run one turn of a section; return the section after its last turn, and None before."""
     try:
         next(turns)
     except StopIteration as end:
@@ -213,7 +219,11 @@ def _section_progress(name: str, shown: ProgressDisplay) -> Callable[[float], No
 def _probe_in_new_ranks(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """Start `nproc` ranks that probe sections `names`, after half of the local sections' rounds."""
+    """Probe the sections `names` on `nproc` new ranks of this host.
+
+    The ranks start when the local sections have done half of their rounds. A single rank measures
+    only steps.
+    """
     request, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":

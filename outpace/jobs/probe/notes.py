@@ -12,12 +12,15 @@ _GRAVE = ("severe", "high")
 
 
 def find_misconfiguration(environ: Mapping[str, str]) -> list[str]:
-    """Return the doctor's findings that hurt this host's performance, the most costly first."""
+    """Describe outpace doctor's severe and high findings on this host, the costliest first."""
     return finding_notes(examine(gather(environ, timeout_s=_DRIVER_S)))
 
 
 def finding_notes(examination: Examination) -> list[str]:
-    """Return one sentence per severe finding."""
+    """Describe each finding of severity high or severe, and point to `outpace doctor`.
+
+    Empty if there are no such findings.
+    """
     grave = [one for one in examination.findings if one.severity in _GRAVE]
     notes = [f"{one.severity}: {one.what} ({one.seen}). Do: {one.remedy}" for one in grave]
     if not notes:
@@ -26,7 +29,7 @@ def finding_notes(examination: Examination) -> list[str]:
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield how close each dtype's best matmul comes to the catalog's peak."""
+    """Yield a note per dtype that compares the best measured matmul with the catalog's peak."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])

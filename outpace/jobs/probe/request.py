@@ -80,9 +80,9 @@ class ProbeRequest:
         return spec
 
     def tokens(self) -> int | None:
-        """Return the tokens per step of one process; None without --seq-len and --micro-batch.
+        """Return a process's tokens per step; None if --seq-len and --micro-batch are both missing.
 
-        If only one is given, the other defaults to training's sequence length, or to one sample.
+        If only one is given, the other is training's default sequence length, or one sample.
         """
         size, said = self.settings.micro_batch, self.settings.seq_len
         if not isinstance(size, int) and said is None:
@@ -91,7 +91,7 @@ class ProbeRequest:
         return seq_len * (size if isinstance(size, int) else 1)
 
     def directories(self) -> dict[str, Path]:
-        """Return the directories whose storage is measured, by purpose.
+        """Return the directories whose storage is measured, by purpose (checkpoints, offload).
 
         Raises BadInputError if one does not exist.
         """

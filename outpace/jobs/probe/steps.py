@@ -32,10 +32,10 @@ def probe_steps(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time a step of every reference run, on one rank and on all. Call this on every rank.
+    """Time one step of each reference run that fits in memory, on one rank and on all ranks.
 
-    A single rank uses all cores of the host, as single-process training does. Raises RankLostError
-    if a rank dies or hangs.
+    Call this on every rank. A single rank uses all cores of the host, as single-process training
+    does. Raises RankLostError if a rank dies or hangs.
     """
     doing = RankActivity()
     with hang_watchdog(groups, doing):
@@ -55,7 +55,10 @@ def probe_steps(
 def _prepare_cases(
     groups: Groups, device: torch.device, quick: bool, activity: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return cases that together fit in half of the free memory, and notes on the others."""
+    """Return the reference runs to time, as cases, and notes on those that are left out.
+
+    Together, the cases fit in half of the free memory.
+    """
     cases, notes = [], []
     world, room = groups.ranks.world_size, _available_bytes(groups, device)
     for ranks in sorted({1, world}):
@@ -77,7 +80,10 @@ def _prepare_cases(
 def _try_case(
     reference: Reference, ranks: int, groups: Groups, device: torch.device, activity: RankActivity
 ) -> tuple[Case | None, str | None]:
-    """Return the case if all ranks can run it, or why one cannot. Collective."""
+    """Return a reference run as a case, and the reason why a rank cannot run it.
+
+    The reason is None if all ranks can run it. All ranks must call this.
+    """
     case, own = None, None
     try:
         case = _build_case(reference, ranks, groups, device, activity)

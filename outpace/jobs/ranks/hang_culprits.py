@@ -23,10 +23,10 @@ FAILED = "failed on its own: "
 
 
 class RankLostError(OutpaceError):
-    """Error for a rank that died, or did not answer in time, during the activity `what`.
+    """Error for a rank that died, or did not answer in time.
 
-    `sentence` names the rank; `why` is the original error. The exit code is EXIT_HANG while the
-    rank's process exists, otherwise 1.
+    `what`: what this rank was doing. `sentence` names the lost rank; `why` is the original error.
+    The exit code is EXIT_HANG while the lost rank's process exists, otherwise 1.
     """
 
     def __init__(self, what: str, sentence: str, why: str = "") -> None:
@@ -44,7 +44,7 @@ def has_exited(who: dict[str, Any]) -> bool:
 
 
 def read_process(store: Any, rank: int) -> dict[str, Any]:
-    """Return the host and PID that a rank wrote to the store; {} if it has written none."""
+    """Return the host and PID that a rank wrote to the rendezvous store; {} if it wrote none."""
     key = f"alive/who/{rank}"
     return json.loads(store.get(key)) if store.check([key]) else {}
 
@@ -68,7 +68,11 @@ def is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return the ranks at fault: silent ones, or those behind in collectives, or still working."""
+    """Return the ranks to blame for a hang; [] if none can be told apart from the others.
+
+    Silent ranks are blamed first, then ranks that have begun fewer collectives than others, then
+    ranks that compute while others wait.
+    """
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent

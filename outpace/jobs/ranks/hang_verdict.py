@@ -16,9 +16,10 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """The ranks that keep others waiting (`blamed`), and a sentence about them.
+    """A verdict on a hang: the ranks that keep others waiting (`blamed`), and a sentence on them.
 
-    `by`: the rank that wrote the verdict. `number`: the number of its query; 0 without one.
+    `by`: the rank that wrote the verdict. `number`: the number of the query of all ranks that led
+    to it; 0 without a query. `final`: whether the verdict is about to end ranks.
     """
 
     sentence: str
@@ -29,10 +30,10 @@ class HangVerdict(Record):
 
 
 class HangVerdicts:
-    """The store's single verdict, read and replaced atomically.
+    """Access to the single verdict on a hang, which all ranks share in the store.
 
-    Reads never block, so a rank cannot hang on a key that another rank deleted, or never wrote
-    because it died.
+    The verdict is read and replaced atomically. Reads never block, so a rank cannot hang on a key
+    that another rank deleted, or never wrote because it died.
     """
 
     def __init__(self, store: Store) -> None:
@@ -43,9 +44,9 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Replace the stored verdict with `new` if it is still `known`; return what is then stored.
+        """Replace the stored verdict with `new` if it still equals `known`.
 
-        None stands for no verdict.
+        Returns the verdict that is stored afterwards. None stands for no verdict.
         """
         return _parse(self._store.compare_set(_KEY, _serialize(known), _serialize(new)))
 
@@ -63,10 +64,10 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Mark `verdict`, which is about to end this rank, as final.
+        """Mark `verdict` as final, just before it ends this rank.
 
-        Returns the stored verdict if it is final; None if another rank has replaced `verdict` by
-        one that is not.
+        If another rank has replaced or removed `verdict`, the store stays unchanged. Returns the
+        stored verdict if it is final, otherwise None.
         """
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)

@@ -73,9 +73,10 @@ _SOURCE = re.compile(
 class RankActivity:
     """The current activity of this rank, described for the user.
 
-    `limited_s`: start time of the activity, if the collectives' time limit applies to it.
-    `on_hang`: called on one of the ranks with a report on all, if ranks hang. `on_surplus`: called
-    on rank 0 with a message, if a process of another job tries to join during training.
+    `limited_s`: when the activity's clock started, if the collectives' time limit applies to it;
+    otherwise None. `on_hang`: called on one of the ranks with a report on all, if ranks hang.
+    `on_surplus`: called on rank 0 with a message, if a process of another job tries to join during
+    training.
     """
 
     what: str = "the beginning"
@@ -104,16 +105,16 @@ def hang_watchdog(
     for it without a time limit, as during a save or an action of rank 0. `deadline` then ends the
     process, since nothing else interrupts such a wait.
 
-    If a signal ends a rank before its first step is done or after its last (`stop`), all others end
-    as well, including ranks that compile or wait in a collective.
+    `stop`: if a signal ends a rank before its first step is done or after its last step, all other
+    ranks end as well, including ranks that compile or wait in a collective.
 
     If a rank is gone or does not join a collective, RankLostError replaces the backend's error, and
     names that rank and its activity. If a signal ended the rank, InterruptedRunError is raised
     instead. Other errors are unchanged. `timeout_s` is the process groups' time limit.
 
-    The NCCL path has never run, since no machine with two GPUs was available. There, ranks wait in
-    `outpace.probing.timing.rank_clock.await_event`, and NCCL's watchdog ends a process at the time
-    limit, after the query.
+    With NCCL, ranks wait in `outpace.probing.timing.rank_clock.await_event`, and NCCL's watchdog
+    ends a process at the time limit, after all ranks have been queried. This has never run, since
+    no machine with two GPUs was available.
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
@@ -152,8 +153,8 @@ def _is_communication_error(error: RuntimeError) -> bool:
 class _HangQuery:
     """A query of all ranks during a long wait, and its verdict.
 
-    `number`: number of the activity. `position`: where this rank waited. `is_author`: whether this
-    rank wrote the verdict, rather than another waiting rank.
+    `number`: number of the activity in which this rank waited. `position`: where it waited.
+    `is_author`: whether this rank wrote the verdict, rather than another waiting rank.
     """
 
     number: int
@@ -165,7 +166,7 @@ class _HangQuery:
 
 @dataclass
 class _Watchdog:
-    """Threads that watch a rank, and the main thread's query after a failed collective."""
+    """Watches one rank in two threads; after a failed collective, finds the rank to blame."""
 
     groups: Groups
     doing: RankActivity
@@ -262,11 +263,12 @@ class _Watchdog:
             self.query = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
     def _update_query(self, query: _HangQuery, verdicts: HangVerdicts) -> None:
-        """Check whether this rank still waits where it was when it queried the others.
+        """Drop this rank's query if it no longer waits; after `timeout_s`, end this process.
 
-        Once it has moved on, the query and its verdict are dropped. If it is still there after
-        `timeout_s`, the verdict becomes final and ends this process. If the backend ends processes
-        silently, the verdict becomes final shortly before the backend's limit.
+        The rank still waits if its position is the same as when it queried the others. Otherwise,
+        the verdict is dropped as well. To end this process, the verdict is made final. If the
+        backend ends processes without a message, as NCCL does, the author makes the verdict final
+        shortly before the backend's limit.
         """
         query.age_s += LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (query.number, query.position):
@@ -288,7 +290,10 @@ class _Watchdog:
             self._restart_clock(query, self.timeout_s)
 
     def _restart_clock(self, query: _HangQuery, ago_s: float) -> None:
-        """Restart the activity's clock, to query again after another long wait."""
+        """Count the activity's time from `ago_s` seconds ago, unless another activity has begun.
+
+        All ranks are queried again once this time is long.
+        """
         if self.doing.number == query.number:
             self.doing.limited_s = time.monotonic() - ago_s
 
@@ -298,9 +303,10 @@ class _Watchdog:
             verdicts.replace(query.verdict, None)
 
     def _obey_verdict(self, verdicts: HangVerdicts) -> None:
-        """End this rank if a final verdict stays in the store for longer than the time limit.
+        """End this rank if one final verdict has been stored for longer than the time limit.
 
-        A verdict that does not become final is dropped later, since its author is lost.
+        A verdict that stays even longer without becoming final is removed: the rank that wrote it
+        must be lost.
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
@@ -314,7 +320,10 @@ class _Watchdog:
             verdicts.replace(verdict, None)
 
     def _share_interruption(self, store: Any) -> None:
-        """Tell all ranks that a signal ends this one, or learn that one ends another rank."""
+        """Tell all ranks if a signal ends this rank; end this rank if a signal ends another.
+
+        The ranks learn of the signal through the store.
+        """
         if self.stop is None or len(self.everyone) == 1:
             return
         with self.interruption_lock:
@@ -330,7 +339,10 @@ class _Watchdog:
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
 
     def _check_surplus(self, store: Any, shared: Any) -> None:
-        """Report surplus processes on rank 0; before training, end all ranks because of them."""
+        """Look for surplus processes: those that join when all ranks of the job have joined.
+
+        During the training steps, rank 0 reports them once. Otherwise, all ranks end with an error.
+        """
         session = self.groups.session
         if session is None or self.stop is None:
             return
@@ -347,7 +359,10 @@ class _Watchdog:
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_interruption_known(self, store: Any) -> None:
-        """Wait on rank 0, which may serve the store, until all ranks know of the interruption."""
+        """Wait on rank 0 until all ranks know that a signal ends the job, or time is up.
+
+        Rank 0 may serve the store, from which the others learn it.
+        """
         until_s = time.monotonic() + _ANSWER_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -373,7 +388,7 @@ class _Watchdog:
         return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
 
     def _write_snapshot(self, store: Any, asks: int) -> None:
-        """Write a snapshot of this rank to the store, as the answer to query number `asks`."""
+        """Write a snapshot of this rank to the store, in answer to the query with number `asks`."""
         self.answered = asks
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
@@ -422,11 +437,12 @@ class _Watchdog:
         _run_with_limit(write_fault, _ANSWER_S)
 
     def _judge_ranks(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Query all ranks and return the verdict, which the first rank to ask writes to the store.
+        """Query all ranks, and return the verdict on those to blame.
 
-        Returns None if all ranks make progress, or if all answer and it is `doubtful` that one is
-        lost. `final`: whether the verdict ends this rank. If so, another rank's verdict is accepted
-        only if it is final, since the late rank may have arrived.
+        The first rank to query writes the verdict to the store, and the others accept it. Returns
+        None if all ranks make progress, or if all answer and it is `doubtful` whether one is lost.
+        `final`: whether the verdict ends this rank. If so, a stored verdict is accepted only if it
+        is final, since the rank that it blames may have arrived in the meantime.
         """
         verdicts = HangVerdicts(store)
 
@@ -487,7 +503,10 @@ class _Watchdog:
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
-    """Call `ask` with a time limit, since the store of an unreachable host never answers."""
+    """Call `ask`, which queries the store, and wait for it for at most `limit_s` seconds.
+
+    The store of an unreachable host never answers.
+    """
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)

@@ -40,7 +40,7 @@ class Heartbeats:
         return self._since_next_s >= self._limit_s
 
     def reset(self) -> None:
-        """Restart the time since the next rank's last heartbeat."""
+        """Set the time since the next rank's last heartbeat to zero."""
         self._since_next_s = 0.0
 
     def end(self, store: Any) -> None:

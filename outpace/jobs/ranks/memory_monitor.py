@@ -14,10 +14,10 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """A memory limit: above `soft_bytes` the run must end, above `hard_bytes` immediately.
+    """A monitored memory limit: above `soft_bytes` the run must end, above `hard_bytes` at once.
 
     `limit`: the limit's name for the user. `limit_bytes`: its size. `ranks`: number of ranks that
-    share it. `now`: a function that returns the memory in use.
+    share it. `now`: a function that returns the bytes in use.
     """
 
     limit: str
@@ -36,7 +36,10 @@ class Reading:
 
 
 class Interruption(BaseException):
-    """Raised in the training thread; no `except Exception` catches it."""
+    """Exception that `interrupt` raises in another thread.
+
+    It is a BaseException, so no `except Exception` catches it.
+    """
 
 
 def interrupt(thread: int) -> None:
@@ -52,7 +55,7 @@ def call_off(thread: int) -> None:
 
 
 class Watch:
-    """A thread that calls `look` repeatedly until it returns True, or until `close`."""
+    """A thread that calls `look` at intervals, until it returns True or the watch is closed."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look = look

@@ -42,7 +42,11 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A memory shortage on a rank. `used_bytes`: the rank's use of the memory that ran out."""
+    """A memory shortage on a rank, described for the user.
+
+    `used_bytes`: how much the rank uses of the memory that ran out. `anatomy`: lines that list what
+    holds it.
+    """
 
     rank: int
     sentence: str
@@ -52,7 +56,10 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """Return the limits to monitor: this rank's --memory-limit, and the control group's limit."""
+    """Return the memory limits to monitor: --memory-limit on a CPU, and the control group's limit.
+
+    A control group (cgroup) is shared by all ranks of this host.
+    """
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
@@ -70,9 +77,10 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 class Guard:
     """A context that raises OutOfMemoryError on all ranks if one of them runs out of memory.
 
-    `answer` formats the message about a shortage, and `list_holders` lists what holds memory; the
-    job sets both as soon as it can. `relieve` frees memory that training can spare. `tidy` is
-    called with the message before `end` ends this process with the message and an exit code.
+    The job sets these functions as soon as it can: `answer` formats the message about a shortage,
+    `list_holders` lists what holds memory, `relieve` frees memory that training can spare, and
+    `tidy` cleans up before the process ends. `end` then ends this process, with the message and an
+    exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
@@ -210,7 +218,11 @@ class Guard:
         return False
 
     def _end_process(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
-        """End the process; under memory pressure immediately, without predicting what would fit."""
+        """End the process with the message about a memory shortage.
+
+        `pressed`: memory use is above the hard limit. The message then leaves out which settings
+        would fit, since there is no time to predict them.
+        """
         with self._lock:
             message = self._answered
         if message is None:
@@ -240,7 +252,10 @@ class Guard:
             return None
 
     def _thread_store(self) -> Store:
-        """Return this thread's connection to the store: threads that share one block each other."""
+        """Return this thread's own connection to the store.
+
+        Threads that share a connection block each other.
+        """
         assert self._store is not None
         kept = threading.current_thread().__dict__
         if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:

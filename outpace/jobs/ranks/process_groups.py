@@ -49,11 +49,12 @@ class Fact:
 class Groups:
     """Process groups of a job, created and destroyed by `process_groups`.
 
-    `control` carries the small host messages of steps, `saving` those of checkpoints. `patient` and
-    `saving` have a long time limit, for work that rank 0 does alone on a slow disk; if a rank dies,
-    the others stop waiting immediately. `store` is these ranks' part of the rendezvous store;
-    `shared` is all of it, in which processes of other jobs may appear. `variables`: environment
-    variables set while the groups exist. `session`: None for a single process.
+    `control` carries the small messages in host memory that steps send, `saving` those of
+    checkpoints. `patient` and `saving` have a long time limit, for work that rank 0 does alone on a
+    slow disk; if a rank dies, the others stop waiting immediately. `store`: the entries of the
+    rendezvous store that only these ranks use. `shared`: the whole store, which processes of other
+    jobs may use by mistake. `variables`: environment variables set while the groups exist.
+    `session`: None for a single process.
     """
 
     ranks: Ranks

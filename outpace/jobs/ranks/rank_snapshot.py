@@ -89,10 +89,11 @@ def _format_stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return a thread's position, which stays equal while the thread waits in one collective.
+    """Return a thread's position: its frame, its instruction, and the last collectives.
 
-    It includes the frame of the waiting call, since the flight recorder lacks messages between two
-    ranks. This frame, and so the position, keeps its local variables alive.
+    The position stays equal while the thread waits in one collective. The frame is needed because
+    torch's flight recorder does not list messages between two ranks. Whoever keeps a position keeps
+    the frame's local variables alive.
     """
     frame = sys._current_frames().get(thread)
     last = {one.group: one.number for one in read_flight_recorder()}

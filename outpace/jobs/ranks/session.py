@@ -63,7 +63,10 @@ class _Arrival(Record):
 
 @dataclass
 class Session:
-    """The name of the joined ranks in the store. Rank 0 also uses it to find surplus processes."""
+    """The name under which the ranks that have joined a job use the store.
+
+    Rank 0 also uses it to find surplus processes, which join after all ranks have joined.
+    """
 
     name: str
     arrival: _Arrival
@@ -71,9 +74,11 @@ class Session:
     pending: set[int] = field(default_factory=set)
 
     def find_surplus(self, store: Store) -> str | None:
-        """Refuse processes that joined after all ranks had; return a sentence about the first one.
+        """Refuse processes that joined after all ranks had; return a sentence about one of them.
 
-        Call this on rank 0. Processes that join the next session of their rank, or replace a rank's
+        Call this on rank 0. The sentence is about a process that claims to belong to this job; it
+        is None if there is none. A process that evidently belongs to another job is refused, but
+        not reported. Processes that join the next session of their rank, or replace a rank's
         process, do not count.
         """
         claimed = f"surplus/{self.name}"
@@ -116,7 +121,7 @@ class Session:
 
 
 def format_mixed(surplus: str) -> str:
-    """Return the error for a process that joins a full job before the first step."""
+    """Format the error message for a process that joins a full job before the first step."""
     return f"{surplus}: the ranks of two jobs may be mixed. {_APART}, and start them again."
 
 
@@ -127,12 +132,13 @@ def agree_on_session(
     job: Mapping[str, str] | None = None,
     restarted: bool = False,
 ) -> Session:
-    """Return a session that only these ranks share. Collective.
+    """Wait until all ranks of the job have joined; return the session that only they share.
 
-    Each rank publishes a new token, which no earlier rank 0 can have answered, and uses the name
-    that rank 0 returns for it. Rank 0 waits until all ranks have received the name, since tokens in
-    the store may be old. Other ranks query the store a few times in total; rank 0 polls it, less
-    often while no rank arrives. Raises RuntimeError if a rank does not join within `timeout_s`, and
+    All ranks must call this. Each rank other than 0 writes a new token to the store, and uses the
+    name with which rank 0 answers it. Since the token is new, no rank 0 of an earlier start can
+    have answered it. Rank 0 waits until all ranks have received the name, since tokens in the store
+    may be old. Other ranks query the store a few times in total; rank 0 polls it, less often while
+    no rank arrives. Raises RuntimeError if a rank does not join within `timeout_s`, and
     BadInputError if this process belongs to a different `job` than rank 0, or if its rank is taken
     and it was not `restarted`.
     """
@@ -186,7 +192,10 @@ def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Sessio
 
 
 def _answer_arrival(leader: _Arrival, arrival: _Arrival | None) -> str:
-    """Return the session's name for a process of this job, or a refusal for one of another job."""
+    """Return rank 0's answer to a process: the session's name, or why the process is refused.
+
+    A process of another job is refused.
+    """
     different = None if arrival is None else leader.find_difference(arrival)
     if arrival is None or different is None:
         return leader.token

@@ -54,7 +54,10 @@ def with_size(plan: Plan, size: int) -> Plan:
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return the largest size that is predicted to fit; without a prediction, the largest size."""
+    """Return the largest micro-batch size that is predicted to need at most `limit_bytes`.
+
+    Returns the smallest size if none is, and the largest if there is no prediction.
+    """
     known = sizes(plan)
     if predict is None:
         return known[0]

@@ -27,7 +27,7 @@ Steps = Callable[[Plan, int], None]
 def can_try(
     plan: Plan, settings: TrainSettings, device: torch.device, is_transformer: bool
 ) -> bool:
-    """Return whether a trial in this process needs the same memory as training will."""
+    """Return whether a trial run in this process needs the same memory as training will."""
     alone = plan.world_size == 1 and device.type == "cuda"
     like_training = plan.lora_rank is None and not plan.optimizer_in_backward
     like_training &= plan.offload_parameters != "disk" and not settings.document_attention
@@ -42,9 +42,10 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Return a function that runs steps on the device within slightly less than `limit_bytes`.
+    """Return a function that tries a few training steps in slightly less than `limit_bytes`.
 
-    `asked_bytes`: the requested limit, restored afterwards; None: all of the device's memory.
+    `asked_bytes`: the user's limit on the device's memory, which is restored after each trial;
+    None: all of the device's memory.
     """
 
     def run_steps(plan: Plan, samples: int) -> None:
@@ -66,10 +67,10 @@ def device_steps(
 def find_on_device(
     plan: Plan, settings: TrainSettings, take: Steps, callbacks: Sequence[Callback]
 ) -> Plan:
-    """Return the plan with the largest micro-batch that fits. Raises OutOfMemoryError if none does.
+    """Return the plan with the largest micro-batch that fits on the device.
 
-    Trials run eagerly, since otherwise each size would be compiled; compiled code does not need
-    more memory.
+    Raises OutOfMemoryError if not even one sample fits. Trials run eagerly, since otherwise each
+    size would be compiled; compiled code does not need more memory.
     """
     for size in sizes(plan):
         notify(callbacks, "on_stage", f"trying micro-batch {size}")

@@ -21,11 +21,11 @@ from outpace.jobs.ranks.shared_filesystem import require_shared
 from outpace.jobs.train.comm_stats import CommStats
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.evaluation import (
-    check_number,
     evaluate_before,
     evaluate_held_out,
     evaluation_stage,
     make_loader,
+    warn_if_not_finite,
 )
 from outpace.jobs.train.export import finish
 from outpace.jobs.train.model_layout import lay_out, make_first_check
@@ -41,7 +41,7 @@ from outpace.nn.kernels import without_faulty_kernels
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed_precision import MixedPrecision, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch_files import Scratch
-from outpace.nn.transformer import hold_masks
+from outpace.nn.transformer import use_dense_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.batchnorm import require_run_once
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A job whose objects are all created and ready for the first step."""
+    """A training job that is ready for its first step."""
 
     job: Job
     loop: Loop
@@ -122,7 +122,10 @@ class PreparedRun:
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
 
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
-        """Measure the final loss, write the model and summarise. Collective."""
+        """Evaluate the trained model, export it, and return the run's measurement.
+
+        All ranks must call this.
+        """
         notify(self.job.callbacks, "on_stage", evaluation_stage(self.job, "final"))
         self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
@@ -152,15 +155,22 @@ class PreparedRun:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Disable kernels that must be compiled (--no-compile), and faulty ones for custom models."""
+    """Exclude attention kernels that cannot be used in this job.
+
+    With --no-compile, these are the kernels that must be compiled; for a custom model on CUDA, the
+    kernels that are faulty in this version of cuDNN.
+    """
     if job.settings.compile is False:
-        hold_masks(objective)
+        use_dense_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
         stack.enter_context(without_faulty_kernels(torch.backends.cudnn.version()))
 
 
 def _build_objective(job: Job, stack: ExitStack) -> tuple[Any, MixedPrecision]:
-    """Build the model with its loss, in the precision of the plan. Collective."""
+    """Build the model with its loss; return it with the plan's mixed precision.
+
+    All ranks must call this.
+    """
     settings, plan, device = job.settings, job.plan, job.device
     own = job.inputs.custom_model is not None
     mixed = make_mixed(
@@ -263,7 +273,7 @@ def assemble(
     def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
         found = evaluate_held_out(job, layout, mixed, step, stop if heeds_stop else None)
         stepper.free_cache()
-        check_number(hint_once, found)
+        warn_if_not_finite(hint_once, found)
         return found
 
     placement = placement_hints(job.groups)
@@ -320,9 +330,10 @@ def _make_loop(
 def _watch_steps(
     job: Job, parts: _StepParts, loop: Loop, reporter: "MemoryReporter | None"
 ) -> CommStats | None:
-    """Set up the step-time check, and measure memory or communication.
+    """Set up the check of step times, and the measurement of memory or communication.
 
-    Memory is measured with `reporter`, and otherwise communication with `measure_only`.
+    `reporter` measures memory. Without it, communication is counted if `measure_only` is set.
+    Returns the statistics of communication; None without `measure_only`.
     """
     expected_s = job.settings.expect_step_time_s
     if expected_s is not None and job.ranks.rank == 0:
@@ -418,7 +429,10 @@ def _build_stepper(
 
 
 def _require_known_targets(job: Job) -> None:
-    """Raise BadInputError if the gradients' divisor is unknown during the backward pass."""
+    """Raise BadInputError if the number of targets is known only after the backward pass.
+
+    --optimizer-in-backward divides gradients by this number during the backward pass.
+    """
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
             "--optimizer-in-backward: gradients are divided by a batch's number of targets, but "

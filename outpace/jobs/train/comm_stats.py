@@ -20,7 +20,10 @@ from outpace.training.timing import thread_busy_s
 
 
 class CommStats:
-    """Communication of one run on this rank; its first step follows `start_step`."""
+    """Measures the bytes that this rank sends in a step, and the share of time it is idle.
+
+    `start_step`: the last step before this run; 0 for a new run. Warm-up steps follow it.
+    """
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -48,7 +51,7 @@ class CommStats:
         self._sent_bytes = wire.tally.bytes
 
     def after_step(self, step: int) -> None:
-        """Read the clocks after the last warm-up step, and after the last step."""
+        """Measure this rank's idle share from the last warm-up step to the last step, on a CPU."""
         # On an accelerator, the main thread only launches work.
         if self._job.device.type != "cpu" or step not in (self._warm, self._job.total_steps):
             return
@@ -59,7 +62,11 @@ class CommStats:
         self._began = now
 
     def figures(self) -> dict[str, Any]:
-        """Return the sum or mean over all ranks, by field of `Measurement`. Collective."""
+        """Return the bytes sent in a step, summed over all ranks, and the ranks' mean idle share.
+
+        The keys are fields of `Measurement`; a value is None if a rank did not measure it. All
+        ranks must call this.
+        """
         said = gather_objects((self._sent_bytes, self._idle_share), self._job.groups.control)
         sent, idle = zip(*said, strict=True)
         return {

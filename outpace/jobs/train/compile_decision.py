@@ -33,7 +33,10 @@ _SAVED_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to compile, and a message for the user if there is anything to report."""
+    """Decision whether to compile a run.
+
+    `sentence`: the reason as a message for the user; None if there is nothing to report.
+    """
 
     compile: bool
     sentence: str | None = None
@@ -78,7 +81,10 @@ def decide(
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """Decide whether a run's steps save more time than the one compilation takes (`once_s`)."""
+    """Decide to compile if a run's steps save more time than the single compilation takes.
+
+    `eager_s` and `compiled_s`: time per step. `once_s`: time of the compilation.
+    """
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (

@@ -28,10 +28,10 @@ class RunContext:
 
     `origins`: where settings come from; `command`: what started the run. Both are recorded.
     `callbacks`: called on rank 0. `model`: a live module or a function that builds one, used
-    instead of `settings.model`. `end`: ends this process if nothing else can. `attempt`: runs a
-    trial in another process. `explain`: writes a hang report into the run's folder.
-    `page_prefaulter`: touches memory that training will use. `foresee`: whether to predict if the
-    run fits.
+    instead of `settings.model`. `end`: function that ends this process when it cannot end by
+    itself. `attempt`: function that tries a micro-batch size in another process. `explain`:
+    function that writes a hang report into the run's folder. `page_prefaulter`: touches memory in
+    advance that training will use. `foresee`: whether to predict if the run fits in memory.
     """
 
     ranks: Ranks = field(default_factory=Ranks)

@@ -44,8 +44,11 @@ def make_loader(
     )
 
 
-def check_number(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
-    """Report a validation loss that is NaN or infinite; `hint_once` avoids repetition."""
+def warn_if_not_finite(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
+    """Warn the user if the validation loss is NaN or infinite.
+
+    `hint_once`: shows a hint, unless it has been shown before.
+    """
     if found is not None and not math.isfinite(found.loss):
         hint_once(
             f"the validation loss is {found.loss}: check the validation data for NaN, for very "
@@ -109,8 +112,8 @@ def evaluate_before(
 ) -> Evaluation | None:
     """Evaluate before the first step; for a resumed run, return the recorded result.
 
-    Changes to a custom module's state are undone, since the check before step 1 has already copied
-    it.
+    Afterwards, the state of a custom module is as before, since the check of the first batch has
+    already copied it.
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))

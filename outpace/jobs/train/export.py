@@ -135,7 +135,10 @@ def _with_max_length(job: Job, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _stop_ids(job: Job) -> tuple[int, ...]:
-    """Return the ids that end an answer, if the model was trained to answer."""
+    """Return the ids of tokens that end a generated answer.
+
+    Empty unless the model was trained to answer.
+    """
     tokenizer = job.inputs.tokenizer
     if tokenizer is None or not isinstance(job.inputs.train_data, PaddedDataset):
         return ()

@@ -181,7 +181,10 @@ def _compare_samples(
     groups: Groups, settings: TrainSettings, inputs: TrainingInputs, callbacks: Sequence[Callback],
     activity: RankActivity,
 ) -> None:  # fmt: skip
-    """Compare some samples of the ranks' data sets, which may take long. Collective."""
+    """Compare some samples of the ranks' data sets (`check_samples`), which may take long.
+
+    All ranks must call this.
+    """
     activity.begin("comparing samples of the ranks' data sets")
     check_samples(groups, settings, inputs.custom_model, callbacks)
     activity.begin("the preparation")
@@ -191,9 +194,10 @@ def _make_memory_fit(
     settings: TrainSettings, context: RunContext, device: torch.device, machine: Machine,
     inputs: TrainingInputs, tracer: Tracer,
 ) -> MemoryFit:  # fmt: skip
-    """Return the run's `MemoryFit`, which does not count prefaulted memory as used.
+    """Create the run's prediction of whether it fits in memory.
 
-    Afterwards, the prefaulted memory is handed over to training.
+    Memory that was touched in advance (prefaulted) does not count as used. Afterwards, it is handed
+    over to training.
     """
     ahead = context.page_prefaulter
     # A trace assumes a head over the vocabulary.
@@ -236,7 +240,7 @@ def _make_reporter(
 
 
 def _call_tidy(guard: Guard, message: str) -> None:
-    """Call the guard's current cleanup, which changes as more objects are created."""
+    """Call the guard's present `tidy`; the job replaces it when it creates more objects."""
     guard.tidy(message)
 
 
@@ -410,7 +414,10 @@ def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) 
 def _weights_facts(
     ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
 ) -> dict[str, Fact]:
-    """Return a digest of the stored weights to start from; {} except on a host's first rank."""
+    """Return sampled digests of the weights from which the run starts, to compare between hosts.
+
+    Returns {} except on the first rank of each host.
+    """
     if ranks.rank != 0 and ranks.local_rank != 0:
         return {}
     opened, content, folder = inputs.opened, None, settings.model

@@ -50,7 +50,7 @@ class MemoryReporter:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """Start monitoring the run's objects, just before the first step."""
+        """Set the objects whose memory is reported. Call this just before the first step."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 

@@ -25,7 +25,10 @@ from outpace.training.step import Stepper
 def lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
 ) -> tuple[Layout, FirstBatch | StateCheck | None]:
-    """Apply the plan; return the layout, and a custom model's first-batch check. Collective."""
+    """Lay the model out by the plan; return the layout and a custom model's first-batch check.
+
+    The check is None for a model of outpace's own, or if checks are off. All ranks must call this.
+    """
     own, plan = job.inputs.custom_model, job.plan
     first: FirstBatch | StateCheck | None = None
     if own is not None:
@@ -63,7 +66,10 @@ def make_first_check(
     device: torch.device,
     start_step: int,
 ) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the check of the first batch of a run after `start_step`; None if there is none."""
+    """Return a function that checks the first batch of the run; None if `first` is None.
+
+    `start_step`: the step after which a resumed run continues; otherwise 0.
+    """
     if first is None:
         return None
     first.resumed = start_step > 0
@@ -78,9 +84,9 @@ def _check_first_batch(
     batches: list[Any],
     reuse: bool,
 ) -> torch.Tensor | None:
-    """Compare the step on the first global batch with that of the plain module.
+    """Run the check `first` on the first global batch, and return its totals.
 
-    Memory peaks are reset afterwards, so that they exclude the comparison.
+    Memory peaks are reset afterwards, so that they exclude the check.
     """
 
     def ready() -> None:

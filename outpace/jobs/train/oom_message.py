@@ -44,7 +44,10 @@ class OomMessage:
         notify(self._job.callbacks, "on_hint", f"this may run {text}")
 
     def format(self, short: Shortage, search_s: float = SEARCH_S) -> str:
-        """Format the message about a shortage, with settings that would fit."""
+        """Format the message about a memory shortage, with settings that would fit.
+
+        `search_s`: time limit in seconds of the search for such settings.
+        """
         run = self._job.run_dir.path if self._job.run_dir.has_steps else None
         proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
         return format_oom(short, proposals, self._job.context, run)
@@ -52,17 +55,17 @@ class OomMessage:
     def anatomy(
         self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
     ) -> tuple[str, ...]:
-        """List what currently holds this rank's memory."""
+        """List what holds the `used_bytes` of this rank's memory, in lines for the user."""
         return anatomy(layout, optimizer, self._before_bytes, used_bytes)
 
 
 def anatomy(
     layout: Layout, optimizer: torch.optim.Optimizer | None, before_bytes: int, used_bytes: int
 ) -> tuple[str, ...]:
-    """List memory by kind, and the largest tensors that outlive a step.
+    """List memory by kind, and the largest tensors that outlive a step, in lines for the user.
 
-    `before_bytes`: memory in use before the model was built. The rest belongs to the step itself:
-    activations, temporary and communication buffers.
+    `before_bytes`: memory in use before the model was built. The rest of `used_bytes` is listed as
+    activations and buffers.
     """
     found = holders(layout, optimizer)
     kinds: dict[str, int] = {}

@@ -43,8 +43,8 @@ def prefault_memory(
 def needed_bytes(settings: TrainSettings) -> int:
     """Return the bytes of weights, gradients and AdamW's moments in fp32; 0 for other settings.
 
-    The model must be a preset, or a directory with weights in fp32 or smaller. A head is counted
-    even if a classifier does not use it.
+    With bf16, the weights' casts are added. The model must be a preset, or a directory with weights
+    in fp32 or smaller. The language model's head is counted even if a classifier does not use it.
     """
     precision = settings.precision or "fp32"
     others = (

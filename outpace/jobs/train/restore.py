@@ -68,7 +68,10 @@ def _require_same_run(checkpoint: Path, run: RunRecord) -> None:
 
 
 def _require_never_saved(job: Job, earlier: RunRecord, history: History) -> None:
-    """Raise BadInputError if a run without a checkpoint once had one, or has finished."""
+    """Raise BadInputError if a run has no checkpoint although it once had one, or has finished.
+
+    Resuming it would start at step 0 and overwrite the run.
+    """
     sign = _find_evidence_of_checkpoint(earlier, history)
     if sign is None:
         return

@@ -15,9 +15,11 @@ from outpace.training.callbacks import Callback, notify
 def check_samples(
     groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
-    """Raise BadInputError on all ranks if data sets differ; report samples that change.
+    """Raise BadInputError on all ranks if most compared samples of their data sets differ.
 
-    Ranks wait for each other, however long reading takes.
+    The callbacks `heard` get a hint if only a few samples differ, or if samples change from one
+    read to the next. Ranks wait for each other, however long reading takes. All ranks must call
+    this.
     """
     if custom is None or custom.dataset is None or settings.check != "on":
         return

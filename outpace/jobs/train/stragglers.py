@@ -91,7 +91,7 @@ class Stragglers:
 
 
 def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work: the ranks of each pipeline stage.
+    """Return groups of ranks that do the same work: pipeline stages with several ranks.
 
     With parameter servers, there are no such groups.
     """
@@ -103,7 +103,10 @@ def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _with_loads(gathered: list[tuple[Facts, Load | None]]) -> list[Facts]:
-    """Add to each rank's facts its host's load, which one rank per host reports."""
+    """Add to each rank's facts the clock rate and the cores that other programs use on its host.
+
+    One rank per host reports the host's load for all of the host's ranks.
+    """
     loads = {facts.host: load for facts, load in gathered if load is not None}
     found = []
     for facts, _ in gathered:

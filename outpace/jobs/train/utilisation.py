@@ -56,7 +56,7 @@ class Recording:
 
 
 class _LoadNotifier(Callback):
-    """Passes new loads to callbacks with their step, in the training thread."""
+    """Passes each new measurement of utilisation to callbacks, in the training thread."""
 
     def __init__(self, callbacks: Sequence[Callback], recorder: LoadRecorder) -> None:
         self._callbacks = callbacks  # not the job: a reference cycle would keep threads
