@@ -38,7 +38,7 @@ from outpace.optim.low_precision_moments import (
 from outpace.optim.multi_tensor import group_parameters, has_no_memory, step_counts
 from outpace.optim.rounding import Noise, Streams, draw_bits, make_streams
 from outpace.optim.state_dtypes import KeepsDtypes
-from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, block
+from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, scale_block_length
 from outpace.records.optimizers import Kept
 
 
@@ -90,7 +90,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         if self._kept == "bf16":
             return {moment: torch.zeros_like(parameter, dtype=torch.bfloat16)}
         here, shape = local(parameter), tuple(parameter.shape)
-        length = block(shape, self._kept, split=_column_shards(parameter))
+        length = scale_block_length(shape, self._kept, split=_column_shards(parameter))
         if length is None:
             return {moment: torch.zeros_like(parameter, dtype=torch.float32)}
         *rows, width = here.shape

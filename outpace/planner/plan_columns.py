@@ -139,15 +139,19 @@ class PlanBatch:
         return _is_among(STRATEGIES, names)[self.strategy]
 
     def holds_masters(self) -> Bools:
-        """Return a mask of the plans in bf16-master whose fp32 shards serve as master weights."""
+        """Return a mask of the plans that use sharded fp32 parameters as master weights.
+
+        These plans have the precision bf16-master and shard their parameters.
+        """
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         return split & self.precision_in("bf16-master")
 
     def with_kept_states(self) -> Self:
-        """Return the plans with bf16 in place of bf16-master where fp32 shards are the masters.
+        """Return the plans with the precision that determines their optimizer states.
 
-        The optimizer of these plans keeps no separate master weights.
+        Plans whose sharded fp32 parameters serve as master weights keep no separate ones, so their
+        precision bf16-master is replaced by bf16.
         """
         plain = PRECISIONS.index("bf16")
         return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))

@@ -62,9 +62,9 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return the fields of `RankedPlan` about measured cases.
+    """Return the fields of `RankedPlan` that compare a plan with measured cases.
 
-    Returns none on CPUs and for models without a vocabulary, for which there are no cases.
+    The result is empty on CPUs and for models without a vocabulary, for which nothing was measured.
     """
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
@@ -106,7 +106,10 @@ def describe_plan(
     roles: tuple[Role, ...],
     listed: Sequence[int],
 ) -> RankedPlan:
-    """Return the plan at index `place` of a search; `listed` has the indices of all shown plans."""
+    """Return the record of a search's plan at index `place`, with explanations for the user.
+
+    `listed` has the indices of all plans that are shown.
+    """
     plan = to_plan(found.columns, place)
     return RankedPlan(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),

@@ -35,7 +35,7 @@ def uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
 
 
 def extrapolated_note(planned: RankedPlan) -> list[str]:
-    """Return a note on the first plan's features that no measured case covers."""
+    """Return a note on features of the first plan that are outside of all measured cases."""
     if not planned.extrapolated:
         return []
     wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
@@ -43,7 +43,11 @@ def extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def faster_case_note(job: PlanningProblem, result: SearchResult, planned: RankedPlan) -> list[str]:
-    """Return a note if a listed published step is faster due to lower-precision matmuls."""
+    """Return a note if a published step time is shorter than the plan's due to faster matmuls.
+
+    This is the case if the published run used matmuls in a lower precision. `planned` has the
+    published steps that are shown with the plan.
+    """
     plan, least_s = to_plan(result.columns, result.fastest), least_seconds(result)
     batch = job.wanted.global_batch
     case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
@@ -71,7 +75,10 @@ def host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
 
 
 def uneven_batch_note(job: PlanningProblem) -> list[str]:
-    """Return a note if the global batch does not allow one replica or shard group per device."""
+    """Return a note if the global batch is not a multiple of the number of devices.
+
+    No plan can then divide the batch among all devices.
+    """
     batch, devices = job.wanted.global_batch, job.cluster.devices
     if batch % devices == 0:
         return []
@@ -140,7 +147,11 @@ _SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
 
 
 def small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
-    """Return a note on a plan with low-bit weights and states, if plan 1 offloads its own."""
+    """Suggest low-bit weights and optimizer states if the first plan offloads its own.
+
+    Returns a note that compares memory and step time with and without them, or no note if they do
+    not fit or the user has chosen precision, optimizer or offloading.
+    """
     wanted, plan = job.wanted, planned.plan
     decided = {*wanted.keep, *wanted.vary} & {
         "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
@@ -174,7 +185,10 @@ _MUCH_OF_STEP = 0.25  # of the step time
 
 
 def batch_note(planned: RankedPlan) -> list[str]:
-    """Return a note if offloading takes much of the step regardless of the batch size."""
+    """Return a note if offloading the optimizer takes much of the step.
+
+    Its time does not depend on the batch, so that a larger batch is suggested.
+    """
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")

@@ -30,9 +30,9 @@ _FEW_LAYOUTS = 64  # up to this, plans that need less memory are added to a shor
 
 
 def _simulate_finalists(job: PlanningProblem, result: SearchResult) -> SearchResult:
-    """Simulate the pipelines of the finalists and rank the finalists again.
+    """Simulate the pipelines among the fastest plans, and sort these plans by simulated time.
 
-    At least two are kept, because the fastest plan is compared with the next.
+    Keeps at least two plans, because the fastest plan is compared with the next.
     """
     times = simulate_pipelines(job.question, result.columns, result.times, result.ranked)
     ranked = order(times, result.ranked)[: max(2, job.count)]
@@ -48,11 +48,11 @@ def search_plans(job: PlanningProblem) -> SearchResult:
 
 
 def add_alternatives(job: PlanningProblem, result: SearchResult) -> SearchResult:
-    """Add the simplest and the leanest of the plans that are about as fast as the fastest.
+    """Add the simplest plan and the plan with the least memory, if about as fast as the fastest.
 
-    Their pipelines are simulated. If one of them is then too slow, the best plan without a pipeline
-    replaces it. If one of them is then the fastest plan, it is ranked as such, and alternatives are
-    searched again.
+    Pipelines among these two are simulated. If one turns out too slow, the best plan without a
+    pipeline replaces it. If one turns out to be the fastest plan of all, it is added to the
+    ranking, and both alternatives are searched again.
     """
     result = _find_simulated_alternatives(job, result)
     faster = _faster_alternatives(result)
@@ -94,11 +94,11 @@ def _faster_alternatives(result: SearchResult) -> Ints:
 
 
 def settle_leanest(job: PlanningProblem, result: SearchResult) -> SearchResult:
-    """Drop a plan with headroom that is not needed, or correct which plan is the leanest.
+    """Correct the choice of the plan with the least memory after pipelines have been simulated.
 
-    A plan with headroom is not needed if the recommended plan leaves enough memory free. If
-    simulation replaced the leanest plan by one that needs more memory than the recommended plan,
-    the recommended plan becomes the leanest, provided that it is fast enough.
+    If the search found a slower plan that leaves memory free, it is dropped if the recommended plan
+    leaves enough memory free. Otherwise, if the recommended plan needs less memory than the leanest
+    plan and is fast enough, it becomes the leanest plan, too.
     """
     least, simple = result.needs[result.leanest], result.needs[result.simplest]
     if result.roomier:
@@ -109,9 +109,10 @@ def settle_leanest(job: PlanningProblem, result: SearchResult) -> SearchResult:
 
 
 def add_leaner(job: PlanningProblem, result: SearchResult) -> SearchResult:
-    """Add slower plans that need less memory than the listed ones, if there are few layouts.
+    """Add slower plans that need less memory than the listed ones, if the list is short.
 
-    Pipelines are left out, because their times would have to be simulated.
+    Nothing is added if there are many possible layouts. Plans with pipelines are left out, because
+    their times would have to be simulated.
     """
     shown = [place for place, _ in list_places(result)]
     if result.layouts is None or len(result.layouts) > _FEW_LAYOUTS or len(shown) >= job.count:

@@ -77,7 +77,9 @@ class PlanningProblem:
         return peak.least_bytes(self.memory_question, columns)
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """Return `required_bytes`, or just above the limit for plans that exceed the host's memory.
+        """Return `required_bytes`, with a value above the limit if host memory is too small.
+
+        For plans that offload more than host memory can hold, the value is just above the limit.
 
         Such plans do not fit, but are closer to fitting than plans that exceed a device's memory.
         """

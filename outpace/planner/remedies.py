@@ -149,7 +149,7 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 
 
 def _fewest_devices(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the smallest number of devices in one node with which a plan fits, and that machine.
+    """Double the devices of a node until a plan fits; return their number and the machine's name.
 
     Returns None if the machine has a fixed number of devices, several nodes or probed rates, or if
     8 devices do not suffice.

@@ -13,7 +13,7 @@ from outpace.optim.build import begin_step
 from outpace.optim.low_precision_adamw import LowPrecisionAdamW
 from outpace.optim.low_precision_moments import CodeTable
 from outpace.optim.rounding import Noise, field_of, make_streams, random_words, round_to_bf16
-from outpace.planner.memory.optimizer_bytes import LONGEST_BLOCK, block
+from outpace.planner.memory.optimizer_bytes import LONGEST_BLOCK, scale_block_length
 
 CPU = torch.device("cpu")
 HOW = {"lr": 1e-2, "betas": (0.9, 0.95)}
@@ -80,12 +80,13 @@ def test_the_first_step_is_adamws_and_the_next_ones_nearly(kept, after):
 
 
 def test_blocks_are_parts_of_rows_and_small_tensors_stay_fp32():
-    assert block((64, 256), "8bit") == 256
-    assert block((64, 384), "8bit") == 128  # 384 = 3 · 128
-    assert block((64, 256), "4bit") == 128
-    assert block((64, 256), "8bit", split=8) == 32  # each rank has 32 columns
-    assert block((64, 48), "8bit") is None and block((4096,), "8bit") is None
-    assert block((8, 256), "8bit") is None  # 2,048 values
+    assert scale_block_length((64, 256), "8bit") == 256
+    assert scale_block_length((64, 384), "8bit") == 128  # 384 = 3 · 128
+    assert scale_block_length((64, 256), "4bit") == 128
+    assert scale_block_length((64, 256), "8bit", split=8) == 32  # each rank has 32 columns
+    assert scale_block_length((64, 48), "8bit") is None
+    assert scale_block_length((4096,), "8bit") is None
+    assert scale_block_length((8, 256), "8bit") is None  # 2,048 values
 
 
 def test_rounding_is_right_on_average_and_keeps_what_bf16_has():

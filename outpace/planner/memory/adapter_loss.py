@@ -11,8 +11,8 @@ from outpace.planner.memory.logit_chunks import (
     LOW_HEAD_ROWS,
     accelerator_rows,
     block_bytes,
+    computes_whole_logits,
     exceeds_cpu,
-    fits,
     padded_columns,
     softmax_rows,
     whole_bf16_rows,
@@ -101,7 +101,7 @@ def _add_accelerator_loss(
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden
     row_bytes = wide * s.operand
-    whole = c.compile & fits(rows, wide, s.operand) & ~c.chunked_loss
+    whole = c.compile & computes_whole_logits(rows, wide, s.operand) & ~c.chunked_loss
     copied = (s.operand < item) | (wide != outline.outputs)
     copy = np.where(copied, wide * hidden * s.operand, 0.0)
     read = np.where(s.operand < s.stream, states * s.operand, 0.0)

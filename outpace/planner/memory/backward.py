@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.memory.block_backward import add_block_backward
-from outpace.planner.memory.forward import add_copies, raised_table
+from outpace.planner.memory.forward import add_copies, fp32_embedding_bytes
 from outpace.planner.memory.gradients import add_gradient, added_bytes, offload_gradients
 from outpace.planner.memory.loss import tied_head_bytes
 from outpace.planner.memory.rank_setup import BlockMode, RankSetup
@@ -16,7 +16,11 @@ from outpace.planner.plan_columns import Bools, Floats, Ints
 
 @dataclass(frozen=True)
 class _BlockPosition:
-    """A block's position: which plans have it, its mode, and which plans prefetch the next."""
+    """One block of a rank, in the order in which backwards are added to a timeline.
+
+    `present` tells which plans have this block, `mode` how it recomputes, and `prefetches` which
+    plans gather the parameters of the next block to run during its backward.
+    """
 
     present: Bools
     mode: BlockMode
@@ -24,7 +28,10 @@ class _BlockPosition:
 
 
 def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the backward of the first and last blocks, and of all middle blocks at once."""
+    """Add the memory of all blocks' backward passes, and of the embedding's, to a timeline.
+
+    The first and last blocks are added one by one, the blocks between them as a single change.
+    """
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
@@ -90,9 +97,11 @@ def _count_present(positions: list[_BlockPosition]) -> Ints:
 def _add_block(
     timeline: MemoryTimeline, rank: RankSetup, position: _BlockPosition, reduced: Floats
 ) -> Floats:
-    """Add a block's backward and return the bytes of its gradients that are being reduced.
+    """Add the memory of one block's backward to a timeline.
 
-    `reduced` is the same for the previous block, whose reduction ends here.
+    Returns the bytes of this block's gradients that are being reduced when its backward ends.
+    `reduced` is the value that this function returned for the previous block, whose reduction ends
+    during this block's backward.
     """
     if not position.present.any():
         return reduced
@@ -127,10 +136,10 @@ def _add_block(
 
 
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
-    """Keep a block's gradients until a pipeline's last micro-batch, or add them to those kept.
+    """Add the unsharded gradients that a pipeline keeps until its last micro-batch.
 
-    After the block's backward they are added one by one in the reduction dtype, in which they have
-    `sent` bytes.
+    The block's first gradients are kept in the reduction dtype, in which they take `sent` bytes.
+    Those of later micro-batches are added to them one by one, after the block's backward.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -142,13 +151,16 @@ def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) ->
 
 
 def _add_embedding_gradient(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the embedding's gradient, which has all rows, and its sum with a tied head's gradient."""
+    """Add the gradient of the embedding, with a row for each token of the vocabulary.
+
+    If the head is tied to the embedding, also add the tensor in which both gradients are summed.
+    """
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, matmul=False)
     # Tied: the head's gradient exists, too, and a third tensor for the sum.
     alone = setup.dp | (setup.columns.pp > 1)  # each in a separate backward
-    raised = raised_table(rank)
+    raised = fp32_embedding_bytes(rank)
     cast = raised / FP32 * setup.sharding.item
     # Sums in fp32: each is cast before it is added.
     rows, added = e.embedding * setup.sharding.item, e.embedding * added_bytes(setup)
@@ -161,10 +173,11 @@ def _add_embedding_gradient(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_root_reduction(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the reduction of gradients outside of blocks and of delayed gradients.
+    """Add the reduction of gradients that no block has reduced in its own backward.
 
-    The head's gradients were counted with the loss. The shards of all parameters outside of blocks
-    are reduced at the end.
+    These are the gradients of parameters outside of blocks and, if a pipeline delays reductions,
+    those of its blocks. The head's gradients are already on the timeline, added with the loss; they
+    are reduced here.
     """
     setup, place, s, sharding = rank.setup, rank.place, rank.setup.sizes, rank.setup.sharding
     item, delays = sharding.item, rank.delays

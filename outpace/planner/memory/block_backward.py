@@ -17,12 +17,14 @@ _ATTENTION_ROWS = 512  # rows of scores that ring attention holds at a time
 
 @dataclass(frozen=True)
 class _BlockBackward:
-    """Values shared by the operators of a block's backward.
+    """Values shared by the operators of a block's backward, in bytes unless stated otherwise.
 
-    `live` is the fraction of saved tensors on the device, `copies` the bytes of weight copies per
-    matrix element. In bytes: `stream` is the residual stream's gradient, `read` the input of
-    matmuls, `cast` its copy in another dtype, and `gathered` its copy if it is gathered again;
-    copies that do not exist are 0.
+    - `live`: the fraction of saved tensors that are on the device, not offloaded.
+    - `copies`: the copies of weights in the matmul dtype, per matrix element.
+    - `stream`: the gradient of the residual stream.
+    - `read`: the input that the matmuls after a norm read; its gradient has the same size.
+    - `cast`: the gradient of a matmul's output in the matmul dtype; 0 if it needs no cast.
+    - `gathered`: the matmul input after a second all-gather; 0 if the backward does not gather it.
     """
 
     setup: MemorySetup
@@ -36,7 +38,7 @@ class _BlockBackward:
 
 
 def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMode) -> None:
-    """Add a block's recomputation and backward, first of the MLP, then of attention."""
+    """Add a block's recomputation and backward to a timeline: the MLP first, then attention."""
     setup, s, b = rank.setup, rank.setup.sizes, rank.setup.block
     away = mode.offloaded  # offloaded tensors are used in host memory
     copies_away = setup.offloads_activations & ~mode.recomputes
@@ -129,7 +131,10 @@ def _add_norm_backward(timeline: MemoryTimeline, block: _BlockBackward) -> None:
 
 
 def _add_ring_attention(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add ring attention's temporaries: fp32 operands, and three tensors of 512 rows of scores."""
+    """Add ring attention's temporaries: operands in fp32 and scores.
+
+    Three tensors of scores exist at a time, each with 512 rows.
+    """
     c, s, b = setup.columns, setup.sizes, setup.block
     spread = c.cp > 1
     if not spread.any():

@@ -11,9 +11,10 @@ from outpace.records.precisions import WEIGHTS
 
 
 def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
-    """Add the tensors that forwards gather and save, up to the loss.
+    """Add the parameters that forwards gather and the tensors that they save, up to the loss.
 
-    `delayed` is the bytes that earlier chunks keep for their delayed weight gradients.
+    `delayed` is the bytes of output gradients that a pipeline rank keeps for weight gradients of
+    earlier micro-batches, if its schedule computes these later.
     """
     setup, place = rank.setup, rank.place
     _add_root_gather(timeline, rank)
@@ -39,15 +40,22 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
 
 
 def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
-    """Add the weight casts that the backward reads again, in blocks without recomputation."""
+    """Add the cast weights that blocks without recomputation save for their backward.
+
+    They are copies in the matmul dtype, which the backward's matmuls read again.
+    """
     away = rank.setup.offloads_activations
     nbytes = blocks * rank.setup.copies * rank.recomputation.plain
     timeline.pass_over("weight copies", np.where(away, 0.0, nbytes))
     timeline.offload(np.where(away, nbytes, 0.0), rank.setup.activations_on_disk)
 
 
-def raised_table(rank: RankSetup) -> Floats:
-    """Return the bytes of the embedding's fp32 copy, which the lookup and its gradient use."""
+def fp32_embedding_bytes(rank: RankSetup) -> Floats:
+    """Return the bytes of the embedding's fp32 copy that the lookup and its gradient use.
+
+    On a CPU under autocast, ranks that shard parameters gather the embedding in 16 bits and copy it
+    to fp32. Returns 0 for all other plans.
+    """
     setup, sharding = rank.setup, rank.setup.sharding
     autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
     raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")
@@ -55,20 +63,21 @@ def raised_table(rank: RankSetup) -> Floats:
 
 
 def _add_root_gather(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    timeline.allocate("unsharded", rank.root)
-    timeline.allocate("communication", rank.root)  # freed once the first block is gathered
-    timeline.moment("temporary", raised_table(rank))
+    timeline.allocate("unsharded", rank.root_bytes)
+    timeline.allocate("communication", rank.root_bytes)  # freed once the first block is gathered
+    timeline.moment("temporary", fp32_embedding_bytes(rank))
 
 
 def _add_block_gathers(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the gathers of blocks.
+    """Add the all-gathers of all blocks' parameters in a forward.
 
-    Each block is copied out of its buffer while the previous block's parameters still exist.
+    A block's parameters are copied out of the communication buffer while those of the previous
+    block still exist.
     """
     unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
     others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
-    before = np.where(rank.blocks > 1.5, unit, rank.root)
-    timeline.free("communication", rank.root)
+    before = np.where(rank.blocks > 1.5, unit, rank.root_bytes)
+    timeline.free("communication", rank.root_bytes)
     timeline.pass_over("unsharded", others + unit)
     timeline.moment("communication", before + unit)
     timeline.pass_over("communication", unit)

@@ -10,23 +10,29 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class FrameworkTraits:
-    """Memory traits of one trainer.
+    """Memory traits of one trainer, which hold for any plan.
 
-    `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
-    logits becomes the softmax and then its gradient. `regathers_inputs`: with sequence parallelism,
-    a rank saves its shard of a matmul's input and gathers the input again in the backward.
-    `main_gradients`: bytes per element of a permanent gradient buffer, which is sharded only if
-    weights are; None means the buffers of outpace's strategies. `shards_by_element`: zero1 splits
-    parameters by elements over data and context parallelism. `reuses_receive_buffer`: a pipeline
-    has one receive buffer for all micro-batches, and frees tensors that it has sent.
-    `accumulates_unsharded`: with sharded weights and gradient accumulation, gradients stay
-    unsharded until the last backward. `gradient_copies`: bytes per element of copies that the
-    optimizer's step makes of all of a rank's gradients at once, in addition to the fp32 ones.
-    `fuses_norms`: a norm is one kernel also if tensor parallelism splits its tokens. `fuses_gates`:
-    a gated MLP's activation and product are one kernel, which saves only its inputs.
-    `repeats_matmuls`: the matmuls of a block that selective recomputation repeats, whose results it
-    does not save (`catalog.stacks`). `reduce_buffer`: bytes of a separate buffer in which gradients
-    are reduced.
+    - `chunks_loss`: large logits are split into chunks.
+    - `softmax_in_place`: a single fp32 copy of the logits becomes the softmax and then its
+      gradient.
+    - `regathers_inputs`: with sequence parallelism, a rank saves only its shard of a matmul's
+      input, and gathers the input again in the backward.
+    - `main_gradients`: bytes per element of a permanent gradient buffer, which is sharded only if
+      weights are. None means that the plan's strategy decides, as in outpace.
+    - `shards_by_element`: ZeRO-1 splits parameters by elements, not as whole parameters, over data
+      and context parallelism.
+    - `reuses_receive_buffer`: a pipeline has one receive buffer for all micro-batches, and frees
+      tensors that it has sent.
+    - `accumulates_unsharded`: with sharded weights and gradient accumulation, gradients stay
+      unsharded until the last backward.
+    - `gradient_copies`: bytes per element of copies of all of a rank's gradients that exist at once
+      in the optimizer's step, without the fp32 gradients.
+    - `fuses_norms`: a norm is one kernel even if tensor parallelism splits its tokens.
+    - `fuses_gates`: a gated MLP's activation and product are one kernel, which saves only its
+      inputs.
+    - `repeats_matmuls`: the matmuls of a block that selective recomputation repeats instead of
+      saving their results (see `catalog.stacks`).
+    - `reduce_buffer`: bytes of a separate buffer in which gradients are reduced.
     """
 
     chunks_loss: bool = True

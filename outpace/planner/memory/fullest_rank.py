@@ -15,8 +15,11 @@ _FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}
 
 
 @dataclass(frozen=True)
-class Place:
-    """One pipeline rank of each plan (see `in_flight.Rank`), or any rank if it has no pipeline."""
+class RankBatch:
+    """The pipeline rank of each plan whose memory is estimated, with one entry per plan.
+
+    The fields are those of `in_flight.Rank`. For a plan without a pipeline, the rank is any rank.
+    """
 
     layers: Floats
     chunk_layers: Floats
@@ -34,15 +37,16 @@ class Place:
     first_again: Bools
     last_again: Bools
 
-    def select(self, rows: Ints) -> "Place":
-        """Return the places of the plans at indices `rows`."""
-        return Place(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def select(self, rows: Ints) -> "RankBatch":
+        """Return the pipeline ranks of the plans at the indices `rows`."""
+        return RankBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def places(outline: Outline, columns: PlanBatch) -> list[Place]:
-    """Return the pipeline ranks that may need the most memory, each for all plans.
+def fullest_ranks(outline: Outline, columns: PlanBatch) -> list[RankBatch]:
+    """Return the pipeline ranks that may need the most memory, each as one entry per plan.
 
-    Plans with fewer such ranks than others (`in_flight.ranks_of`) repeat their last one.
+    These are the first rank, the fullest one in between, and the last (`in_flight.ranks_of`). For
+    plans with fewer of them than others, the last rank is repeated.
     """
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
@@ -51,15 +55,14 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
     head = head_in_layers(outline)
     found = [_pipeline_ranks(outline.layers, head, *map(int, row)) for row in unique]
     return [
-        _make_place([r[min(n, len(r) - 1)] for r in found], place.reshape(-1))
+        _make_rank_batch([r[min(n, len(r) - 1)] for r in found], place.reshape(-1))
         for n in range(max(map(len, found)))
     ]
 
 
-def _make_place(ranks: list[Rank], rows: Ints) -> Place:
-    """Return one rank of each plan; `rows` has each plan's index in `ranks`."""
+def _make_rank_batch(ranks: list[Rank], rows: Ints) -> RankBatch:
     columns = np.array(ranks, float)[rows].T
-    return Place(
+    return RankBatch(
         *(
             column.astype(bool) if name in _FLAGS else column
             for name, column in zip(Rank._fields, columns, strict=True)

@@ -12,13 +12,16 @@ from outpace.planner.plan_columns import Bools, Floats
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """Bytes per element of a gradient, one entry per plan.
+    """Bytes per element of a gradient, from its computation to its reduction, one entry per plan.
 
-    A gradient first has `matmul` or `other` bytes, before a cast, depending on the operator that
-    computes it. On ranks with unsharded weights, `kept` bytes stay, or `added` bytes live until
-    they are added to existing gradients. On ranks that gather parameters, both are 0; `whole` bytes
-    live until the reduction, or `joined` bytes until they are added to gradients with a delayed
-    reduction.
+    - `matmul`: temporary bytes before the gradient has its final dtype, if a matmul computes it.
+    - `other`: the same, if another operator computes it.
+    - `kept`: if weights are not sharded, bytes that stay until the optimizer's step.
+    - `added`: if weights are not sharded, bytes that are freed once they are added to a gradient
+      that already exists; in this case, `kept` is 0.
+    - `whole`: if parameters are gathered, bytes that live until the reduction.
+    - `joined`: if parameters are gathered, bytes that are freed once they are added to a gradient
+      whose reduction a pipeline delays; in this case, `whole` is 0.
     """
 
     matmul: Floats
@@ -32,8 +35,9 @@ class GradientBytes:
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
     """Return the bytes per element of a gradient, for every plan.
 
-    `allocates`: the backward allocates gradients that stay. `joins`: a pipeline already holds
-    gradients that wait for its last micro-batch.
+    `allocates`: the backward allocates gradients that stay, instead of adding to existing ones.
+    `joins`: a pipeline already keeps gradients until its last micro-batch, to which the backward
+    adds.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
     cast = np.where(setup.gradients.casts_sums, item, 0.0)
@@ -51,7 +55,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 
 def added_bytes(setup: MemorySetup) -> Floats:
-    """Return the bytes per element of a gradient that ranks without sharded weights accumulate."""
+    """Return the bytes per element of accumulated gradients, if weights are not sharded."""
     return np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
 
 
@@ -62,10 +66,11 @@ def add_gradient(
     matmul: bool = True,
     copies: Floats | float = 0.0,
 ) -> None:
-    """Add a weight's gradient: stored, accumulated, or kept until its reduction.
+    """Add the memory of a weight's gradient to a timeline, until it is stored or reduced.
 
-    A gradient from a `matmul` is cast when the weight's copy, of `copies` bytes per element, is
-    freed.
+    `item` has the gradient's bytes per element, and `elements` their number. If the backward used a
+    copy of the weight of `copies` bytes per element, the copy is freed before the gradient is cast
+    to its final dtype. `matmul`: a matmul computes the gradient.
     """
     made = elements * (item.matmul if matmul else item.other)
     timeline.allocate("temporary", made)

@@ -26,12 +26,16 @@ LOW_HEAD_ROWS = 2048
 
 
 def padded_columns(vocab: Floats) -> Floats:
-    """Return the number of columns of an accelerator's logits, with padding."""
+    """Return the number of columns of the logits on an accelerator: the vocabulary, padded."""
     return np.ceil(vocab / _PADDED_TO) * _PADDED_TO
 
 
-def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
-    """Return whether an accelerator computes all logits at once; `columns` are padded."""
+def computes_whole_logits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
+    """Return whether an accelerator computes the logits of all rows at once.
+
+    `rows` is the number of tokens, `columns` the padded vocabulary, and `operand` the bytes of a
+    logit.
+    """
     return rows * columns * operand <= _WHOLE_BYTES
 
 
@@ -44,13 +48,17 @@ def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bool
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
     chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
-    chunk = np.where(fits(rows, columns, operand), rows, chunk)
+    chunk = np.where(computes_whole_logits(rows, columns, operand), rows, chunk)
     chunk = np.where(asked, _CHUNK_ROWS_ACCELERATOR, chunk)
     return np.minimum(chunk, rows)
 
 
 def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
-    """Return the bytes of fp32 copies of logits; 0 if compiled."""
+    """Return the bytes of logits that an accelerator's loss casts to fp32 at a time.
+
+    The cast is done in blocks of rows; returns 0 for plans that compile the loss, which stores no
+    cast.
+    """
     most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(columns, 1))))
     return np.where(compiled, 0.0, FP32 * np.minimum(rows, most) * columns)
 

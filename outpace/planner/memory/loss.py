@@ -11,8 +11,8 @@ from outpace.planner.memory.logit_chunks import (
     LOW_HEAD_ROWS,
     accelerator_rows,
     block_bytes,
+    computes_whole_logits,
     exceeds_cpu,
-    fits,
     padded_columns,
     softmax_rows,
     whole_bf16_rows,
@@ -27,11 +27,13 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """The head of ranks that have one, with `elements` and an input of `rows` tokens.
+    """The language-model head of a rank that has one, with the values that its memory depends on.
 
-    `more` is the number of other micro-batches whose backward is still to come. `last` is the bytes
-    of a buffer that is freed when the head's backward begins. `copied`: matmuls read a cast or
-    padded copy of the weight.
+    - `rows`: the number of tokens for which logits are computed.
+    - `elements`: the number of elements of the head's weight.
+    - `more`: the number of other micro-batches whose backward is still to come.
+    - `last`: the bytes of a buffer that is freed when the head's backward begins.
+    - `copied`: which plans multiply by a cast or padded copy of the weight.
     """
 
     setup: MemorySetup
@@ -102,9 +104,10 @@ def tied_head_bytes(rank: RankSetup) -> Floats:
 def _add_head_and_loss(
     timeline: MemoryTimeline, setup: MemorySetup, rows: Floats, more: Floats, last: Floats
 ) -> None:
-    """Add the head and the loss, as each plan computes them.
+    """Add the memory of the head and the loss to a timeline, as each plan computes them.
 
-    `rows`, `more` and `last` are as in `_Head`.
+    `rows` is the number of tokens, `more` the number of other micro-batches whose backward is still
+    to come, and `last` the bytes of a buffer that is freed when the head's backward begins.
     """
     item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _logit_columns(setup)
     cast = setup.sizes.operand < item
@@ -143,7 +146,7 @@ def _head_transform_bytes(setup: MemorySetup) -> Floats | float:
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
     c = setup.columns
     if _uses_head_loss(setup):
-        large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
+        large = ~computes_whole_logits(rows, padded_columns(vocab), setup.sizes.operand)
     else:
         large = exceeds_cpu(rows, vocab, _overwrites_bf16_logits(setup))
     chunks: Bools = ((large & ~c.splits_backward()) | c.chunked_loss) & (c.tp == 1)
@@ -157,12 +160,12 @@ def _uses_head_loss(setup: MemorySetup) -> bool:
 
 def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
     c = setup.columns
-    whole = c.compile & fits(rows, columns, setup.sizes.operand)
+    whole = c.compile & computes_whole_logits(rows, columns, setup.sizes.operand)
     return c.splits_backward() | (c.tp > 1) | whole
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits at once; the backward overwrites them with their gradient."""
+    """Add the logits of all tokens at once, which the backward overwrites with their gradient."""
     s, rows = head.setup.sizes, head.rows
     states = rows * head.setup.outline.hidden
     cast = np.where(s.operand < s.stream, states * s.operand, 0.0)

@@ -27,10 +27,12 @@ MUON_BATCH_BYTES = 256 << 20
 _FP32 = 4
 
 
-def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
-    """Return the number of consecutive values that share a scale; None if moments are in fp32.
+def scale_block_length(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
+    """Return how many consecutive values of an optimizer's moments share a quantization scale.
 
-    `split` is the number of ranks over which each row is split.
+    Returns None if the moments of a parameter of this `shape` are kept in fp32, because it is small
+    or its rows cannot be divided into blocks. `split` is the number of ranks over which each row is
+    split.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_VALUES or shape[-1] % split:
         return None
@@ -47,7 +49,8 @@ def optimizer_bytes(
 ) -> float:
     """Return the bytes of optimizer state for a parameter of this shape, without the step count.
 
-    `hidden`: Muon updates the parameter if it is a matrix.
+    `hidden`: the parameter is in a layer. Muon updates only matrices of layers; for all other
+    parameters, it uses AdamW.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0
@@ -56,7 +59,7 @@ def optimizer_bytes(
     if traits.kept == "bf16":
         return master + traits.moments * 2 * values
     if traits.kept is not None:
-        length = block(shape, traits.kept)
+        length = scale_block_length(shape, traits.kept)
         if length is None:
             return master + traits.moments * _FP32 * values
         code = 1 if traits.kept == "8bit" else 0.5

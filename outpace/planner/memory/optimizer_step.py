@@ -50,7 +50,11 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _free_copied_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Free gradients that were copied into buffers, and those accumulated outside of buckets."""
+    """Free gradients whose sums are in buffers when the optimizer's step begins.
+
+    These are gradients that were copied into one buffer to communicate them, and gradients that
+    were accumulated outside of buckets.
+    """
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -60,9 +64,10 @@ def _free_copied_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_unscaled_gradients(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add the fp32 gradients that fp16-master unscales, on ranks with master weights.
+    """Add the fp32 gradients that the optimizer's step computes with the precision fp16-master.
 
-    They replace the 16-bit gradients one by one; 16-bit gradients that are views of buffers stay.
+    Unscaling the loss makes an fp32 copy of each gradient, on ranks with master weights. The copies
+    replace the 16-bit gradients one by one, except 16-bit gradients that are views of buffers.
     """
     setup, sharding, g = rank.setup, rank.setup.sharding, rank.setup.gradients
     master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)
@@ -74,10 +79,10 @@ def _add_unscaled_gradients(timeline: MemoryTimeline, rank: RankSetup, elements:
 def _add_gradient_copies(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
     """Add the copies that some trainers' optimizer steps make of all gradients at once.
 
-    The copies, the fp32 gradients and the reduction buffer are larger than any freed block, so the
-    allocator adds blocks for them. Without a pipeline, the block of the zero gradients with which
-    states were initialised is free again after a backward; with a pipeline, its receive buffers
-    stay in that block.
+    If the plan has a pipeline, also add the blocks that the allocator keeps for the copies, the
+    fp32 gradients and the reduction buffer. They are larger than any freed block, except the one
+    that held the zero gradients of the optimizer's initial step. That block is free again after a
+    backward unless receive buffers of a pipeline occupy it.
     """
     setup, sharding = rank.setup, rank.setup.sharding
     traits = setup.question.traits
@@ -102,9 +107,10 @@ def _elements_updated_at_once(rank: RankSetup, elements: Floats, unit: Floats) -
 def add_step_tensors(
     timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
 ) -> None:
-    """Add an optimizer's temporaries: tensors as large as the `largest` parameter, and copies.
+    """Add the temporaries of an optimizer's step.
 
-    `largest` and `stepped` are the bytes of that parameter and of all parameters updated at once.
+    They are tensors as large as the largest parameter, of `largest` bytes, and copies of all
+    parameters that are updated at once, of `stepped` bytes.
     """
     pure, rounds = columns.precision_in(*PURE), columns.precision_in("bf16-pure")
     in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[columns.optimizer].T

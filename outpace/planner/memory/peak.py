@@ -103,7 +103,7 @@ def _iterate_timelines(
 def _iterate_start_timelines(
     question: MemoryQuestion, columns: PlanBatch
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield as `_iterate_timelines` does, but timelines that end before the first forward."""
+    """Yield the indices of some plans and a timeline of one rank before its first forward."""
     q, adapters = question, columns.common_adapters
     for rows in _chunk_plans(columns):
         part = columns.select(rows)
@@ -129,11 +129,12 @@ def _chunk_plans(columns: PlanBatch) -> Iterator[Ints]:
 
 
 def reserved_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
-    """Return the device memory that plans need: tensors, segments, CUDA context and NCCL buffers.
+    """Return the device memory that plans need.
 
-    The last three are upper bounds by the rules of docs/concepts/memory-model.md, not measurements:
-    unused parts of segments, kernels and context, and ring buffers of each process group. On a CPU,
-    the result is `peak_bytes`.
+    This is the sum of tensors, unused parts of the allocator's segments, the CUDA context with its
+    kernels, and NCCL's ring buffers of each process group. All but the tensors are upper bounds by
+    the rules of docs/concepts/memory-model.md, not measurements. On a CPU, the result is
+    `peak_bytes`.
     """
     return _reserved_for_peak(question, columns, peak_bytes(question, columns))
 
@@ -152,9 +153,9 @@ def held_bytes(question: MemoryQuestion, columns: PlanBatch, room: float) -> Flo
 
 
 def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
-    """Return a lower bound on `reserved_bytes`, from permanent tensors alone.
+    """Return a lower bound on `reserved_bytes`, computed from permanent tensors alone.
 
-    `reserved_bytes` is a maximum over several moments, one of which is the start of the step.
+    It is the memory before the first forward. The peak of a step is at least as high.
     """
     peak = np.zeros(len(columns))
     for rows, timeline in _iterate_start_timelines(question, columns):
@@ -163,9 +164,9 @@ def least_bytes(question: MemoryQuestion, columns: PlanBatch) -> Floats:
 
 
 def _reserved_for_peak(question: MemoryQuestion, columns: PlanBatch, peak: Floats) -> Floats:
-    """Return the reserved bytes for a peak: tensors in segments, context and collective buffers.
+    """Return the bytes that are reserved on a device if its tensors peak at `peak` bytes.
 
-    On a CPU, only tensors count.
+    The allocator's segments, the CUDA context and NCCL's buffers are added; on a CPU, nothing is.
     """
     if question.device == "cpu":
         return peak

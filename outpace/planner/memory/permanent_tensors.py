@@ -97,10 +97,10 @@ def _add_sums_outside_buckets(timeline: MemoryTimeline, rank: RankSetup) -> None
 
 
 def _add_accumulated_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients, for plans without buckets.
+    """Add the accumulated gradients that exist before a forward, for plans without buckets.
 
-    If weights are on the host, their reduced gradients are copied there. In a pipeline, sharded
-    gradients stay unsharded until the last micro-batch.
+    If weights are in host memory, their reduced gradients are, too. In a pipeline, gradients of
+    sharded weights stay unsharded until the last micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     sharding, g, delays = setup.sharding, setup.gradients, rank.delays

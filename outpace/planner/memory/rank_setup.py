@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from outpace.planner.memory.fullest_rank import Place
+from outpace.planner.memory.fullest_rank import RankBatch
 from outpace.planner.memory.gradients import GradientBytes, gradient_bytes
 from outpace.planner.memory.saved_activations import share_of
 from outpace.planner.memory.setup import HEAVIEST, MemorySetup
@@ -18,9 +18,11 @@ from outpace.records.plan import Checkpointing
 class BlockMode:
     """Recomputation mode of a block.
 
-    `recomputes`: the block recomputes tensors. `selective`: it recomputes only some of them.
-    `saved` is the bytes that its forward saves, and `offloaded` the offloaded part, without tensors
-    that checkpointing itself keeps.
+    - `recomputes`: which plans recompute tensors of the block.
+    - `selective`: which plans recompute only some of them.
+    - `saved`: bytes that the block's forward saves.
+    - `offloaded`: the part of `saved` that is offloaded. Outputs that a recomputation mode keeps
+      stay on the device.
     """
 
     recomputes: Bools
@@ -46,16 +48,18 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """Values of one rank of each plan, one entry per plan.
+    """Memory inputs of one pipeline rank, one entry per plan.
 
-    `later`: the time is after a pipeline's first backward. `elements` counts all parameters that
-    the rank computes with, `outside` only those outside of blocks. `has_gradients`: gradients exist
-    before a backward creates new ones. `delays`: a pipeline's sharded gradients stay unsharded
-    until its last micro-batch.
+    - `later`: whether the timeline is of a time after the pipeline's first backward.
+    - `elements`: the number of all parameter elements that the rank computes with.
+    - `outside`: the number of those outside of blocks.
+    - `has_gradients`: whether gradients exist before a backward creates new ones.
+    - `delays`: whether a pipeline with sharded weights keeps gradients unsharded until its last
+      micro-batch.
     """
 
     setup: MemorySetup
-    place: Place
+    place: RankBatch
     later: Bools
     outside: Floats
     elements: Floats
@@ -74,8 +78,8 @@ class RankSetup:
         return (sharding.stored * self.place.layers + self.outside) / sharding.shards
 
     @property
-    def root(self) -> Floats:
-        """Return the bytes of parameters outside of blocks if they are gathered, else 0."""
+    def root_bytes(self) -> Floats:
+        """Return the bytes of gathered parameters outside of blocks; 0 if they are not gathered."""
         sharding = self.setup.sharding
         return np.where(sharding.gathers, sharding.item * self.outside, 0.0)
 
@@ -86,11 +90,12 @@ class RankSetup:
 
     @cached_property
     def chunk_bytes(self) -> Floats:
-        """Return the bytes that a stage keeps per micro-batch, including offloaded ones.
+        """Return the bytes that a stage saves per micro-batch, with offloaded ones.
 
-        Every stage except the first reads the received tensor as its input. Every stage except the
-        last keeps its output until it is sent and its backward begins. With a single receive
-        buffer, the input is saved like any block's input.
+        These are what its blocks save, and its output, which is kept until it is sent and its
+        backward begins (except on the last stage). The input of its first block is not counted,
+        because it is the received tensor, which exists anyway (except on the first stage). If the
+        trainer has a single receive buffer, the input is counted and the output is not.
         """
         setup, place = self.setup, self.place
         stream = np.where(setup.columns.pp > 1, setup.sizes.part * setup.sizes.stream, 0.0)
@@ -135,8 +140,8 @@ class RankSetup:
         )
 
 
-def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
-    """Return the inputs of the memory formula for one rank of every plan."""
+def set_up_rank(setup: MemorySetup, place: RankBatch, later: Bools) -> RankSetup:
+    """Return the inputs of the memory estimate for one pipeline rank of every plan."""
     c, g = setup.columns, setup.gradients
     outside = _elements_outside_blocks(setup, place)
     accumulates = (c.passes > 1) & (~setup.dp | g.sums_in_fp32)
@@ -151,7 +156,7 @@ def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
     )
 
 
-def _elements_outside_blocks(setup: MemorySetup, place: Place) -> Floats:
+def _elements_outside_blocks(setup: MemorySetup, place: RankBatch) -> Floats:
     """Return the elements outside of blocks; a tied head counts once, with the embedding."""
     e = setup.ends
     shared = (e.head == 0) & ~place.first & setup.outline.tied

@@ -34,10 +34,15 @@ _TABLE = np.array(
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a plan's tensors: bytes per element, and elements passed between layers.
+    """Bytes per element of a plan's tensors, and sizes of the tensors passed between layers.
 
-    `gathered` and `reduced` are the bytes per element of parameter gathers and gradient reductions,
-    if ranks shard parameters.
+    - `weight`, `operand`, `stream`: bytes per element of a weight, a matmul's operand, and the
+      residual stream.
+    - `gathered`, `reduced`: bytes per element when sharded parameters are gathered, and when their
+      gradients are reduced.
+    - `tokens`: the tokens of a micro-batch on a rank.
+    - `whole`, `part`: elements of the hidden states of all these tokens, and of the tokens that a
+      rank has under sequence parallelism.
     """
 
     weight: Floats
@@ -71,11 +76,12 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a stack: the bytes that its forward saves, by origin.
+    """Bytes that the forward of one layer saves, by tensor, and the sizes of its weights.
 
-    `norm` is what each norm saves in addition to its input, `input` the saved input of the matmuls
-    after a norm, `output` a matmul's output before it is added to the residual stream, and `raw`
-    queries and keys before rotation.
+    - `norm`: what each norm saves in addition to its input.
+    - `input`: the saved input of the matmuls after a norm.
+    - `output`: a matmul's output before it is added to the residual stream.
+    - `raw`: queries and keys before rotation.
     """
 
     norms: int
@@ -144,7 +150,10 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Return the bytes of output gradients kept for a layer's delayed weight gradients."""
+        """Return the bytes of output gradients kept for a layer's delayed weight gradients.
+
+        A weight's gradient is computed from them and the saved inputs.
+        """
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self._inner_outputs
 
@@ -228,8 +237,9 @@ def _saved_matmuls(
 ) -> Floats:
     """Return the bytes of matmuls' outputs that selective recomputation saves.
 
-    `outputs` are those of attention's projections, of attention, of the MLP's first matmuls and of
-    its last. Only 16-bit matmuls are counted to find every second one.
+    `outputs` are the bytes of four outputs: of attention's projections, of attention's output
+    matmul, of the MLP's first matmuls, and of its last. If every second matmul is repeated, the
+    outputs of the others are saved; in fp8, all are.
     """
     repeated = second_matmuls(stack, outline.hidden) if traits.repeats_matmuls == "second" else {}
     none = 1.0 if traits.repeats_matmuls == "all" else 0.0
@@ -248,10 +258,11 @@ def _composes_norms(stack: Stack, columns: PlanBatch, traits: FrameworkTraits) -
 
 
 def _count_inners(gated: bool, traits: FrameworkTraits) -> int:
-    """Return the number of saved tensors of the MLP's inner width.
+    """Return how many tensors of the MLP's inner width its forward saves.
 
-    Without a gate, these are the inputs of the activation and of the last matmul; with one, also
-    the other factor and, unless one kernel computes both, the activation's result.
+    Without a gate, these are the inputs of the activation and of the last matmul. With a gate, they
+    also include the tensor that the activation's result is multiplied by, and that result itself,
+    unless one kernel computes activation and product.
     """
     if not gated:
         return 2
@@ -335,8 +346,9 @@ def _saved_attention_bytes(
 def _saved_mlp_bytes(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     """Return the bytes of one inner tensor of an MLP, and the bytes that expert routing adds.
 
-    Each token goes to `active` experts, which are evenly loaded. Routing adds the copies sent, the
-    results before weighting, and the router's fp32 probabilities.
+    Each token goes to `active` experts, which are evenly loaded. For routing, the forward saves a
+    copy of the token for each of its experts, the experts' results before they are weighted, and
+    the router's fp32 probabilities.
     """
     item, tokens = sizes.operand, sizes.tokens
     if not mlp.experts:

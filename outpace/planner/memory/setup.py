@@ -36,18 +36,22 @@ class MemoryQuestion:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Distribution of parameters and states over ranks, one entry per plan.
+    """Distribution of parameters and optimizer states over ranks, one entry per plan.
 
-    `gathers`: parameters are sharded and gathered before use. `regathers`: they are gathered again
-    for the backward. `item` is the bytes per element of a parameter in the forward and of its
-    gradient in the backward. Weights are split into `shards` and states into `owners`; with
-    `shares_states`, only states are split. Of a layer, `stored` elements are split into shards, and
-    the states of `stepped` elements are split.
+    - `gathers`: parameters are gathered before use.
+    - `regathers`: parameters are freed after the forward, and gathered again for the backward.
+    - `item`: bytes per element of a parameter in the forward and of its gradient in the backward.
+    - `shards`: number of ranks over which each weight is split.
+    - `owners`: number of ranks over which optimizer states are split by elements.
+    - `shares_states`: only states are split, not weights (ZeRO-1).
+    - `states`: bytes of optimizer state before they are split.
+    - `stored`, `stepped`: elements of a layer that are split into `shards`, and those whose states
+      are split.
+    - `expert_factor`: `stored` divided by the elements of a layer with which a rank computes.
 
-    Ranks that shard parameters also divide the experts among them, so ep is part of the sharding
-    (with `shares_states`, a rank keeps the weights of its experts, and all states are split over
-    all ranks). `expert_factor` is the ratio of the elements that are stored for a layer to those
-    with which a rank computes.
+    Ranks that shard parameters also divide the experts among them. `stored` and `stepped` therefore
+    count the experts of all ep ranks; with `shares_states`, only `stepped` does, because a rank
+    keeps the weights of its own experts.
     """
 
     gathers: Bools
@@ -64,14 +68,17 @@ class Sharding:
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Buffers that accumulate a rank's gradients, one entry per plan.
+    """Buffers in which a rank accumulates gradients, one entry per plan.
 
-    `buckets`: permanent buffers of `bucket_item` bytes per element. `fuses`: the step copies all
-    gradients into one buffer. `replicas`: micro-batches before the last accumulate outside of the
-    buckets (DDP's no_sync). `sum_item` is the bytes per element of the gradients that micro-batches
-    accumulate. `sums_in_fp32`: these sums are always in fp32. `casts_sums`: their terms are
-    computed in 16 bits and cast. `apart` is the bytes per element of gradients that accumulate
-    outside of the buckets.
+    - `buckets`: gradients are in permanent buffers, of `bucket_item` bytes per element.
+    - `fuses`: the step copies all gradients into one buffer.
+    - `replicas`: all micro-batches except the last accumulate outside of the buckets (DDP's
+      no_sync).
+    - `sum_item`: bytes per element of accumulated gradients.
+    - `sums_in_fp32`: accumulated gradients are in fp32 in any precision.
+    - `casts_sums`: each micro-batch's gradients are computed in 16 bits, and cast to fp32 to be
+      added.
+    - `apart`: bytes per element of gradients that accumulate outside of the buckets.
     """
 
     buckets: Bools
@@ -86,14 +93,20 @@ class GradientBuffers:
 
 @dataclass(frozen=True)
 class MemorySetup:
-    """Values shared by all ranks of a plan, one entry per plan.
+    """Memory inputs that all ranks of a plan share, one entry per plan.
 
-    `block` is a layer of the stack that saves the most. For an average layer: `saved` is the bytes
-    saved in each recomputation mode, `elements` counts all parameters, `matrices` those in
-    matrices, `copies` is the bytes of casts of matrices, and `unit` the bytes of gathered
-    parameters (0 if they are not gathered). `dp`: rank 0 has the outputs of all ranks.
-    `splits_stream`: tp ranks have shards of the residual stream, which are gathered for matmuls.
-    `regathers_inputs`: they are gathered again for the backward.
+    - `block`: the layer from which the block's peak is computed, one of the stack with the widest
+      matmuls.
+    - `saved`: bytes that an average layer saves in each recomputation mode.
+    - `elements`, `matrices`: an average layer's parameter elements, and those in matrices.
+    - `copies`: bytes of an average layer's matrices after a cast to the matmul dtype; 0 without a
+      cast.
+    - `unit`: bytes of an average layer's gathered parameters; 0 if they are not gathered.
+    - `ends`: parameter elements outside of layers.
+    - `dp`: which plans use the strategy dp, in which rank 0 has the outputs of all ranks.
+    - `splits_stream`: which plans shard the residual stream over tp ranks and gather it for
+      matmuls.
+    - `regathers_inputs`: which plans gather these inputs again for the backward.
     """
 
     question: MemoryQuestion

@@ -77,7 +77,11 @@ def layer_shapes(
 
 
 def _split_fused_rows(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Return the rows of each matrix in a weight that is one matmul in the outline, such as QKV."""
+    """Return the rows of each parameter matrix that a weight of the outline consists of.
+
+    Matmuls with the same input, such as those of queries, keys and values, are one weight in the
+    outline, but separate parameters.
+    """
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -157,7 +161,10 @@ def _part_state_bytes(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the fullest rank's fraction of all elements if ranks own whole parameters (zero1)."""
+    """Return the largest fraction of all elements that one rank updates under ZeRO-1.
+
+    Ranks own whole parameters, so their fractions differ.
+    """
     return by_plans(columns, ("shards", "tp"), partial(_largest_share, outline))
 
 

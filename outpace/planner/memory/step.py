@@ -6,7 +6,7 @@ import numpy as np
 
 from outpace.planner.memory.backward import add_backward
 from outpace.planner.memory.forward import add_forward
-from outpace.planner.memory.fullest_rank import places
+from outpace.planner.memory.fullest_rank import fullest_ranks
 from outpace.planner.memory.loss import add_loss
 from outpace.planner.memory.optimizer_step import add_optimizer_step
 from outpace.planner.memory.permanent_tensors import add_permanent_tensors
@@ -22,14 +22,15 @@ def step_timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plan indices and timelines of ranks that may need the most memory, or of the last rank.
+    """Yield plan indices and a step's timeline, for each rank that may need the most memory.
 
-    A pipeline's timeline starts with the gradients of earlier micro-batches. If more activations
-    are in flight before the first backward, a timeline of that phase follows. `records_kinds`: also
+    With `only_last`, only for the last pipeline rank. A pipeline's memory may peak after its first
+    backward, when gradients exist, or before it, when more activations may be in flight. Pipelines
+    with more activations before it are yielded twice, once for each time. `records_kinds`: also
     record memory by kind, for the peak's breakdown.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
-    for place in places(question.outline, columns):
+    for place in fullest_ranks(question.outline, columns):
         if only_last and not place.last.all():
             continue
         later = place.later_chunks >= place.chunks
@@ -44,7 +45,7 @@ def step_timelines(
 def start_timelines(question: MemoryQuestion, columns: PlanBatch) -> Iterator[MemoryTimeline]:
     """Yield timelines up to the first forward, for ranks that may need the most memory."""
     setup, early = set_up(question, columns), np.zeros(len(columns), dtype=bool)
-    for place in places(question.outline, columns):
+    for place in fullest_ranks(question.outline, columns):
         timeline = MemoryTimeline(len(columns), records_kinds=False)
         add_permanent_tensors(timeline, set_up_rank(setup, place, early))
         yield timeline

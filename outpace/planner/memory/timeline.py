@@ -11,13 +11,13 @@ Amount = Floats | float
 
 
 class MemoryTimeline:
-    """Memory in the order of a step's events, and its contents at the peak.
+    """Memory during a step, as a sequence of changes, and its peak, for many plans at once.
 
-    Every change is one number of bytes per plan. `allocate` checks for a new peak; `free` and
-    `pass_over`, which may combine many changes, do not. `records_kinds` must be True for `by_kind`.
-    Offloaded bytes have separate peaks in host memory and on disk, which need not coincide with the
-    device's. `kept` is the bytes of blocks that an allocator adds for tensors larger than any freed
-    block.
+    A change is one number of bytes per plan. `allocate` checks for a new peak; `free` and
+    `pass_over`, whose changes may stand for many, do not. To use `by_kind`, set `records_kinds`.
+    Offloaded bytes have their own peaks in host memory and on disk, at times that may differ from
+    the device's. `kept` is the bytes of memory blocks that an allocator adds for tensors larger
+    than any freed block.
     """
 
     def __init__(self, plans: int, records_kinds: bool = True) -> None:
@@ -51,7 +51,7 @@ class MemoryTimeline:
         self.pass_over(kind, -nbytes)
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
-        """Change memory without checking for a new peak; negative values free it."""
+        """Change the memory in use without checking for a new peak; negative values free memory."""
         self._record_change(kind, self._mask_unselected(nbytes))
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:

@@ -78,9 +78,9 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
-    """Return the FLOPs per sample that the last block saves if only one position is read.
+    """Return the FLOPs per sample that the last block does not need if only one position is read.
 
-    For all other positions, the block computes only keys and values. `weights` is the number of
+    The block then computes only keys and values for all other positions. `weights` is the number of
     elements of a whole block's matmuls, including those for keys and values; `matmuls` is the
     number of matmuls in attention.
     """
@@ -134,7 +134,7 @@ def step_flops(
 
 
 def _unread_recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return the part of `recomputed_flops` that the last block saves if one position is read."""
+    """Return the part of `recomputed_flops` that is not needed if only one position is read."""
     if mode in ("none", "selective"):
         return 0
     matmuls = 0 if mode == "attention" else _FORWARD_MATMULS

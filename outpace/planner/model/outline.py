@@ -78,7 +78,8 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 def classifier_outline(found: Outline) -> Outline:
     """Return the outline with a pooler and a classification layer, which reads one token per text.
 
-    Its last layer is complete, although outpace computes only what this token needs.
+    The last layer of the outline computes all tokens, although outpace computes only the one that
+    is read.
     """
     return found.model_copy(
         update={
@@ -120,10 +121,11 @@ def reads_last_matmul(stack: Stack) -> bool:
 
 
 def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
-    """Return the fraction of each weight's outputs that every second matmul of a layer computes.
+    """Return, for each weight, the fraction of its outputs that selective recomputation repeats.
 
-    Queries, keys and values count as separate matmuls, and so do a gate and the projection that it
-    multiplies. Experts' matmuls have no such order, so half of their outputs count.
+    Selective recomputation repeats every second matmul of a layer. Queries, keys and values count
+    as separate matmuls, and so do a gate and the projection that it multiplies. Experts' matmuls
+    have no such order, so half of their outputs count.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -139,7 +141,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _unfused_outputs(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the output sizes of the separate matmuls into which other programs split a weight."""
+    """Return the output sizes of a weight's separate matmuls, such as queries, keys and values."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
@@ -198,7 +200,10 @@ def _mlp_weights(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Return the number of keys in a stack's cross-attention: the preceding encoder's length."""
+    """Return the number of keys in a stack's cross-attention.
+
+    This is the sequence length of the encoder that precedes the stack.
+    """
     seen = seq_len
     for one in outline.stacks:
         if one is stack:
@@ -209,7 +214,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the number of a layer's parameters: matrices, biases, norms and other traced ones."""
+    """Return the number of a layer's parameters: matrices, biases, norms and any others."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:

@@ -11,8 +11,9 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
     """Return the FLOPs of one forward, with the head, over `samples` sequences of `seq_len` tokens.
 
     A matmul takes 2·m·n·k FLOPs. Attention counts all keys, or all keys of its window, masked or
-    not. Experts count only for the tokens routed to them, and the router counts too. Stacks with a
-    fixed length keep it. A decoder's cross-attention reads the encoder's output.
+    not. Experts count only for the tokens routed to them, and the router counts too. A stack with a
+    fixed sequence length, such as an image encoder, uses that length instead of `seq_len`. A
+    decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmul_flops(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:

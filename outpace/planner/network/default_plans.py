@@ -39,11 +39,12 @@ class _PlanContext:
 def candidate_plans(
     problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
 ) -> Iterator[NetworkEntry | tuple[str, str]]:
-    """Yield plans of DDP, ZeRO-1, -2 and -3, ZeRO-3 in one pass, TP, PP, and TP × PP × replicas.
+    """Yield one plan for each of several strategies, to compare the networks that they need.
 
-    TP and PP alone use all devices; a combination that equals another entry is left out. Each plan
-    has the possible global batch that is nearest to the requested one. For an impossible strategy,
-    its name and the reason are yielded instead.
+    The strategies are DDP, ZeRO-1, ZeRO-2, ZeRO-3, ZeRO-3 without gradient accumulation, TP over
+    all devices, PP over all devices, and TP × PP × replicas. The last is left out if it equals
+    another entry. Each plan has the possible global batch that is nearest to the requested one. For
+    an impossible strategy, its name and the reason are yielded instead.
     """
     context = _PlanContext(problem, asked, precision)
     world, micro_batch = context.world, context.micro_batch

@@ -83,10 +83,12 @@ def _is_pcie(link: Network) -> bool:
 
 
 def network_needs(problem: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return, for each plan, the cost of each network and the slowest one within the tolerance.
+    """Return the network requirements of each plan.
 
-    Device links are compared with an infinitely fast network between nodes. Raises BadInputError if
-    a plan's traffic is unknown or a plan does not divide the batch.
+    They contain the step time on each network, and the slowest network that slows a step by no more
+    than the tolerance. To compare links between devices, the network between nodes is assumed to be
+    infinitely fast. Raises BadInputError if a plan's traffic is unknown or a plan does not divide
+    the batch.
     """
     steps = NetworkSteps(problem, entries)
     node, device = steps.node_costs(), steps.device_costs()
@@ -126,7 +128,10 @@ def _slowest_sufficient_network(ladder: Iterable[NetworkCost], tolerance: float)
 
 
 def _present_cost(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
-    """Return the cost of the machine's own network, under its name; None if it was not compared."""
+    """Return the cost of the machine's own network, or None if it was not compared.
+
+    Networks are matched by their rate; the cost names the machine's.
+    """
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
             return cost.model_copy(update={"network": present})
@@ -161,11 +166,12 @@ class NetworkSteps:
         return self._problem.cluster.fabric.inside_bytes_per_s
 
     def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
-        """Return each plan's step times in seconds, (plans, n), for links that reach these bytes/s.
+        """Return each plan's step times in seconds if links reach the given rates in bytes/s.
 
         `inside` is the rate of a device's link within its node, `across` the rate of all network
-        cards of a node. Each is a number or an array (plans or 1, n). A step takes at least as long
-        as the transfers on its busiest link.
+        cards of a node. Each is a number, or an array of shape (plans, n) or (1, n) with n rates to
+        try. The result has the shape (plans, n). A step takes at least as long as the transfers on
+        its busiest link.
         """
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
@@ -216,10 +222,11 @@ class NetworkSteps:
         return found if own is None else found / self.device_share(own)
 
     def _least_rates(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
-        """Return the lowest rates that keep steps within the tolerance; 0 if all rates do.
+        """Return the lowest rate per plan that keeps its step within the tolerance; 0 if any does.
 
-        `seconds` returns the step times for rates, both (plans, n). The tolerance is a fraction of
-        the step times `of_s`.
+        `seconds` takes an array of rates of shape (plans, n) and returns the step times, in the
+        same shape. A plan is within the tolerance if its step takes at most 1 + tolerance times
+        `of_s`.
         """
         allowed = (1 + self._problem.tolerance) * of_s[:, None]
         low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
@@ -258,7 +265,10 @@ class NetworkSteps:
 
 
 class PlanTraffic:
-    """Traffic of a plan's step, placed on nodes, and the computation that can hide it."""
+    """Bytes that a plan's step sends within and between nodes, and what can hide them.
+
+    A computation hides traffic that is sent while it runs.
+    """
 
     def __init__(self, entry: NetworkEntry, steps: NetworkSteps, at: int) -> None:
         self.plan, self.crossings = entry.plan, steps.crossings[at]
@@ -270,7 +280,7 @@ class PlanTraffic:
         self._attention_s = float(steps.times.attention_s[at])
 
     def record(self, crossing: Crossing) -> Traffic:
-        """Return a crossing as a record, with the computation that can hide it."""
+        """Return the record of one kind of traffic, with the computation that can hide it."""
         flow = crossing.flow
         behind, hide_s = self._hiding_computation(flow.part)
         return Traffic(
@@ -299,9 +309,9 @@ class PlanTraffic:
 
 
 def _place_traffic(problem: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
-    """Return a plan's traffic, placed on nodes.
+    """Return the bytes that a plan's step sends within and between nodes, by purpose and mesh axis.
 
-    For each purpose and axis, it is the traffic of the stage with the most bytes on a link.
+    For each purpose and axis, they are those of the pipeline stage with the most bytes on a link.
     """
     plan = entry.plan
     apart = plan.world_size // plan.pp

@@ -38,12 +38,15 @@ TOLERANCE = 0.05
 class NetworkQuestion:
     """A question about the network that a training run needs.
 
-    `machine` is a name in the catalog, `probe` a file from outpace probe. `networks` are networks
-    between nodes, as text; the last one is the machine's. `inside` is a device's link within its
-    node. `plan` is a file with the only plan to consider, whose sequence length and batch are the
-    defaults; without a plan, strategies with `micro_batch` are compared. `share` is the fraction of
-    the catalog's peak that matmuls reach; None means published measurements. `tolerance` is the
-    largest acceptable slowdown of a step by the network, as a fraction.
+    - `machine`, `probe`: the machine, by a name in the catalog or by a file from outpace probe.
+    - `networks`: descriptions of networks between nodes, such as the user types; the machine has
+      the last one.
+    - `inside`: the description of a device's link to others in its node.
+    - `plan`: a file with the only plan to consider, whose sequence length and batch are the
+      defaults. Without it, several strategies with `micro_batch` are compared.
+    - `share`: the fraction of the catalog's peak FLOP/s that matmuls reach; None means the measured
+      fraction, where published.
+    - `tolerance`: the largest acceptable slowdown of a step by the network, as a fraction.
     """
 
     model: str
@@ -66,7 +69,7 @@ class NetworkQuestion:
 
 
 class Site:
-    """The machine of a run, from the catalog or from a probe."""
+    """The machine for which a network is chosen, described by the catalog, a probe, or both."""
 
     def __init__(self, asked: NetworkQuestion) -> None:
         self._asked = asked
@@ -212,7 +215,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the matmul FLOP/s and memory bytes/s behind the times, with their sources."""
+        """Return the matmul FLOP/s and memory bytes/s used for time estimates, with sources."""
         dtype, probed = dtype_of(precision), self._probe_record
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)

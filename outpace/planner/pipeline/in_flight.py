@@ -17,18 +17,25 @@ Operation = tuple[Literal["F", "B", "W"], int]  # kind of operation, and its loc
 
 
 class Rank(NamedTuple):
-    """A rank of a pipeline; a chunk is one micro-batch on one stage.
+    """A rank of a pipeline and the activations that it keeps.
 
-    `chunks` are kept before any gradient exists, `later_chunks` when all gradients exist; `losses`
-    and `later_losses` count those on the last stage, if this rank has it. `layers` is the number of
-    layers on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage
-    boundaries over which this rank receives from another rank: hidden states from the previous
-    stage, gradients from the next.
+    A chunk is one micro-batch on one stage.
 
-    With a split backward, torch keeps the gradients of received tensors until the end. When the
-    most chunks are kept, `inputs_done` of these exist, together with the inputs for the weight
-    gradients of `waiting` chunks. `again` is the fraction of blocks that recompute; `first_again`
-    and `last_again` tell whether the first and the last block do.
+    - `layers`, `chunk_layers`: the number of layers on this rank, and their mean per stage.
+    - `stages`: the number of stages on this rank; `first` and `last` tell whether the model's first
+      and last stages are among them.
+    - `chunks`: the number of chunks kept before all of the rank's stages have gradients.
+    - `later_chunks`: the number kept afterwards.
+    - `losses`, `later_losses`: how many of these chunks are on the model's last stage, so that they
+      have a loss.
+    - `borders`: the number of neighbouring stages on other ranks, from which this rank receives
+      hidden states or gradients.
+    - `inputs_done`: with a split backward, torch keeps the gradients of received tensors until the
+      end of the step. This is how many exist when the most chunks are kept.
+    - `waiting`: with a split backward, the number of chunks whose weight gradients are not computed
+      yet at that time.
+    - `again`: the fraction of blocks that recompute; `first_again` and `last_again` tell whether
+      the first and the last block do.
     """
 
     layers: int
@@ -72,9 +79,10 @@ def ranks_of(
 
 
 def _memory_sort_key(rank: Rank) -> tuple[float, int]:
-    """Return a sort key by memory: blocks with kept activations, then all blocks.
+    """Return a key that sorts ranks by memory.
 
-    Blocks that recompute count less.
+    The key is the number of blocks whose activations the rank keeps, with less weight for blocks
+    that recompute, and then its number of layers.
     """
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
@@ -134,12 +142,13 @@ def _make_rank(
 def _max_kept_chunks(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the largest numbers of kept chunks and their losses, during a rank's operations.
+    """Return how many chunks a rank keeps at most during its operations.
 
-    In order: the chunks, and the losses among them, before all of the rank's stages have gradients;
-    both of these afterwards; and the number of input gradients that exist at the later maximum.
-    `layers` has the number of layers of each of the rank's stages. `last` and `first` are the
-    positions of the model's last and first stage among these; -1 if they are on another rank.
+    In order, the result has: the chunks, and how many of them are on the model's last stage, at the
+    time of most kept layers before all of the rank's stages have gradients; both numbers for the
+    time afterwards; and the number of input gradients that exist at the latter time. `layers` has
+    the number of layers of each of the rank's stages. `last` and `first` are the positions of the
+    model's last and first stage among the rank's stages, or -1 if they are on another rank.
     """
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
@@ -165,9 +174,9 @@ def _max_kept_chunks(
 def _iterate_operations(
     name: str, pp: int, rank: int, per_rank: int, microbatches: int, stages: list[int]
 ) -> Iterator[Operation]:
-    """Yield the kind of each of a rank's operations, and the position of its stage on the rank.
+    """Yield each of a rank's operations: its kind, and the index of its stage on the rank.
 
-    If the schedule splits backwards, an undivided backward yields "B" and "W".
+    If the schedule splits backwards, a backward that is not split yields "B" and "W".
     """
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, per_rank):

@@ -90,7 +90,8 @@ def _order_1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list
 def _order_interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order 1f1b in rounds, in each of which every stage runs one micro-batch per rank.
 
-    See Narayanan et al., arXiv 2104.04473, §2.2.2. If n does not divide m, rounds are longer.
+    See Narayanan et al., arXiv 2104.04473, §2.2.2. If the number of ranks does not divide the
+    number of micro-batches, rounds have more micro-batches.
     """
     forwards, backwards = _order_rounds(rank, ranks, microbatches, per_rank)
     # Forwards before the first backward: the round without its last stage, and two more (there and
@@ -102,8 +103,8 @@ def _order_interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) 
 def _order_zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order like `interleaved`, with one weight gradient delayed for each preceding rank.
 
-    This is ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for input gradients, so
-    a rank is one forward ahead of the next rank instead of two.
+    This is ZB-H1 of Qi et al., arXiv 2401.10241, §2. The previous rank waits only for the gradients
+    of a stage's inputs, so a rank is one forward ahead of the next rank instead of two.
     """
     forwards, backwards = _order_rounds(rank, ranks, microbatches, per_rank)
     ahead = _first_round_forwards(ranks, microbatches, per_rank) + ranks - 1 - rank
@@ -124,7 +125,10 @@ _Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Return the number of micro-batches per round: n, or more if that makes all rounds equal."""
+    """Return the number of micro-batches per round.
+
+    This is `ranks`, or more if that makes all rounds equally long.
+    """
     return microbatches // max(1, microbatches // ranks)
 
 
@@ -150,7 +154,7 @@ def _order_rounds(
 def _alternate_passes(
     forwards: _Places, backwards: _Places, ahead: int, delay: int | None = None
 ) -> list[Action]:
-    """Return `ahead` forwards, then alternating forwards and backwards, then the other backwards.
+    """Return `ahead` forwards, then forwards and backwards in turn, then the last backwards.
 
     With a `delay`, backwards compute only input gradients, and each weight gradient follows `delay`
     backwards later.
@@ -207,8 +211,8 @@ class _OrderWriter:
 def _order_zero_bubble_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     """Order stages in a V: the last stage is on rank 0, which can start its backward immediately.
 
-    See Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with
-    fewer, actions of missing micro-batches are left out.
+    See Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2 · ranks − 1 micro-batches;
+    with fewer, actions of missing micro-batches are left out.
     """
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank

@@ -127,8 +127,9 @@ def wire(orders: Sequence[Order]) -> Wiring:
 class _TopologicalSorter:
     """Builder of a topological order, which runs each rank until it must wait for another.
 
-    Every result that an action can wait for has a number, which keeps large tables fast: even for a
-    forward, and the next odd number for the gradients of its inputs.
+    Results that actions can wait for are numbered, so that looking them up in large schedules is
+    fast. A forward's result has an even number, and the gradients of its inputs have the next odd
+    number.
     """
 
     def __init__(self, orders: Sequence[Order]) -> None:
@@ -245,10 +246,15 @@ def idle_share_formula(
 ) -> float | None:
     """Return the idle share for equal stages in closed form, or None if there is no formula.
 
-    mp: one of n ranks works at a time. gpipe and 1f1b: (n − 1)/(m + n − 1) (Huang et al., §2.3;
-    arXiv 2104.04473, §2.2.1). With v stages per rank: (n − 1)/(v·m + n − 1) (ibid., §2.2.2;
-    Lamy-Poirier, arXiv 2211.05953, §3), unless there are fewer micro-batches than ranks, which then
-    wait between stages. If `stages_per_rank` is None, v is the schedule's default.
+    With n ranks, m micro-batches and v stages per rank, the formulas are:
+
+    - mp: (n − 1)/n, because one rank works at a time.
+    - gpipe and 1f1b: (n − 1)/(m + n − 1) (Huang et al., §2.3; arXiv 2104.04473, §2.2.1).
+    - interleaved and loopedbfs: (n − 1)/(v·m + n − 1) (ibid., §2.2.2; Lamy-Poirier, arXiv
+      2211.05953, §3). With fewer micro-batches than ranks, ranks also wait between stages, and
+      there is no formula.
+
+    If `stages_per_rank` is None, v is the schedule's default.
     """
     if strategy == "mp":
         return (ranks - 1) / ranks

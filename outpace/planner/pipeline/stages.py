@@ -11,10 +11,11 @@ _UNEVEN = 8  # maximum number of ranks to evaluate
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage that makes the slowest stage as fast as possible.
+    """Divide a model's layers over stages so that the slowest stage is as fast as possible.
 
-    The head counts as the ratio of its multiply-adds to a block's; an embedding lookup costs
-    nothing. Raises BadInputError if there are fewer layers than stages.
+    Returns the number of layers of each stage. The head counts as the ratio of its
+    multiply-adds to a block's; an embedding lookup costs nothing. Raises BadInputError if there
+    are fewer layers than stages.
     """
     if spec.layers < stages:
         raise BadInputError(
@@ -84,7 +85,7 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return one rank per group of equal ranks; the fullest rank is among them.
+    """Return one rank of each group of ranks that do the same work; the fullest rank is among them.
 
     These are the first rank of each pipeline stage and, if there are any, one parameter server. In
     zero1, ranks own different parameters, so the first few ranks are included.

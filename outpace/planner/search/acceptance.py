@@ -12,10 +12,10 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The plans that the trainer `name` can express.
+    """The plans that a trainer other than outpace can express.
 
-    `obstacle` returns what a plan with a global batch has that the trainer lacks, or "". Answers
-    are cached and shared by all plans with the same layout or options.
+    `obstacle` takes a plan and its global batch, and returns what the trainer `name` lacks for it,
+    or "". Its answers are cached and shared by all plans with the same layout or options.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Acceptance:
 
 
 def _layout_keys(c: PlanBatch) -> Ints:
-    """Return a row per layout, such that the trainer's answer depends only on the row.
+    """Return one row per layout, with everything that decides whether the trainer can express it.
 
-    Batch sizes and numbers of replicas and shards are left out.
+    Batch sizes and exact numbers of replicas and shards are left out, so that many layouts share a
+    row.
     """
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp, c.cp > 1, c.pp > 1,
@@ -62,7 +63,7 @@ def _layout_keys(c: PlanBatch) -> Ints:
 
 
 def _option_keys(c: PlanBatch) -> Ints:
-    """Return a row per plan, such that the trainer's answer on options depends only on the row."""
+    """Return one row per plan, with everything that decides whether the trainer has its options."""
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp > 1, c.cp > 1, c.pp > 1,
         c.ep > 1, c.precision, c.optimizer, c.compile, c.offload_activations,

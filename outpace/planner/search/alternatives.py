@@ -37,23 +37,30 @@ def find_alternatives(
     floors: Needs,
     memory_bytes: float,
 ) -> SearchResult:
-    """Return `found` with the simplest and the leanest plans that are about as fast.
+    """Return `found` with two alternatives to the fastest plan that are about as fast.
 
-    The simplest plan comes from the first of these groups in which a plan takes at most `LEAN`
-    times as long as the fastest of all: plans that offload nothing and leave memory free; plans
-    that offload nothing and do not crowd memory; all plans that offload nothing, where plans that
-    leave memory free are preferred if one takes at most `WIDE` times as long; then the same groups
-    with one kind of tensor offloaded, then with two. The simplest plan is about as fast as the
-    fastest of its group, and within the same limit. The fastest of all replaces it if it offloads
-    no more, does not crowd memory, and is simple enough to be worth more than free memory
-    (`is_worth_room`).
+    The simplest plan is chosen from a group of plans. These groups are considered in turn, until
+    one has a plan that takes at most `LEAN` times as long as the fastest plan of all:
 
-    The leanest plan offloads nothing unless the fastest does. If all plans that are about as fast
-    nearly fill a device's memory, the leanest is the fastest plan that leaves memory free, provided
-    that it takes at most `ROOMIER` times as long.
+    - plans that offload nothing and leave memory free (use at most `ROOMY` of a device's);
+    - plans that offload nothing and do not crowd memory (use at most `CROWDED` of it);
+    - all plans that offload nothing;
+    - the same three groups, with plans that offload at most one kind of tensor, then two, and so
+      on.
+
+    Instead of the third group, plans that leave memory free are used if one of them takes at most
+    `WIDE` times as long. Within its group, the simplest plan takes at most `EQUAL` times as long as
+    the fastest, and stays within the limit by which the group was chosen. The fastest plan of all
+    replaces it if that one offloads no more, does not crowd memory, and is so much simpler that
+    free memory matters less (`is_worth_room`).
+
+    The leanest plan is the one that needs the least memory. It offloads nothing unless the fastest
+    plan does. If it nearly fills a device's memory, the fastest plan that leaves memory free
+    replaces it, provided that this plan takes at most `ROOMIER` times as long as the fastest plan
+    of all.
 
     If outpace is the trainer and can train at least one plan that fits, the simplest plan is one
-    that outpace can train, and "the fastest of all" is the fastest that it can train.
+    that outpace can train, and is compared with the fastest plan that outpace can train.
 
     `needs` returns the bytes that plans need, as in the search, and `floors` lower bounds on them
     (`planner.memory.peak.least_bytes`).
@@ -155,10 +162,10 @@ def _find_simplest(
 def _group_of_simplest(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
-    """Return the plans from which to choose the simplest, and the limit on its step time.
+    """Return the plans from which to choose the simplest, and the limit on its seconds per step.
 
-    `by_offloads` has the plans that offload nothing, at most one kind of tensor, and so on, up to
-    as many kinds as the fastest plan offloads. The limit is in seconds.
+    `by_offloads` has one entry for each limit on the kinds of tensors that a plan offloads: none,
+    at most one kind, and so on, up to as many kinds as the fastest plan offloads.
     """
     need = float(found.needs[found.fastest])
     for choice in by_offloads:

@@ -39,16 +39,21 @@ _NEAR = 1.001  # maximum ratio of step times for which a simpler plan is preferr
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans that fit, fastest first, and the result for each family.
+    """Result of a search: plans that fit, fastest first, and each strategy family's best.
 
-    `best` has each family's fastest plan that fits, or −1 if none does, and `smallest` its plan in
-    `columns` that needs the least memory; both are indices into `columns`. `simplest` and `leanest`
-    are indices of plans that are about as fast as the fastest (see `plan_choice`), −1 if not
-    searched or not to be listed; `simple_s` and `lean_s` limit their step times. `leaner` are plans
-    that need less memory than all faster ones, if few kinds of plans are listed. `roomier`: no plan
-    that is about as fast leaves memory free, and `leanest` is the fastest plan that does. `layouts`
-    are all layouts without options; each takes at least `bound` seconds. `known` caches the bytes
-    of estimated plans (see `remember`).
+    All plans are in `columns`; other fields refer to them by index, with −1 for none.
+
+    - `ranked`: the plans that fit, fastest first, one per kind (see `search`).
+    - `best`: the fastest plan of each family that fits.
+    - `smallest`: the plan of each family that needs the least memory.
+    - `simplest`, `leanest`: the simplest plan and the one with the least memory, among those about
+      as fast as the fastest (see `plan_choice`). Their step times are at most `simple_s` and
+      `lean_s`.
+    - `roomier`: no plan that is about as fast leaves memory free, so `leanest` is the fastest plan
+      that does.
+    - `leaner`: slower plans, each of which needs less memory than all faster ones.
+    - `layouts`: all layouts without memory options; a layout takes at least `bound` seconds.
+    - `known`: bytes of plans that were estimated, as a cache (see `remember`).
     """
 
     columns: PlanBatch
@@ -90,11 +95,12 @@ def search(
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
-    """Return the fastest plans of the `count` best kinds that fit, and each family's result.
+    """Search for the fastest plans that fit; return them with each strategy family's best plan.
 
-    Plans of one kind split the same axes and have the same family and ZeRO stage; the fastest plan
-    represents its kind. `needs` returns the bytes that plans need, and `floors` lower bounds on
-    them that are faster to compute (`planner.memory.peak.least_bytes`).
+    Plans that split the same axes and have the same family and ZeRO stage are of one kind, and the
+    fastest plan represents its kind. The result has the `count` fastest kinds, and some without
+    pipelines. `needs` returns the bytes that plans need, and `floors` lower bounds on them that are
+    faster to compute (`planner.memory.peak.least_bytes`).
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -149,9 +155,10 @@ def fastest(
 
 
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
-    """Return a lower bound on each layout's step time: without options, with its best optimizer.
+    """Return a lower bound on each layout's step time.
 
-    The fastest optimizer depends on the layout: if compiled, low-bit states move fewer bytes.
+    This is its time without memory options, with the fastest optimizer of those to search. Which
+    one is the fastest depends on the layout: if compiled, low-bit states move fewer bytes.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -178,11 +185,11 @@ def _search_family(
     count: int,
     accepts: PlanFilter | None,
 ) -> Iterator[PlanBatch]:
-    """Yield one family's plans that may be among the `count` best kinds, fastest layouts first.
+    """Yield one family's plans that may be among the `count` fastest kinds, fastest layouts first.
 
-    For kinds already found, only layouts that may be faster are considered. Times are estimated
-    before bytes, which take longer to compute. If none of the first layouts fit, lower bounds on
-    bytes are computed before both.
+    For a kind with a known plan, only layouts that may be faster are considered. Times are
+    estimated before bytes, which take longer to compute. As long as no plan fits, lower bounds on
+    bytes are computed first.
     """
     fastest: dict[int, float] = {}
     least: _Least | None = None
@@ -250,10 +257,12 @@ def _keep_smaller(plans: PlanBatch, need: Floats, smallest: _Least | None) -> _L
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least memory, or `least` if none needs less.
+    """Return the plan that needs the least memory, with its bytes.
 
-    `plans` are those that recompute as much as possible or offload activations: only with
-    offloading can less recomputation reduce memory.
+    `least` is the best plan so far, which is returned if none needs less.
+
+    The caller passes `plans` that recompute as much as possible or offload activations. Others
+    cannot need the least memory: only with offloading can less recomputation reduce memory.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):
@@ -268,7 +277,8 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
     """Return, for each of `kinds`, the longest step time at which plans are still considered."""
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
-    worst_s, whole_s = _nth_fastest_s(fastest, count), _nth_fastest_s(whole, _whole_count(count))
+    worst_s = _nth_fastest_s(fastest, count)
+    whole_s = _nth_fastest_s(whole, _least_without_pipelines(count))
     each, place = np.unique(kinds, return_inverse=True)
     limits = [
         min(worst_s if _has_pipeline(own) else max(worst_s, whole_s), fastest.get(own, np.inf))
@@ -281,10 +291,11 @@ def _nth_fastest_s(fastest: dict[int, float], count: int) -> float:
     return sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
 
 
-def _whole_count(count: int) -> int:
-    """Return the number of kinds without pipelines to keep in addition to the `count` fastest.
+def _least_without_pipelines(count: int) -> int:
+    """Return how many kinds without pipelines a search keeps at least.
 
-    They are kept because simulation may show that pipelines are slower.
+    The fastest of these kinds are kept even if they are not among the `count` fastest of all.
+    Simulation may show that pipelines are slower than estimated.
     """
     return max(1, count // 2)
 
@@ -343,7 +354,8 @@ def _make_result(
     ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
     finalists = np.zeros(len(ranked), bool)
     finalists[:count] = True
-    finalists[np.flatnonzero(columns.pp[ranked] == 1)[: _whole_count(count)]] = True
+    whole = np.flatnonzero(columns.pp[ranked] == 1)
+    finalists[whole[: _least_without_pipelines(count)]] = True
     ranked = ranked[finalists]
     best, smallest = {}, {}
     for place in np.unique(of_family):

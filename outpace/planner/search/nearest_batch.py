@@ -9,9 +9,9 @@ _TRIED = 12  # number of candidates on either side; each requires listing all la
 
 
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
-    """Return the nearest smaller and larger global batches, in samples, that a layout can divide.
+    """Return the nearest smaller and larger global batches, in samples, that ranks can divide.
 
-    Returns an empty tuple if the batch is not the obstacle.
+    Returns an empty tuple if plans are impossible for a reason other than the batch.
     """
     if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()
@@ -26,7 +26,10 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
 
 
 def _batch_units(wanted: SearchRequest) -> set[int]:
-    """Return, for each possible number of replicas, numbers whose multiples are global batches."""
+    """Return the samples of a step without gradient accumulation, for each number of replicas.
+
+    Multiples of these numbers are candidates for possible global batches.
+    """
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

@@ -167,11 +167,11 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
 def _least_of(
     choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
 ) -> _Least | None:
-    """Return the plan in `part` with the least memory, with its bytes and seconds, or `best`.
+    """Return the plan with the least memory, with its bytes and seconds, from `part` or `best`.
 
-    `best` is returned if it needs less. Plans that need at most `enough` count as equal, and the
-    fastest of them is chosen. Plans are checked in the order of their `floors`, until no further
-    plan can need less.
+    `took` has the seconds of the plans in `part`, and `best` is the best plan so far. Plans that
+    need at most `enough` bytes count as equal, and the fastest of them is chosen. Plans are checked
+    in the order of lower bounds on their bytes, until no further plan can need less.
     """
     least = np.maximum(choice.floors(part), enough)
     order = np.argsort(least, kind="stable")
@@ -198,10 +198,10 @@ def _plans_within_time(choice: PlanChoice, most_s: float) -> Iterator[tuple[Plan
 
 
 def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
-    """Return whether a plan is so much simpler than another that free memory matters less.
+    """Return whether `one` plan is so much simpler than the `other` that free memory matters less.
 
     The simpler plan is then preferred even if only the other one leaves memory free: a tensor or
-    pipeline axis is too high a price for the last tenth of memory. For the arguments, see
+    pipeline axis is too high a price for the last tenth of memory. For the other arguments, see
     `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))

@@ -43,14 +43,17 @@ class PlanFilter(Protocol):
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Requirements and variations for a search.
+    """Requirements of a search for plans, and settings that it may vary.
 
-    `keep` has the user's requirements by the names of a plan's settings. `precision` is used unless
-    another is required or varied; plans that offload weights or optimizer state use
-    `offloaded_precision`, if given. `vary` has further values of settings (those in VARIED) to
-    search, with the fastest optimizer first. `trained`: only plans that outpace can train. `naive`:
-    include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may offload,
-    unless `keep` says otherwise. `accepts`: the plans that the trainer can express; None means all.
+    - `keep`: settings that the user requires, by the names of a plan's settings.
+    - `vary`: further values of the settings in VARIED to try, with the fastest optimizer first.
+    - `precision`: used unless `keep` or `vary` has others. Plans that offload weights or optimizer
+      state use `offloaded_precision`, if given.
+    - `trained`: only plans that outpace can train.
+    - `naive`: include the strategies dp, ps, ring and mp.
+    - `without`: strategies to exclude.
+    - `offloads`: plans may offload, unless `keep` says otherwise.
+    - `accepts`: the plans that the trainer can express; None means all.
     """
 
     outline: Outline

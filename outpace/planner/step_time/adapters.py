@@ -57,19 +57,24 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of `rank` on the weights that `targets` names, with everything else frozen.
+    """Low-rank adapters on the weights that `targets` names, with everything else frozen.
 
-    `base_bytes` is the bytes per element of frozen weights that are unpacked for each matmul (nf4,
-    GPTQ); None if they are stored in the matmul dtype. `kept`: adapters of a 16-bit base are stored
-    in its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
-    bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: torch
-    operators unpack weights, and autograd keeps the result for the backward; otherwise, a kernel
-    unpacks weights, and does so again before the gradient of the input. `drops_inputs`: dropout is
-    applied to the input. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the
-    low-rank values are (nn.lora). `widened` gives, by name, the number of separate matrices of each
-    matmul with packed weights and fp32 inputs (`WIDENED`); bitsandbytes casts these inputs to 16
-    bits and the results back. `copies_results`: the frozen matmul's result is copied before the
-    adapter's is added (peft/tuners/lora/bnb.py, Linear4bit).
+    - `rank`: the rank of each adapter.
+    - `base_bytes`: bytes per element of frozen weights that are unpacked for each matmul (nf4,
+      GPTQ). None: they are stored in the matmul dtype.
+    - `kept`: how adapters of a 16-bit base are stored and multiplied. "low": both in the base's
+      dtype. "cast": stored in fp32 (PEFT since 0.12, autocast_adapter_dtype), multiplied in 16 bits
+      through autocast or FSDP. "fp32": both in fp32.
+    - `unpacks_by_operators`: torch operators unpack weights, and autograd keeps the result for the
+      backward. Otherwise, a kernel unpacks weights, and does so again before the gradient of the
+      input.
+    - `drops_inputs`: dropout is applied to the input.
+    - `scales_outputs`: the outputs are scaled, as in PEFT. Otherwise, the low-rank values are
+      (nn.lora).
+    - `widened`: the number of separate matrices of each matmul, by name, with packed weights and
+      fp32 inputs (`WIDENED`). bitsandbytes casts these inputs to 16 bits and the results back.
+    - `copies_results`: the frozen matmul's result is copied before the adapter's is added
+      (peft/tuners/lora/bnb.py, Linear4bit).
     """
 
     rank: int
@@ -163,7 +168,7 @@ def _adapter_bytes_per_element(
     input; the output is scaled and added to the frozen matmul's output. The backward moves bytes
     for dropout, for the sum of the input gradients, and for scaling. An fp32 adapter first casts
     its input (_cast_input_dtype), and again for the matmul; with fp32 matmuls, it casts the sum of
-    the outputs instead. The same applies to gradients.
+    the outputs instead. Gradients are cast in the same places.
     """
     narrow = adapters.kept == "low" and not adapters.widened
     wide = item if narrow else np.full_like(item, _FP32)
@@ -198,12 +203,13 @@ def widening_s(
 def unit_waits_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, ahead: Floats, back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds, forward and backward, that a device waits for the FSDP units of adapters.
+    """Return the seconds, forward and backward, that a device waits while adapters are gathered.
 
-    peft wraps each of an adapter's two matrices (fsdp_auto_wrap_policy), and the host may gather
-    two units ahead (FSDP's limit_all_gathers: torch/distributed/fsdp/_limiter_utils.py). The host
-    therefore prepares an adapter's units while the device computes the frozen matrix and the
-    adapter, which take `ahead` seconds in the forward and `back` in the backward.
+    FSDP gathers parameters in units. peft makes each of an adapter's two matrices a unit
+    (fsdp_auto_wrap_policy), and the host may gather two units ahead (limit_all_gathers:
+    torch/distributed/fsdp/_limiter_utils.py). The host therefore prepares an adapter's units while
+    the device computes the frozen matrix and the adapter, which take `ahead` seconds in the forward
+    and `back` in the backward.
     """
     units = 2 * adapters.targets[weight.name].number
     one, other = (

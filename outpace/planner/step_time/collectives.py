@@ -14,7 +14,14 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class _Collectives:
-    """A step's collectives, in seconds without overlap, and the bytes of its gradients."""
+    """Seconds of a step's data-parallel collectives if nothing overlaps them.
+
+    - `grads`: bytes of a rank's gradients.
+    - `scatter`, `sum`: reduce-scatter, and all-reduce, of gradients over the ranks that shard.
+    - `gather`: all-gather of parameters.
+    - `weights`: broadcast or all-gather of the weights that ZeRO-1 has updated.
+    - `replicas`: all-reduce of gradients over replicas.
+    """
 
     grads: Floats  # bytes of gradients
     scatter: Floats
@@ -37,10 +44,10 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Ring:
-    """Seconds of context parallelism's keys and values in all layers, for one micro-batch.
+    """Seconds to transfer context parallelism's keys and values in all layers, per micro-batch.
 
-    `forward_s` and `backward_s` are the exposed times; `sent_s` and `sent_back_s` are the times on
-    the link.
+    `forward_s` and `backward_s` are the times that attention does not hide, `sent_s` and
+    `sent_back_s` the times that the link is busy.
     """
 
     forward_s: Floats
@@ -55,13 +62,14 @@ class Ring:
 
 
 def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
-    """Return the time of keys and values that circulate during attention.
+    """Return the time to send keys and values to the other context-parallel ranks during attention.
 
-    Keys and values travel around the ring in the forward and in the backward, gradients only in the
-    backward; recomputed attention sends keys and values once more. Each part of attention, to the
-    keys of one rank, takes equally long. If keys and values are gathered, only the first part of
-    attention can hide the gather. Gradients of a part are sent during the next part, so the last
-    part's are exposed. While the device waits for the host, parts arrive and are merged.
+    Keys and values are sent around a ring in the forward and in the backward, their gradients only
+    in the backward; recomputed attention sends keys and values once more. Attention is computed in
+    parts, one for the keys of each rank, which take equally long. If keys and values are gathered
+    instead, only the part for a rank's own keys can hide the gather. A part's gradients are sent
+    during the next part, so those of the last part are exposed. While the device waits for the host
+    to launch kernels, transfers continue, so this waiting time is subtracted.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
@@ -97,7 +105,7 @@ def ring(setup: StepTimeSetup, passes: StepPasses) -> Ring:
 def _exposed_ring_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return the exposed seconds of communication during attention to the keys of `parts` ranks."""
+    """Return the communication time that attention to the keys of `parts` ranks does not hide."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
@@ -137,16 +145,19 @@ def _ring_seconds(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, F
 
 
 def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
-    """Return the bytes per element to merge a part into outputs and gradients.
+    """Return the bytes moved per element to merge a part of ring attention with previous parts.
 
-    In order, they are for outputs, gradients of queries, and gradients of keys. Transformer
-    Engine's kernel reads two outputs in fp32 and writes one; gradients are counted like outputs.
-    outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written); gradients
-    are added the same way (parallel/context.py). torch uses operators (_SDPAMerger and
-    _templated_ring_attention_backward of torch/distributed/tensor/experimental/_attention.py): part
-    to fp32 (2 + 4), difference, product and difference of two (4 + 4 + 4, 4 + 4, 4 + 4 + 4); it
-    adds gradients (4 + 2 + 4), and copies those of keys once in _partial_update and once to send
-    them (about 4 + 4 each, the first for half of them). If compiled, each merge is one kernel.
+    In order, the results are for outputs, gradients of queries, and gradients of keys.
+
+    - Transformer Engine: a kernel reads two outputs in fp32 and writes one (12). Gradients of
+      queries count the same, those of keys nothing.
+    - outpace (parallel/context.py): it scales the sum of previous parts (reads 4, writes 4), then
+      adds the new part (reads 4 + 2, writes 4). Gradients are only added (10).
+    - torch (_SDPAMerger and _templated_ring_attention_backward of
+      torch/distributed/tensor/experimental/_attention.py): operators cast the part to fp32 (2 + 4)
+      and compute a difference, a product, and a difference (4 + 4 + 4, 4 + 4, 4 + 4 + 4). Gradients
+      are added (4 + 2 + 4). Those of keys are copied in _partial_update (4 + 4, for half of them)
+      and again to be sent (4 + 4). If compiled, each merge is one kernel.
     """
     if setup.question.stack.ring == "engine":
         return 12.0, 12.0, 0.0
@@ -160,10 +171,10 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return the time to send tokens to their experts and back, with two all-to-alls per pass.
 
     Each tp rank sends its share of the tokens. Ranks that have parts of the same experts gather the
-    tokens that any of them received, and reduce-scatter the sums; the bytes are those of other tp
-    collectives (`passes._tensor_collectives`) times the experts per token. `busy` is the seconds of
-    passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
-    another's computation.
+    tokens that any of them received, and reduce-scatter the experts' results. The bytes are those
+    of other tp collectives (`passes._tensor_collectives`) times the experts per token. `busy` is
+    the seconds of forwards and backwards; they hide these collectives if the stack overlaps one
+    micro-batch's collectives with another's computation.
     """
     c = setup.columns
     total = np.zeros(len(c))
@@ -197,11 +208,11 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Float
 def exposed_data_s(
     setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime, keys: Ring
 ) -> Floats:
-    """Return the exposed time of reducing gradients and gathering sharded parameters.
+    """Return the time of data-parallel collectives that forwards and backwards do not hide.
 
-    If a pipeline's ranks differ, exposed time may make another rank the slowest. While context
-    parallelism's `keys` are exposed, these collectives run too, except on a shared link, where they
-    wait.
+    These collectives reduce gradients and gather sharded parameters. If a pipeline's ranks differ,
+    the result is for the rank that becomes the slowest with its collectives. The collectives also
+    run while the device waits for context parallelism (`keys`), unless both use the same link.
     """
     c, collectives = setup.columns, _estimate_collectives(setup)
     near = c.tp * c.cp <= setup.fabric.per_node
@@ -338,11 +349,13 @@ def _zero_exposed_s(setup: StepTimeSetup, comms: _Collectives, ahead: _Pass, bac
 def _stage_exposed_s(
     setup: StepTimeSetup, comms: _Collectives, ahead: _Pass, back: _Pass
 ) -> Floats:
-    """Return the exposed time per pass of pipelines that reduce gradients after the last backward.
+    """Return the exposed time of a pipeline's collectives per accumulation step.
 
-    Parameters are either gathered in the first forward and kept, or dropped after each forward and
-    kept after each backward. In the latter case, each further gather is in a forward for gpipe,
-    which runs all forwards first, and in a backward for other schedules.
+    This is for pipelines that shard weights. Gradients are reduced after the last backward.
+    Parameters are either gathered in the first forward and kept, or freed after each forward and
+    gathered again for a backward, which keeps them for the next forward. If they are freed, each
+    further gather is during a forward for gpipe, which runs all forwards first, and during a
+    backward for other schedules.
     """
     c, units = setup.columns, np.maximum(setup.layers, 1.0) + 1
     one = np.ones(len(c))
@@ -359,17 +372,21 @@ def _stage_exposed_s(
 def _exposed_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
-    """Return the time of collectives that `times` repetitions of a pass do not hide."""
+    """Return the time of collectives that several passes do not hide.
+
+    `beside` is one pass, a micro-batch's forward or backward, and `times` the number of passes that
+    the collectives overlap. They are sent in `units` equal parts.
+    """
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 
 def _exposed_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
     """Return the time of reductions, or of gathers, that a micro-batch's passes do not hide.
 
-    Interleaved stages have separate collectives: a stage's parameters are gathered during the
-    forwards of the previous stage, for as many micro-batches as there are ranks, and its gradients
-    are reduced during the backwards of previous stages. Collectives of a rank's first stage can be
-    hidden by at most one micro-batch's pass.
+    With interleaved stages, each stage has its own collectives. A stage's parameters are gathered
+    during the forwards of the rank's previous stage, for as many micro-batches as there are ranks,
+    and its gradients are reduced likewise during backwards. Collectives of a rank's first stage can
+    be hidden by at most one micro-batch's pass.
     """
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
@@ -383,7 +400,8 @@ def _exposed_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units
 def _count_buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     """Return the number of buckets in which replicas all-reduce gradients.
 
-    The embedding's gradient is complete last, and its bucket is at least as large as the embedding.
+    The last bucket is exposed. It contains the embedding's gradient, which is complete last, so the
+    number of equal buckets is limited such that one is at least as large as the embedding.
     """
     c = setup.columns
     table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
@@ -403,10 +421,10 @@ def _unit_launch_s(setup: StepTimeSetup) -> Floats:
 
 
 def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the seconds of dp, where one link sends parameters to all replicas and gradients back.
+    """Return the seconds of communication of the strategies dp and ps (parameter servers).
 
-    ps sends the same over the servers' links, for each worker in turn, in both directions at the
-    same time.
+    In dp, one link sends parameters to all replicas and receives their gradients. In ps, the
+    servers' links do so for each worker in turn, in both directions at the same time.
     """
     c = setup.columns
     others = np.maximum(c.data_parallel - 1, 0)

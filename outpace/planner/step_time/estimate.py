@@ -70,9 +70,9 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of device work in all passes of a step, as the mean over ranks.
+    """Seconds of device work in all forwards and backwards of a step, as the mean over ranks.
 
-    `busy` is the seconds of the slowest rank, which all others wait for.
+    `busy` is not a mean: it is the time of the slowest rank.
     """
 
     matmuls: Floats
@@ -87,7 +87,7 @@ class _Passes:
 
     @property
     def fit(self) -> Floats:
-        """Return the factor that scales the parts down to the time of the passes; at most 1."""
+        """Return the factor that scales the parts down if their sum exceeds `busy`; else 1."""
         return np.minimum(1.0, self.busy / np.maximum(self.device_s, 1e-30))
 
 
@@ -131,7 +131,7 @@ def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return each plan's offloading by part, with the time that passes do not hide."""
+    """Return the bytes that each plan offloads and the seconds that this adds to its step."""
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)

@@ -43,13 +43,17 @@ Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 class Cells:
     """Distinct combinations of the values that a layer's time depends on, one entry each.
 
-    `rate` is the FLOP/s of matmuls, `item` the bytes per operand element, `wide` the bytes per
-    element of the residual stream, and `samples` the samples in a micro-batch. `norm_split` ranks
-    divide norms and the residual stream (sequence parallelism); `etp` ranks divide each expert.
-    `elementwise`: how a program without a compiler computes elementwise operations.
-    `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
-    `repeats_keys`, `shards_fp8` and `pads_tokens` are also traits of the program (catalog.stacks).
-    `uneven`: some experts get most of the tokens. `adapters` are trained on frozen weights.
+    - `rate`: FLOP/s of matmuls.
+    - `item`, `wide`: bytes per element of a matmul operand, and of the residual stream.
+    - `samples`: samples in a micro-batch.
+    - `norm_split`: number of ranks that divide norms and the residual stream (sequence
+      parallelism).
+    - `etp`: number of ranks that divide each expert.
+    - `uneven`: some experts get most of the tokens.
+    - `adapters`: adapters that are trained on frozen weights.
+
+    All other fields with defaults are traits of the program that trains (`catalog.stacks`), such as
+    `elementwise`: how it computes elementwise operations without a compiler.
     """
 
     rate: Floats
@@ -78,14 +82,17 @@ class Cells:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Device seconds by kind and number of launched operators of a layer, forward and backward.
+    """Seconds on the device, and number of launched operators, of one layer's forward and backward.
 
-    `inner_s` and `inner_operators` are attention within a forward, which some recomputation modes
-    skip; `products_s` is the seconds of a forward's weight matmuls. `last_s` is the time of the
-    MLP's last matmul if no backward reads its result, else 0. `second_s` is the time of every
-    second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
-    `weights_s` and `weights_operators` are the part of the backward for weight gradients. `units_s`
-    and `units_back_s` are the waits for the host if matrices of adapters are FSDP units.
+    - `weights_s`, `weights_operators`: the part of the backward that computes weight gradients.
+    - `products_s`: the forward's matmuls with weights.
+    - `inner_s`, `inner_operators`: attention itself, in a forward, which some recomputation modes
+      skip.
+    - `last_s`: the MLP's last matmul if no backward reads its result, else 0.
+    - `second_s`: every second matmul, which torchtitan's selective recomputation repeats (except in
+      8 bits).
+    - `units_s`, `units_back_s`: the time that the device waits for the host if each matrix of an
+      adapter is gathered separately by FSDP.
     """
 
     forward_s: Floats
@@ -369,7 +376,7 @@ def _sum_slice_gradients_s(device: DeviceRates, experts: Floats | float, nbytes:
 
 
 def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the number of expert operators beyond `_count_operators`, forward and backward."""
+    """Return how many operators experts add to `_count_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
@@ -410,7 +417,11 @@ def _frozen_weight_matmuls_s(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return what `_weight_matmuls_s` returns, for a frozen weight and its adapters."""
+    """Return the seconds of a frozen weight's matmuls, with its adapters.
+
+    In order, they are the forward, input gradients, and the adapters' weight gradients. `matmuls`
+    has the seconds of the first two without adapters.
+    """
     assert cells.adapters is not None
     one, inputs = matmuls
     grads = np.zeros_like(one)
@@ -459,9 +470,9 @@ def _fp8_cast_s(
 def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
     """Return the seconds of Transformer Engine's cast from 16 to 8 bits, per value and per call.
 
-    If weights are trained, a second copy is needed for their gradients: along columns, with
-    separate scales, if scales are per block; transposed, if matmuls accept only transposed
-    operands.
+    Trained weights need a second 8-bit copy for the matmuls of gradients. If scales are per block,
+    the copy has its own scales, for blocks along columns. Otherwise, it is a transposed copy,
+    needed only if matmuls on this device accept no other layout.
     """
     read, copy, kernels = _ENGINE_CASTS[cells.casts]
     blocks = cells.casts == "blocks"
@@ -473,7 +484,10 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
 def _unsplit_matmuls_s(
     device: DeviceRates, cells: Cells, matmuls: Sequence[MatmulShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield what `_weight_matmuls_s` returns for matmuls that tensor parallelism does not split."""
+    """Yield the seconds of matmuls that tensor parallelism does not split.
+
+    Each entry is the forward, input gradient and weight gradient of one of the `matmuls`.
+    """
     for matmul in matmuls:
         tokens = cells.samples * (matmul.positions or length) / cells.cp
         weight = Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
@@ -548,10 +562,10 @@ def _scores_matmuls_s(
 
 
 def _kernel_efficiency(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return a kernel's efficiencies, forward and backward, narrow-head factor, and half length.
+    """Return how fast a fused attention kernel is on this device.
 
-    The factor is for heads of width 64. At the half length, in keys, causal attention reaches half
-    of its rate.
+    In order: its efficiency in the forward and in the backward, a factor for heads of width 64, and
+    the number of keys at which causal attention reaches half of its full rate.
     """
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
@@ -595,7 +609,11 @@ def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
 def _layer_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return the bytes per token of norms, activations and sums, forward and backward."""
+    """Return the bytes per token that a layer's elementwise operators move, forward and backward.
+
+    These are norms, activations, rotations, dropout, casts, sums into the residual stream, and the
+    routing of tokens to experts.
+    """
     routed, routed_back = _routing_traffic(device, outline, stack, cells)
     widened: Floats | float = 0.0
     if cells.adapters is not None and cells.adapters.widened:
@@ -631,18 +649,19 @@ def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
 def _routing_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells
 ) -> tuple[Floats, Floats]:
-    """Return the bytes per token to permute tokens into the order of experts and back.
+    """Return the bytes per token to sort tokens by expert and to restore their order.
 
-    A token is read and written once for each of its experts, whose results are read, weighted and
-    summed. The backward does the reverse, and gradients of the routing weights read the results
-    again. tp ranks with whole experts each have a part of the tokens. If copies of tokens are sent,
-    they arrive in rank order, are sorted by the rank's experts, and are sorted back (Megatron-Core,
-    moe_utils.py, sort_chunks_by_idxs; torchtitan's permutation after the all-to-all).
+    Forward: a token is read, and written once for each of its experts; the experts' results are
+    read, weighted and summed. The backward does the reverse, and reads the results again for the
+    gradients of the routing weights. tp ranks with whole experts each have a part of the tokens. If
+    copies of tokens are sent with an all-to-all, they arrive in the order of ranks, are sorted by
+    expert, and are sorted back afterwards (Megatron-Core, moe_utils.py, sort_chunks_by_idxs;
+    torchtitan's permutation after the all-to-all).
 
     8-bit matmuls need a multiple of 16 or 32 tokens; programs that pad copy all tokens and all
     results. Megatron-Core uses separate operators to add the biases of experts and to clamp the
-    activation's input; all models whose experts have biases (gpt-oss) also clamp. Recipes that are
-    one CUDA graph do both within the matmuls.
+    activation's input; all models whose experts have biases (gpt-oss) also clamp. If the whole step
+    is one CUDA graph, both are done within the matmuls.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -668,9 +687,11 @@ def _routing_traffic(
 
 
 def _inner_norm_widths(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the widths per token of attention's own norms: those of heads, and those of latents.
+    """Return the widths per token of the norms within attention, on a rank.
 
-    Heads are queries and keys, which tp divides; latents are divided like the residual stream.
+    The first width is that of norms of heads (queries and keys), which tp divides. The second is
+    that of norms of the low-rank latents of latent attention, which are divided like the residual
+    stream.
     """
     a = stack.attention
     if a is None:
@@ -745,10 +766,11 @@ def _count_compiled_kernels(outline: Outline, stack: Stack, inner: float) -> tup
 def _eager_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return the bytes of `_layer_traffic` with one kernel per operator; on CPUs, also if compiled.
+    """Return the bytes of `_layer_traffic` if each operator is a separate kernel.
 
-    On a GPU, autocast casts a norm's output for the next matmul, and in the backward the branch's
-    gradient.
+    This applies to uncompiled layers, and on CPUs also to compiled ones. On a GPU, autocast casts
+    the output of a norm for the next matmul, and in the backward the gradient that enters each
+    branch of the residual stream.
     """
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
@@ -807,9 +829,10 @@ def _eager_traffic(
 
 
 def _narrow_row_slowdown(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[float, float]:
-    """Return the slowdown of head norms by narrow rows, forward and backward.
+    """Return how many times longer norms of attention heads take because their rows are narrow.
 
-    The slowdown applies to torch's kernel on a GPU; otherwise, the factors are 1.
+    The two factors are for forward and backward. They are 1 except for torch's norm kernel on a
+    GPU.
     """
     if device.kind != "cuda" or cells.elementwise != "kernels" or stack.attention is None:
         return 1.0, 1.0

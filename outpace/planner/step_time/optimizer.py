@@ -38,12 +38,13 @@ def optimizer_s(
     outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch, stepped: Floats,
     ahead_s: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """Return the seconds of an optimizer's step, with clipping, on a rank that updates `stepped`.
+    """Return the seconds of an optimizer's step, with clipping.
 
-    An operator runs while the host launches the next one, and the slower of the two determines the
-    time. `ahead_s` is how far the host is ahead of the GPU when the optimizer begins; it is None
-    unless outpace trains on a GPU, because other programs wait for the loss or the norm. Muon adds
-    the matmuls of its iteration and the gathers of its matrices.
+    `stepped` is the number of parameter elements that a rank updates. An operator runs while the
+    host launches the next one, and the slower of the two determines the time. `ahead_s` is how far
+    the host is ahead of the GPU when the optimizer begins; it is None unless outpace trains on a
+    GPU, because other programs wait for the loss or the norm. Muon adds the matmuls of its
+    iteration and the gathers of its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
@@ -73,7 +74,9 @@ def _gpu_bytes_and_operators(
 ) -> tuple[Floats, Floats]:
     """Return the bytes per parameter and operators per step of outpace's optimizers on a GPU.
 
-    `moved` is the bytes per parameter of uncompiled operators.
+    `moved` is the bytes per parameter of uncompiled operators. `spread` marks the plans with
+    sharded tensors, `compiled` those that compile the optimizer, and `fused` those that use a fused
+    kernel.
     """
     fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
     nbytes = _COMPILED_BYTES[c.optimizer]

@@ -12,7 +12,7 @@ from outpace.planner.memory.optimizer_bytes import (
     FEW_VALUES,
     JOINED_VALUES,
     MUON_BATCH_BYTES,
-    block,
+    scale_block_length,
 )
 from outpace.planner.memory.states import Shape, layer_shapes
 from outpace.planner.plan_columns import OPTIMIZERS, Bools, Floats, Ints, PlanBatch
@@ -86,9 +86,10 @@ def _count_muon(
     ops: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Return the number of Muon's operators, with AdamW's for all tensors that are not matrices.
+    """Return the number of operators of Muon's step, including AdamW's for other tensors.
 
-    On a GPU, AdamW is fused and counts nothing.
+    Muon updates the matrices of layers; vectors and all tensors outside of layers are AdamW's. On a
+    GPU, AdamW is a fused kernel and is not counted.
     """
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
@@ -169,7 +170,7 @@ def _group_by_scale_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
 
 
 def _block_length(kept: Kept, shape: Shape) -> int | None:
-    return None if kept == "bf16" else block(shape, kept)
+    return None if kept == "bf16" else scale_block_length(shape, kept)
 
 
 def _max_batched_values(largest: Floats | int, kind: str) -> Floats:

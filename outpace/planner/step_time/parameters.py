@@ -55,8 +55,9 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
         each = np.where(numbers.autocast, 6.0, 0.0)
         each = np.where(numbers.casts_shards, 6.0 / setup.shards, each)
         packed, base = setup.parameters.packed, setup.question.adapters.base_bytes or 0.0
-        each = each * (not setup.question.other_program) + _copies(setup) * c.shard_bytes()[0]
-        frozen_s: Floats = ((present - packed) * each + packed * _copies(setup) * base) / rate
+        copies = _count_buffer_copies(setup)
+        each = each * (not setup.question.other_program) + copies * c.shard_bytes()[0]
+        frozen_s: Floats = ((present - packed) * each + packed * copies * base) / rate
         return frozen_s
     # Weights are read in 4 bytes and written in 2, and gradients vice versa. If micro-batches
     # share the cast of weights (train.step), it happens once a step.
@@ -69,15 +70,16 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     if setup.question.stack.fuses_accumulation:
         add = FP32 / setup.micro
     packed, width = setup.parameters.packed, c.shard_bytes()[0]  # packed: gathered in 8 bits
-    copied = _copies(setup) * ((present - packed) * width + packed)
+    copied = _count_buffer_copies(setup) * ((present - packed) * width + packed)
     seconds: Floats = (present * (cast + add) + copied) / rate
     return seconds
 
 
-def _copies(setup: StepTimeSetup) -> Floats:
-    """Return the number of additional reads and writes of gathered parameters per micro-batch.
+def _count_buffer_copies(setup: StepTimeSetup) -> Floats:
+    """Return how often gathered parameters are read and written to copy them, per micro-batch.
 
-    Each gather is copied out of its buffer; a pipeline's micro-batches may share gathers.
+    Each gather is copied out of its buffer, by a read and a write. In a pipeline, several
+    micro-batches may use one gather.
     """
     c = setup.columns
     before_forwards = np.where(c.pp > 1, c.passes / setup.micro, 1.0)

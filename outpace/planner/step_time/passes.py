@@ -19,12 +19,13 @@ _CHECKPOINT_OPERATORS = 6
 
 @dataclass(frozen=True)
 class PassTime:
-    """One pass of a micro-batch: seconds on the device, on the host, and in tensor parallelism.
+    """One pass (forward or backward) of a micro-batch: its seconds on the device and on the host.
 
-    `weights_s` and `weights_host_s` are the device and host time for weight gradients, if the
-    schedule defers them to a pass of their own. A host runs ahead of its accelerator, so a pass
-    takes the time of the slower of the two; if they are the same device or take turns (`alone`), it
-    takes the sum.
+    `tensor_s` is the exposed communication of tensor parallelism. If the schedule defers weight
+    gradients to a pass of their own, `weights_s` and `weights_host_s` are their part of the
+    device's and the host's time. A host launches kernels ahead of its accelerator, so a pass takes
+    the time of the slower of the two. If the device is the host itself, or the host waits for each
+    kernel (`alone`), it takes the sum.
     """
 
     device_s: Floats
@@ -60,14 +61,18 @@ class PassTime:
 
 @dataclass(frozen=True)
 class _TensorCollectives:
-    """Collectives over tp ranks: seconds of sums, and the number that the host launches.
+    """Seconds of one layer's collectives over tp ranks.
 
-    `gather_s` and `scatter_s` are gathers of hidden states and reduce-scatters. `last_s` is the
-    collective that sums a layer's output. `gathers_s` is the gathers that selective recomputation
-    repeats, and `gathers_copied_s` their copies. `alone_s` is the reduce-scatters of a backward
-    that no matmul overlaps. `copied_s` and `copied_back_s` are copies of hidden states for the
-    collectives of a forward and of a backward, and `last_copied_s` those for the sum of a layer's
-    output.
+    - `sums_s`: the collectives that sum partial results, and `calls` the number that the host
+      launches.
+    - `gather_s`, `scatter_s`: one all-gather of hidden states, and one reduce-scatter.
+    - `last_s`: the collective that sums a layer's output.
+    - `gathers_s`, `gathers_copied_s`: the gathers that selective recomputation repeats, and the
+      copies that they need.
+    - `alone_s`: reduce-scatters of the backward that no matmul overlaps.
+    - `copied_s`, `copied_back_s`: copies of hidden states before and after the collectives of a
+      forward and of a backward.
+    - `last_copied_s`: the copies for the collective that sums a layer's output.
     """
 
     sums_s: Floats
@@ -180,10 +185,12 @@ def _count_tp_reductions(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _repeats_gathers(setup: StepTimeSetup) -> Floats:
-    """Return which plans gather matmuls' inputs again in selective recomputation, as 0 or 1.
+    """Return the fraction of blocks whose recomputation repeats the gathers of matmuls' inputs.
 
-    Where that mode repeats matmuls, it is a policy of operators that saves reduce-scatters but not
-    gathers (torchtitan 820504e, models/llama3/infra/parallelize.py, _save_list).
+    These are blocks with selective recomputation under sequence parallelism. Stacks whose selective
+    mode repeats matmuls list the operators whose results are saved, and the list has
+    reduce-scatters but no gathers (torchtitan 820504e, models/llama3/infra/parallelize.py,
+    _save_list).
     """
     selective = setup.columns.modes[:, MODES.index("selective")]
     repeats = setup.question.stack.repeats_matmuls != "none"
@@ -286,11 +293,11 @@ def _launch_s(setup: StepTimeSetup, operators: Floats) -> Floats:
 
 
 def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
-    """Return the collectives that sum one output of a layer over tp ranks.
+    """Return the tp collectives that sum the partial results of one matmul, such as the MLP's last.
 
     With sequence parallelism, they are an all-gather and a reduce-scatter with the same total bytes
     as an all-reduce (Korthikanti et al., arXiv 2205.05198, §4.2); the gathered tensor may have been
-    cast to 8 bits.
+    cast to 8 bits. All other times in the result are 0.
     """
     c, fabric = setup.columns, setup.fabric
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
@@ -309,11 +316,11 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 
 
 def _hidden_state_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds to copy hidden states for a gather and for a reduce-scatter.
+    """Return the seconds to copy hidden states for one gather or reduce-scatter over tp ranks.
 
-    The last two values are for the reduce-scatter: with an overlapping matmul, where ranks add up
-    what they received, and without one. A gather that overlaps a matmul copies only one rank's
-    part. Without overlap, a gather copies nothing if a micro-batch has one sample.
+    In order: a gather; a reduce-scatter that overlaps a matmul, after which ranks add up what they
+    received; a reduce-scatter without overlap. A gather that overlaps a matmul copies only one
+    rank's part. A gather without overlap copies nothing if a micro-batch has one sample.
     """
     c, rate = setup.columns, setup.device.memory_bytes_per_s
     if not setup.question.stack.copies_hidden:
@@ -329,9 +336,10 @@ def _hidden_state_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats
 
 
 def _exposed_tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
-    """Return the exposed time of a layer's tp reductions.
+    """Return the time of a layer's tp collectives that matmuls do not hide.
 
-    With async_tp, each one is sent in tp parts during its matmul.
+    Only with async_tp do matmuls hide them: each collective is then sent in as many parts as there
+    are tp ranks, while its matmul computes.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))

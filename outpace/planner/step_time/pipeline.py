@@ -19,11 +19,13 @@ _EXCHANGE_OPERATORS = 6
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Seconds of a micro-batch on a rank with the slowest stages, and on all stages together.
+    """Seconds per micro-batch of a pipeline's slowest rank and of all its stages.
 
-    `compute_s` is the computation of a rank with the slowest stages; `pace_s` adds its weight
-    traffic. `way_s` is the computation on all stages. `ranks` has the seconds and layers of the
-    ranks that may be the slowest: the first, one in between, and the last.
+    - `compute_s`: the computation of a rank with the slowest stages.
+    - `pace_s`: the same with the time to cast and accumulate its weights; the rate of the pipeline.
+    - `way_s`: the computation of all stages, one after the other.
+    - `ranks`: the seconds and the number of layers of ranks that may be the slowest: the first, one
+      in between, and the last.
     """
 
     pace_s: Floats
@@ -36,7 +38,7 @@ class PipelineTime:
 class Stages:
     """Seconds of a micro-batch on each stage of a plan's pipeline, and of a message between stages.
 
-    `posted_s` is the host's time to post a step's messages.
+    `posted_s` is the time that the host needs to start a step's sends and receives.
     """
 
     times: tuple[StageTime, ...]
@@ -116,13 +118,19 @@ def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
 def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> Floats:
     """Return the time that ranks wait for each other while the pipeline fills and drains.
 
-    For gpipe and 1f1b, the bubble is a micro-batch's time through all ranks except the slowest;
-    with v stages per rank, it is 1/v of that time (arXiv 2104.04473, §2.2). Split backwards fill
-    most of the bubble: of 1f1b's (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv
-    2401.10241, table 1). zbv and dualpipev leave as much, because the table's (p−1)(F+I−2W) omits
-    the forwards until the last rank begins (§6). With fewer micro-batches than ranks, looping
-    schedules also wait for the first micro-batch to come around. In a V, all ranks wait until the
-    first micro-batch has passed all stages. `weights` is W's fraction of a pass.
+    F, I and W are the times of a micro-batch's forward, input gradients and weight gradients on a
+    rank, p the number of ranks, and v the stages per rank. `weights` is W's fraction of their sum.
+
+    - gpipe and 1f1b: a micro-batch's time through all ranks except the slowest, (p−1)(F+I+W); with
+      several stages per rank, 1/v of it (arXiv 2104.04473, §2.2).
+    - zb: (p−1)(F+I−W)/v, because weight gradients fill most of the time (Qi et al., arXiv
+      2401.10241, table 1).
+    - zbv and dualpipev: the same, because the table's (p−1)(F+I−2W) omits the forwards until the
+      last rank begins (§6). All ranks wait at least until the first micro-batch has passed all
+      stages.
+
+    With fewer micro-batches than ranks, schedules with several stages per rank also wait for the
+    first micro-batch to return to the first rank.
     """
     c = setup.columns
     split = c.splits_backward()

@@ -29,15 +29,18 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class StepTimeQuestion:
-    """A model on a machine, the software that trains it, and its attention kernel.
+    """A model on a machine and the software that trains it, whose step time is asked.
 
-    `loader_tokens_per_s` is the rate at which a node loads data while it computes. `other_program`:
-    the trainer is not outpace. If another program shards parameters, its residual stream has 16
-    bits, regardless of the dtype of stored weights (torch's FSDP without autocast, Megatron-LM),
-    whereas outpace's is fp32 under autocast; its loss is eager, with a vocabulary that is not
-    padded. `stack` describes the software. `adapters` are trained on frozen weights, unless the
-    plans specify adapters themselves. `uneven`: some experts get most of the tokens, as with
-    trained routers (a power law of 1.2); otherwise, all get the same number.
+    - `kernel`: the attention kernel.
+    - `loader_tokens_per_s`: the rate at which a node loads data while it computes.
+    - `other_program`: the trainer is not outpace. If it shards parameters, its residual stream has
+      16 bits, regardless of the dtype of stored weights (torch's FSDP without autocast,
+      Megatron-LM), whereas outpace's is fp32 under autocast. Its loss is not compiled, and its
+      vocabulary is not padded.
+    - `stack`: the speed of the software.
+    - `adapters`: adapters that are trained on frozen weights, unless the plans specify some.
+    - `uneven`: some experts get most of the tokens, as with trained routers (a power law with
+      exponent 1.2). Otherwise, all get the same number.
     """
 
     outline: Outline
@@ -53,9 +56,10 @@ class StepTimeQuestion:
 
     @property
     def attention(self) -> Kernel:
-        """Return the attention kernel: the requested one, or for "fused" the stack's.
+        """Return the attention kernel that is used.
 
-        Returns "unfused" if the device has no fused kernel.
+        "fused" means the kernel that the software uses by default. The result is "unfused" if the
+        device has no fused kernel.
         """
         if not self.device.fused_attention:
             return "unfused"
@@ -83,10 +87,12 @@ class Numbers:
 class RankParameters:
     """Numbers of a rank's parameters before data parallelism shards them.
 
-    The rank computes with `present` parameters, of which `trained` have gradients, and has a shard
-    of `owned` parameters; these differ because ranks that divide experts also shard them. `packed`
-    are the present parameters that are gathered in fewer bits than matmuls use: matrices of blocks,
-    without biases, that the adapters' base stores packed or that are cast to 8 bits.
+    - `present`: parameters with which the rank computes.
+    - `trained`: those of them that have gradients.
+    - `owned`: parameters of which the rank has a shard. They differ from `present` because ranks
+      that divide experts also shard them.
+    - `packed`: those of `present` that are gathered in fewer bits than matmuls use. They are the
+      matrices of blocks, without biases, that are stored in 4 bits for adapters or cast to 8 bits.
     """
 
     present: Floats
@@ -148,17 +154,20 @@ class StepTimeSetup:
         return found
 
     def spread(self, values: Floats) -> Floats:
-        """Return one value per plan, given one value per cell."""
+        """Return one value per plan, given one value per entry of `cells`.
+
+        Many plans share an entry.
+        """
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
     @property
     def stops_early(self) -> Bools:
-        """Return which plans skip the last matmul in recomputation if nothing reads its result.
+        """Return which plans do not recompute a block's last matmul if nothing reads its result.
 
-        Blocks compiled by torch skip it; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are saved. Operands are saved before their matmul is
-        computed, except in 8 bits, with packed weights, and for a matmul with an adapter, where
-        they are saved afterwards.
+        Blocks compiled by torch leave it out (Transformer Engine's blocks are not compiled).
+        Without a compiler, a checkpoint can end once all tensors that the backward reads are saved
+        again. A matmul's operands are saved before it is computed, so it is skipped; in 8 bits,
+        with packed weights, or with an adapter, they are saved afterwards, so it is not.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -168,10 +177,11 @@ class StepTimeSetup:
         return stops
 
     def hides(self, matmuls: Floats | float) -> Floats:
-        """Return the fraction of a collective that passes hide, given their fraction of matmuls.
+        """Return the fraction of a collective's time that computation beside it hides.
 
-        The collective's multiprocessors are not available to other kernels. Matmuls that are
-        persistent kernels take `beside_collectives` times as long.
+        `matmuls` is the fraction of that computation spent in matmuls. A collective takes
+        multiprocessors from other kernels and slows them down. Matmuls that run as persistent
+        kernels then take `beside_collectives` times as long.
         """
         if not self.question.stack.overlaps:
             return np.zeros(len(self.columns))
@@ -188,10 +198,11 @@ class StepTimeSetup:
     def exposed_s(
         self, comm_s: Floats, compute_s: Floats, units: Floats, matmuls: Floats | float = 0.0
     ) -> Floats:
-        """Return the exposed time of communication in equal parts, all but one of which overlap.
+        """Return the time of communication that computation does not hide.
 
-        `units` is the number of parts. `matmuls` is the fraction of the overlapping computation
-        spent in matmuls that leave the collective no multiprocessors.
+        The communication is sent in a number of equal parts, `units`, of which all but one can
+        overlap the computation of `compute_s` seconds. `matmuls` is the fraction of this
+        computation spent in matmuls.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         return comm_s - self.hides(matmuls) * (comm_s - exposed)

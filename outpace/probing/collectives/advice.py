@@ -65,7 +65,7 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """Return notes on what this number of ranks and nodes cannot show."""
+    """Return notes on what cannot be measured with so few nodes, and how many to use."""
     if len(nodes) == 1:
         return [
             "all ranks are on one node, so the network between nodes is unknown. "

@@ -22,14 +22,21 @@ _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """Return a rank's data for a `draw`: (65521,) random fp32 values, repeated as needed."""
+    """Return the random data that a rank contributes to collectives: (65521,) fp32 values.
+
+    Every number `draw` has different data. Longer arrays repeat these values.
+    """
     seed = (0xC0DE + draw << 24) + rank
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Buffers:
-    """A rank's data and its receive buffer, which grow to the largest requested size."""
+    """A rank's send data and receive buffer, which grow to the largest requested size.
+
+    `source` has the data to send, `room` is the buffer to receive into, and `draw` counts how often
+    the data have been replaced.
+    """
 
     device: torch.device
     rank: int
@@ -49,21 +56,28 @@ class Buffers:
         self.room = torch.zeros_like(self.source)
 
     def add_dependents(self) -> list[Any]:
-        """Return a list for objects that use the buffers, which `release_dependents` empties."""
+        """Return a new list, in which a caller keeps objects that refer to these buffers.
+
+        `release_dependents` empties the list, so that memory of outgrown buffers is freed.
+        """
         self._held.append([])
         return self._held[-1]
 
     def release_dependents(self) -> None:
-        """Release the objects in all lists, which may refer to buffers from before they grew."""
+        """Empty the lists returned by `add_dependents`.
+
+        Objects in them may refer to buffers from before these grew, whose memory is then freed.
+        """
         for held in self._held:
             held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that values received earlier become wrong.
+        """Replace the send data in place, so that results received earlier become wrong.
 
-        With `size`, only the first `size` bytes are replaced.
+        A check can thus tell whether a call has received new data. With `size`, only the first
+        `size` bytes are replaced.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -116,10 +130,10 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return a prepared call of `reduce`, which sums in place.
+    """Return a prepared call of `reduce`, which sums over `ranks` ranks in place.
 
-    Repeated sums would overflow, so an array is replaced after some calls. Filling the arrays
-    before the calls is not timed.
+    Repeated sums of the same array would overflow, so each array is used for a limited number of
+    calls. Arrays are filled before the calls, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))
     todo: list[Tensor] = []

@@ -58,9 +58,10 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """Return a case of a collective of about `size` bytes, run by all groups of an axis at once.
+    """Return a benchmark case of a collective of about `size` bytes.
 
-    Its check has the same result on all ranks: if one rank finds an error, all ranks report it.
+    All groups of an axis run the collective at the same time. The case's check has the same result
+    on all ranks: if one rank finds an error, all ranks report it.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -100,7 +101,10 @@ def _case_key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return the first rank's error on all ranks, or None if no rank found one."""
+    """Return the error of the lowest rank that found one, or None if no rank did.
+
+    The result is the same on all ranks, so all of them must call this function.
+    """
     said = enumerate(gather_objects(wrong, control))
     return next((f"rank {rank}: {text}" for rank, text in said if text), None)
 

@@ -66,9 +66,10 @@ def axes_of(nodes: Nodes) -> list[Axis]:
 
 
 def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
-    """Yield slots of pairs: every pair within a node, and every pair of nodes by first rank.
+    """Yield sets of pairs of ranks that can be timed at the same time, because they share no links.
 
-    The pairs of a slot share no links, so they can be timed at the same time.
+    Together, the sets have every pair of ranks within a node, and every pair of nodes, represented
+    by their first ranks.
     """
     largest = max(map(len, nodes))
     for a, b in combinations(range(largest), 2):

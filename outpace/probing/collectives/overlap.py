@@ -38,10 +38,12 @@ def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
 def probe_overlap(
     place: AxisPlace, sizes: Sequence[int], clock: Clock, effort: Effort
 ) -> Turns[list[list[Figure]]]:
-    """Time computation, each collective at each size, and both together; return what is hidden.
+    """Measure how much of each collective's time overlaps with computation.
 
-    The computation consists of enough matmuls to take about as long as the collective. Raises
-    WrongResultError if a result is wrong before or after timing.
+    Times matmuls alone, each collective alone at each size, and both together. The matmuls take
+    about as long as the collective. Returns these three times and the hidden fraction as figures, a
+    list for each collective and size. Raises WrongResultError if a result is wrong before or after
+    timing.
     """
     matmul, right = _make_matmul(place.buffers.device)
     clock.seconds(matmul, 1)
@@ -61,7 +63,7 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """A collective that runs in the background of a computation."""
+    """A collective that is started before a computation and awaited after it."""
 
     collective: str
     count: int
@@ -134,7 +136,10 @@ def compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden fraction from the figures of computation, collective, and both."""
+    """Return the hidden fraction of a collective as a figure.
+
+    `found` has the times of the computation alone, the collective alone, and both together.
+    """
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)

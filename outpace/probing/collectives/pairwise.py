@@ -142,9 +142,10 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: TransferMaker
 ) -> tuple[Callable[[], Any], Check]:
-    """Return this rank's call for a slot of pairs, and the check of its result.
+    """Return this rank's call for pairs that are timed together, and the check of its result.
 
-    The call is made and checked once, so all ranks must call this. A rank in no pair stays idle.
+    The result is checked on all ranks once, so all ranks must call this function. A rank in no pair
+    gets a call that does nothing.
     """
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle

@@ -24,7 +24,7 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown relative to the others, by the factor `times`.
+    """A rank or link that is slower than the others, by the factor `times`.
 
     A repeated probe would measure a factor from `low` to `high`.
     """
@@ -101,9 +101,10 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _find_slower(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return the ranks or links that are `slower` times slower beyond noise, slowest first.
+    """Return the ranks or links that are slower than the others by more than the factor `slower`.
 
-    `ratios` has the times of each, relative to those of the others, one per round.
+    Noise is taken into account. `ratios` has the times of each rank or link, divided by those of
+    the others, one per round. The result is sorted, slowest first.
     """
     found = []
     for who, of in ratios.items():

@@ -121,7 +121,11 @@ def _describe_implied_clocks(
 
 
 def _describe_implied_clock(figure: Figure, features: Collection[str]) -> str | None:
-    """Return the clock that explains the best rate if all units were always busy, or None."""
+    """Return a note on the clock at which the best rate would be the processor's peak, or None.
+
+    If the real clock is close to it, matmuls can hardly be faster. Returns None if the catalog does
+    not have the processor's operations per cycle.
+    """
     dtype: Dtype = figure.key.of["dtype"]  # type: ignore[assignment]
     span = flops_per_cycle(features, dtype)
     if span is None or figure.value is None:
@@ -137,7 +141,10 @@ def _describe_implied_clock(figure: Figure, features: Collection[str]) -> str | 
 
 
 def _report_slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Report the cost of the worst size just above a round one, per dtype and dimension."""
+    """Report how much slower matmuls become if a dimension is slightly larger than a round size.
+
+    The worst size is reported, per dtype and dimension.
+    """
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":
@@ -167,7 +174,11 @@ def _report_slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
 def _report_granularity(
     figures: Sequence[Figure], device: torch.device, features: Collection[str]
 ) -> list[Advice]:
-    """Report the tiles that fine sweeps show, with waves on a GPU and thread blocks on a CPU."""
+    """Report at which multiples of a dimension the time of a matmul rises in steps.
+
+    Such steps come from tiles of the kernel, on a GPU also from waves of tiles over its
+    multiprocessors, and on a CPU from the blocks that threads divide.
+    """
     found = []
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]

@@ -225,7 +225,10 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Return matmuls with each dimension in small steps, to detect tiles and a GPU's waves."""
+    """Return matmuls with each dimension in small steps.
+
+    Their times show the tiles of the kernel, and a GPU's waves of tiles over its multiprocessors.
+    """
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -243,7 +246,10 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Return the coarse steps of m and n on a CPU again, on a single thread."""
+    """Return matmuls with m and n in steps of 8, on a single thread of a CPU.
+
+    `fine_cases` has the same shapes on all threads; the ratio shows how threads divide the work.
+    """
     shapes = [
         (dim, _offset_shape(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)
     ]
@@ -255,7 +261,10 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return matmuls whose dimensions exceed a round size by 1 to 3 × (1, 8, 16, 64 or 128)."""
+    """Return matmuls with one dimension slightly above a round size, and one with none above it.
+
+    Sizes are larger by a multiple (1 to 3 times) of 1, 8, 16, 64 or 128.
+    """
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -304,7 +313,7 @@ def model_cases(
     """Return cases of a model's matmuls, and the names of omitted ones.
 
     A matmul is omitted if its operands do not fit, if the dtype does not support its shape, or if
-    one call of each would exceed `within_s`.
+    it and all smaller ones, called once each, would take longer than `within_s`.
     """
     shapes = model_shapes(spec, tokens)
     shapes |= {} if forward_only else backward_shapes(shapes)
@@ -323,7 +332,7 @@ def _matmul_flops(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return candidates for the best shape: the fastest shapes, and multiples of the very fastest.
+    """Return candidates for the fastest shape: the fastest so far, and the first of them doubled.
 
     Candidates are timed again, because the best of many timings is partly due to luck.
     """

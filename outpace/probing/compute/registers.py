@@ -12,10 +12,11 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a matmul's dimension in registers of `bits` bits; None if unrelated.
+    """Describe a `step` of a matmul's dimension as a number of registers of `bits` bits.
 
-    Matmuls accumulate in fp32, so a register holds adjacent sums along m and n, and adjacent
-    operands along k.
+    A step is the increment of the dimension at which the time rises. Matmuls accumulate in fp32, so
+    a register holds adjacent sums along m and n, and adjacent operands along k. Returns None if the
+    step is neither a multiple nor a fraction of a register.
     """
     row = min(bits, _ROW_BITS)
     whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"

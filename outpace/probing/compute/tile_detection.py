@@ -58,9 +58,11 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
 def find_waves(
     columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
 ) -> tuple[tuple[int, int], float] | None:
-    """Return the tile whose waves explain a sweep of n, and the explained fraction.
+    """Return the tile size whose waves explain a sweep's times, and the explained fraction.
 
-    Returns None if no tile's waves fit much better than a straight line.
+    The sweep has one matmul per number of columns. A wave is as many tiles as the GPU has
+    multiprocessors; each further wave takes as long as the first. Returns None if no tile size fits
+    much better than a straight line.
     """
     n, t = np.asarray(columns, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:
@@ -84,9 +86,10 @@ def find_threads(
 ) -> tuple[int, float] | None:
     """Return the width of the blocks that threads divide among them, and the explained fraction.
 
-    The widths are fitted to the speed-up of all threads over one: if blocks do not divide evenly,
-    threads are idle. Steps of tiles occur in both times and cancel out. Returns None if no width
-    fits much better than a straight line.
+    `alone_s` and `together_s` are the times of the sizes with one thread and with all. Each width
+    is fitted to their ratio, because threads are idle if the blocks cannot be divided evenly. Steps
+    due to tiles occur in both times and cancel out. Returns None if no width fits much better than
+    a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)

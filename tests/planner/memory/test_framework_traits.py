@@ -15,7 +15,7 @@ from outpace.planner.memory.framework_traits import (
     OUTPACE,
     FrameworkTraits,
 )
-from outpace.planner.memory.fullest_rank import places
+from outpace.planner.memory.fullest_rank import fullest_ranks
 from outpace.planner.memory.peak import anatomy, held_bytes, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.memory.setup import MemoryQuestion
@@ -219,7 +219,10 @@ def test_stages_of_equal_numbers_of_blocks_are_equal():
     """The head is worth eight of these blocks, for which outpace's last stage has one alone."""
     axes = {"pp": 4, "pp_schedule": "1f1b", "pp_microbatches": 8}
     counts = [
-        [place.layers[0] for place in places(gpt(), columns_of(megatron(stage_split=cut, **axes)))]
+        [
+            place.layers[0]
+            for place in fullest_ranks(gpt(), columns_of(megatron(stage_split=cut, **axes)))
+        ]
         for cut in ("even", "cost")
     ]
     assert counts[0] == [3, 3, 3]
