@@ -111,7 +111,6 @@ class Adafactor(torch.optim.Adafactor):
 def _step_arguments(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
-    """Return the arguments `numbers` and `constants` for `step_tensor`."""
     least = group["eps"][0] or torch.finfo(parameter.dtype).eps
     numbers = (
         step ** group["beta2_decay"],
@@ -122,7 +121,10 @@ def _step_arguments(
 
 
 def _stacking_key(parameter: nn.Parameter, count: float) -> Hashable:
-    """Return a key that parameters must share to be updated together; None for scalars."""
+    """Return a key; parameters with equal keys can be stacked and updated as one.
+
+    Returns None for a scalar, which is updated alone.
+    """
     gradient = parameter.grad
     if gradient is None or not parameter.ndim:
         return None
@@ -141,9 +143,10 @@ def step_tensor(
     """Update `weight`, this rank's part of `parameter`, in place.
 
     `weight` may be a stack of several parameters of one shape, along an extra first dimension.
-    `means` are the running means of squared gradients: one per element, or one over columns and one
-    over rows. `numbers` are 1 − β̂₂, the bound of the relative step, and the weight decay factor.
-    `constants` are Adafactor's ε₁, ε₂ and d.
+    `means` are the running means of squared gradients: a single tensor with a mean for each
+    element, or two tensors with means over columns and over rows. `numbers` are 1 − β̂₂, the upper
+    bound of the relative step size, and 1 − lr · weight_decay. `constants` are Adafactor's ε₁, ε₂
+    and d.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -158,7 +161,12 @@ def step_tensor(
 def _update_means(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, eps: float
 ) -> Tensor:
-    """Update the running means of squares; return the estimate of each element's mean square."""
+    """Update the running means of squared gradients, in place.
+
+    `square` has the new squared gradients, which enter the means with the weight `new`. Returns an
+    estimate of the running mean for each element. If `means` has means over columns and means over
+    rows, this is their product, divided by the overall mean.
+    """
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
@@ -179,10 +187,11 @@ def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
 
 
 def _root_mean_square(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return the root mean square of `part`, or of each tensor if `part` is a stack.
+    """Return the root mean square of the whole tensor of which `part` is this rank's shard.
 
-    `part` is sharded like `parameter`, and sums include all ranks. A stack has one more dimension
-    than `parameter`, the first.
+    `part` is sharded like `parameter`, and sums include the shards of all ranks. If `part` has one
+    dimension more than `parameter`, it is a stack of tensors along the first dimension, and the
+    result has one value for each of them.
     """
     square = part.square()
     several = part.ndim > parameter.ndim

@@ -35,13 +35,14 @@ def make_optimizer(
     wide_values: dict[str, Tensor] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Create the optimizer `name` over the trained parameters.
+    """Create the optimizer `name` over the parameters that require gradients.
 
-    `place` is a layout's `make_optimizer`, which decides where parameters are updated.
-    `master_weights` adds fp32 copies of the parameters to the optimizer. They start from
-    `wide_values`, which maps names to this rank's parts of the initial values and is emptied.
-    `compiled`: torch.compile fuses the update's many operators into a few kernels, if the optimizer
-    supports it.
+    `place` creates the optimizer from parameter groups and a function that builds one from groups.
+    A layout's `make_optimizer` does this so that each rank updates the parameters that it should.
+    `master_weights` adds fp32 copies of the parameters (master weights) to the optimizer. They
+    start from `wide_values`, which maps parameter names to this rank's parts of the fp32 initial
+    values; values are removed from it as they are used. `compiled`: torch.compile fuses the
+    update's many operators into a few kernels, if the optimizer supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
@@ -56,7 +57,10 @@ def make_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without the queries to torch.compile in its step, which load the compiler."""
+    """torch's AdamW with a step that does not import torch's compiler.
+
+    torch's decorated step asks torch.compile whether it is tracing, which imports the compiler.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -152,7 +156,10 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Set an optimizer's learning rate and the step's number (from 1), which seeds its rounding."""
+    """Set an optimizer's learning rate, and the number of its next step (from 1).
+
+    Optimizers that round stochastically derive their random numbers from the step's number.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:
@@ -160,7 +167,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Update a single parameter, with the same result as in a step of all parameters."""
+    """Step the optimizer for one parameter, which changes as in a step of all parameters."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]

@@ -18,9 +18,10 @@ from outpace.records.errors import error_summary
 
 
 class CompiledStep:
-    """An update function that is compiled for each kind of arguments, with an eager fallback.
+    """An update function that is compiled once for each kind of arguments.
 
-    Tensor arguments of one kind may differ in their first dimension.
+    Calls of one kind share compiled code, so their tensors may differ only in the size of the first
+    dimension. If compilation fails, the function runs without it from then on.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -29,7 +30,7 @@ class CompiledStep:
         self._fails = False
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
-        """Call the function compiled for `kind`, which updates tensors in `arguments` in place."""
+        """Call the function compiled for this `kind`, which changes tensors in `arguments`."""
         if self._fails:
             self._function(*arguments)
         elif kind in self._compiled:

@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class Addresses(NamedTuple):
-    """Addresses of parameters and their gradients."""
+    """Memory addresses of parameters and of their gradients."""
 
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
@@ -38,7 +38,11 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Tables on the device: addresses of all tensors, and the block that each program updates."""
+    """Tables in device memory that tell each program of the Triton kernel what to update.
+
+    They contain the addresses of all tensors and, for each program, its tensor and the first
+    element of its block.
+    """
 
     addresses: Addresses  # gradients move each step; weights move when their memory is replaced
     gradient_table: Tensor  # (tensors,) int64
@@ -49,14 +53,14 @@ class _Table:
 
 
 class FusedMasterAdamW:
-    """A Triton kernel that applies AdamW to master weights and rounds the weights from them."""
+    """A Triton kernel that updates fp32 master weights by AdamW and rounds them to the weights."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, ...], _Table] = {}
         self._runs: bool | None = None  # whether Triton can build the kernel here; None until tried
 
     def forget(self) -> None:
-        """Drop the cached addresses. Call this after states have moved."""
+        """Drop the cached addresses. Call this after optimizer states have moved in memory."""
         self._tables.clear()
 
     def step(
@@ -67,12 +71,12 @@ class FusedMasterAdamW:
         factor: Tensor | None,
         addresses: Addresses,
     ) -> bool:
-        """Step a group's parameters; return whether the kernel has run.
+        """Step a group's parameters with the kernel; return False if the kernel cannot be built.
 
         `addresses` are those of the parameters and their gradients. `states` have "master",
         "exp_avg", "exp_avg_sq" and "step". `factor`, one fp32 value on the device, multiplies the
-        gradients. If Triton cannot build the kernel (for example, without a C compiler), warn once
-        and change nothing.
+        gradients. If Triton cannot build the kernel (for example, without a C compiler), this warns
+        once and changes nothing.
         """
         if self._runs is False:
             return False
@@ -203,7 +207,7 @@ def _make_table(
 
 
 def _copy_to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers to a device without waiting for it."""
+    """Copy integers to a device asynchronously, so that the host does not wait."""
     on_host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 

@@ -17,7 +17,7 @@ def _update_block(
     gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
     correction2_root, decay, beta1, rest1, beta2, rest2, eps, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Apply AdamW to one block of a tensor; if MASKED, `inside` marks the valid elements."""
+    """Apply AdamW to one block of a tensor; if MASKED, only to the elements that `inside` marks."""
     mask = inside if MASKED else None
     g = tl.load(gradient + places, mask=mask).to(tl.float32) * factor
     p = tl.load(master + places, mask=mask)

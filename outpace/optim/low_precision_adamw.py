@@ -132,7 +132,11 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._stepped.clear()
 
     def _current_step_parts(self, stepped: list[nn.Parameter]) -> "_StepParts":
-        """Return the parameters' local parts; reuse the last step's if no tensor has moved."""
+        """Return this rank's parts of the parameters to step.
+
+        The objects of the last step are reused if no tensor has been replaced or moved to other
+        memory.
+        """
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
@@ -167,10 +171,10 @@ class LowPrecisionAdamW(KeepsDtypes):
     def _update_batch(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Update the parts of a batch in place.
+        """Update the parts of parameters in a batch, in place.
 
-        If parts are joined or kernels are compiled, tensors are viewed as rows: one for each block
-        of values that share a scale.
+        If the batch has several parts or kernels are compiled, tensors are viewed as matrices with
+        a row for each quantization block (values that share a scale).
         """
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
@@ -207,7 +211,11 @@ class LowPrecisionAdamW(KeepsDtypes):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
     def _step_streams(self, batch: "_Batch", number: int) -> Streams | None:
-        """Return a batch's counter-based random streams for this step; None if it needs none."""
+        """Return a batch's counter-based random streams for this step.
+
+        Returns None if nothing in the batch is rounded at random, or if generators are used
+        instead.
+        """
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
         if batch.streams is None:
@@ -242,11 +250,11 @@ class LowPrecisionAdamW(KeepsDtypes):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """This rank's part of a parameter.
+    """This rank's part of a parameter, and its moments.
 
     `counted`: random numbers for rounding are counter-based (`random_words`), not drawn from a
     generator. `address` is that of the weight, or None if the weight has no memory. `held` are the
-    moments as stored in the state.
+    tensors in the optimizer's state that store the moments.
     """
 
     parameter: nn.Parameter
@@ -257,7 +265,7 @@ class _Part:
     held: tuple[Tensor, ...]
 
     def is_current(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
-        """Return whether the part refers to the parameter's current weight and state."""
+        """Return whether the parameter still has this part's weight memory and moments."""
         if self.address is None or self.address != weight.data_ptr():
             return False
         held = _stored_moments(state)
@@ -265,29 +273,32 @@ class _Part:
 
     @property
     def length(self) -> int:
-        """Return the number of values that share a scale."""
+        """Return the size of quantization blocks, whose values share a scale; 1 if unquantized."""
         scale = self.moments[0][1]
         return 1 if scale is None else self.weight.numel() // scale.numel()
 
     @cached_property
     def rounds(self) -> tuple[bool, ...]:
-        """Return whether each moment and the weight are rounded with random numbers."""
+        """Return whether each moment and the weight are in bf16 and so rounded at random."""
         kept = (*(moment[0] for moment in self.moments), self.weight)
         return tuple(one.dtype == torch.bfloat16 for one in kept)
 
     @cached_property
     def is_dense(self) -> bool:
-        """Return whether all tensors of the part can be viewed as rows."""
+        """Return whether the weight and the stored moments are all contiguous."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
         return all(one.is_contiguous() for one in (self.weight, *held))
 
     @cached_property
     def kind(self) -> Hashable:
-        """Return the properties that parts must share to be updated together."""
+        """Return the properties in which parts must agree to be updated together."""
         return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:
-        """Return views of the weight, each moment and its scales (if any), one row per block."""
+        """Return the weight, each moment and its scales (if any), viewed as matrices.
+
+        Each matrix has one row per quantization block.
+        """
         count = self.weight.numel() // self.length
         seen = [self.weight.view(count, -1)]
         for held, scale, _ in self.moments:
@@ -300,7 +311,7 @@ def _stored_moments(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 class _StepParts:
-    """The parts that a step updates together, their step counts, and their batches."""
+    """Parts of the parameters that are stepped, their step counts, and the last step's batches."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
         self._parts = parts
@@ -321,9 +332,10 @@ class _StepParts:
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
-        """Return a step's batches; reuse the last ones if gradients have the same form.
+        """Return the batches of a step; reuse those of the last step if they are still valid.
 
-        A gradient's form is its dtype and contiguity. Step counts must also differ as before.
+        They are valid if each gradient has the same dtype and contiguity as in the last step, and
+        if the differences between the parameters' step counts are the same.
         """
         kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
         given = kinds, [count - counts[0] for count in counts]
@@ -338,7 +350,7 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are updated together; `places` are their positions among the parts of a step."""
+    """Parts that are updated together; `places` are their positions in the list of all parts."""
 
     parts: list[_Part]
     places: list[int]
@@ -351,9 +363,10 @@ class _Batch:
 def _make_batches(
     parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
 ) -> list[_Batch]:
-    """Join parts of one kind that have equal step counts.
+    """Group parts that agree in `_Part.kind`, step count and `kinds` into batches.
 
-    `kinds` has each gradient's dtype, and whether the gradient and the part are dense.
+    `kinds` has, for each part, its gradient's dtype, and whether both the gradient and the part are
+    contiguous; a part that is not gets a separate batch. Parts without elements are left out.
     """
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
     if not here:  # all values are on other ranks
@@ -385,9 +398,10 @@ def _flatten(tensors: list[Tensor]) -> Tensor:
 def _draw_rounding_bits(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Draw random numbers for each moment and the weight, in rows; None where not rounded.
+    """Draw random bits for rounding each moment and the weight of the parts in a batch.
 
-    `random` has the generators of each part.
+    Returns matrices with one row per quantization block, or None for a tensor that is not rounded
+    at random. `random` has the generators of each part.
     """
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):

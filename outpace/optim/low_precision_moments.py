@@ -62,11 +62,12 @@ def step_moments(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update a weight and its two moments, in place.
+    """Update a weight and its two moments by AdamW, in place.
 
-    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise` has the random numbers for both moments
-    and the weight; if `streams` is given, counter-based random numbers are used instead. `numbers`
-    is the result of `step_numbers`.
+    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise` has random bits or a generator for
+    rounding each moment and the weight, or None where nothing is rounded at random. If `streams` is
+    given, counter-based random bits are drawn from it instead. `numbers` is the result of
+    `step_numbers`.
     """
     if streams is not None:
         noise = _rounding_bits(weight, moments, streams)
@@ -90,9 +91,10 @@ def step_moments(
 def _rounding_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 random bits per value for the moments and the weight; None for those not in bf16.
+    """Return 16 random bits per value for moments and weight; None for tensors not in bf16.
 
-    The bits for both moments and the weight of a parameter's element come from one 64-bit word.
+    The bits for one element of a parameter (its two moments and its weight) are parts of one 64-bit
+    random word.
     """
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
@@ -103,7 +105,7 @@ def _rounding_bits(
 
 
 def step_numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
-    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and the weight decay factor, as fp32 tensors."""
+    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr · weight_decay as fp32 tensors; `step` is t."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     kept = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept

@@ -18,13 +18,14 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """An inner optimizer from `build`, applied to fp32 master weights of 16-bit weights.
+    """An optimizer that keeps an fp32 master weight for each parameter.
 
-    After each step, the weights are rounded from the master weights. Gradients may be fp32 (if the
-    parameter's `grad_dtype` says so) or in the weights' dtype. A parameter's state has its master
-    weight as "master". `values` maps names of parameters (see `noise`) to this rank's parts of the
-    initial fp32 weights, which become the master weights and are removed from `values`. Other
-    master weights start from the parameters' values.
+    `build` creates the inner optimizer, which updates the master weights. The parameters, in 16
+    bits, are then rounded from them. Gradients may be fp32 (if the parameter's `grad_dtype` says
+    so) or in the weights' dtype. A parameter's state has its master weight as "master". `values`
+    maps names of parameters (see `noise`) to this rank's parts of the initial fp32 weights, which
+    become the master weights and are removed from `values`. Other master weights start from the
+    parameters' values.
 
     `factor` multiplies the gradients of master weights in the next step only. If the inner
     optimizer is fused, its kernels skip the steps that fp16 must skip (`grad_scale` and `found_inf`
@@ -68,7 +69,7 @@ class MasterWeights(KeepsDtypes):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the master weights and round the weights from them, chunk by chunk."""
+        """Update the master weights and then the weights, one chunk of parameters at a time."""
         factor, self.factor = self.factor, None
         with self._pass_on_grad_scaler():
             self._step_groups(factor)
@@ -121,9 +122,10 @@ class MasterWeights(KeepsDtypes):
             self._fused.forget()
 
     def _prepare_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state, created if it is empty, with the current master weight.
+        """Return a parameter's state, in which "master" is this optimizer's master weight.
 
-        If the state was loaded, copy its master weight into the current one.
+        An empty state is filled first. If the state was loaded from a checkpoint, the loaded master
+        weight is copied into this optimizer's.
         """
         state: dict[str, Any] = self.state[parameter]
         if not state:

@@ -45,5 +45,5 @@ def step_counts(steps_P: Tensor) -> list[float]:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has no memory, as in a trace (fake) or on the meta device."""
+    """Return whether a tensor has no storage: it is fake (in a trace) or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta

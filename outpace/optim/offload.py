@@ -29,16 +29,20 @@ UNIT_BYTES = 4 << 20
 
 
 def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
-    """Return `build`, wrapped if the plan offloads the optimizer or keeps parameters on disk."""
+    """Return `build`, changed to offload what the plan says.
+
+    If the plan offloads the optimizer or keeps parameters on disk, the result creates an
+    `OffloadedOptimizer`.
+    """
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter is updated through a copy on the host, its twin.
+        """Return whether the optimizer updates a copy of the parameter on the host, its twin.
 
-        A parameter on a CPU has a twin only if the plan offloads the optimizer to host memory and
-        does not offload parameters.
+        A parameter on a GPU always has a twin. A parameter on a CPU has one only if the plan's
+        `offload_optimizer` is "cpu" and its `offload_parameters` is "none".
         """
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
@@ -59,7 +63,7 @@ def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[
 
 
 def _versions(parameter: Tensor) -> tuple[int, int]:
-    """Return the numbers of writes to a parameter and to its local part, which count separately."""
+    """Return torch's version counters (numbers of writes) of a parameter and of its local shard."""
     return parameter._version, local(parameter)._version
 
 
@@ -76,7 +80,7 @@ class _CopyStreams:
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
-        """Return a copy of a tensor in host memory, which is page-locked if the device is a GPU.
+        """Copy a tensor to host memory, which is page-locked if the device is a GPU.
 
         The copy is asynchronous unless `wait` is set.
         """
@@ -84,12 +88,12 @@ class _CopyStreams:
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """Make copies to the host wait for the work launched so far, which computes gradients."""
+        """Make later copies to the host wait for work launched so far, which computes gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Make work that is launched later wait for the new weights."""
+        """Make the GPU's later work wait until the new weights have been copied to the GPU."""
         if self.up is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.up)
 
@@ -98,9 +102,9 @@ class _CopyStreams:
 class _Unit:
     """Parameters that are updated together, by a separate optimizer over their twins.
 
-    A twin is the parameter's copy on the host, or the parameter itself if it has no copy. If
-    something else than the last step wrote to a parameter, as far as `versions` tell, or if
-    `reads_weights` is set, the parameter is first copied to its twin.
+    The twin of a parameter is its copy on the host, or the parameter itself if it has no copy.
+    `versions` are the parameters' version counters after the last step. If a counter has changed
+    since, or if `reads_weights` is set, the parameter is copied to its twin before the next step.
     """
 
     parameters: Sequence[Tensor]
@@ -113,7 +117,10 @@ class _Unit:
     _arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Prefetch from disk, and start copying gradients and changed weights to the host."""
+        """Start the transfers that the unit's next step needs.
+
+        These read the unit's data on disk, and copy gradients and changed weights to the host.
+        """
         prefetch(self.regions)
         with _stream_context(self.streams.down):
             for number, (parameter, twin) in enumerate(self._pairs_with_twins()):
@@ -128,7 +135,7 @@ class _Unit:
             self._arrived = self.streams.down.record_event()
 
     def step(self, group: dict[str, Any]) -> None:
-        """Step the twins with the group's settings, and start copying the weights back."""
+        """Update the twins with the settings of `group`, and start copying them to parameters."""
         for own in self.inner.param_groups:
             own.update({name: value for name, value in group.items() if name != "params"})
         if self._arrived is not None:
@@ -149,12 +156,12 @@ class _Unit:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer that `build` creates from `groups`, with its state in host memory or on disk.
+    """An optimizer whose state is in host memory or on disk.
 
-    `has_twin` returns whether a parameter is updated through a copy on the host. `disk` stores
-    states and copies (None: host memory). `scratch` knows which parameters are on disk. The
-    interface is that of the optimizer without offloading: groups have the model's parameters, which
-    are also the keys of `state`.
+    `build` creates the optimizers that compute the updates. `has_twin` returns whether a parameter
+    is updated through a copy on the host, its twin. `disk` stores states and twins (None: host
+    memory). `scratch` tells which parameters are on disk. To its user, this is the optimizer
+    without offloading: the groups have the model's parameters, which are also the keys of `state`.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(like.param_groups, like.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with its own units, as torch's optimizers do."""
+        """Add a group of parameters, as torch's optimizers do, and split it into units."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         self._units.append([self._make_unit(added, part) for part in _units_of(added["params"])])
@@ -229,7 +236,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the units one after the other, and transfer the next unit during each update."""
+        """Update one unit of parameters after the other, and transfer the next one meanwhile."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -263,10 +270,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.read_weights()  # checkpoints are loaded into shards without a new version
 
     def read_weights(self) -> None:
-        """Make the next step begin with the parameters' present values, whoever wrote them.
+        """Make the next step copy all weights to their twins first, whoever has changed them.
 
-        Not all writes are noticed: versions count neither those to a shard that is reached from
-        another DTensor, as when a checkpoint is loaded, nor those through `.data`.
+        Without this call, a step copies only the weights whose version counter has changed. This
+        misses writes through `.data`, and writes to a shard through another DTensor (as in loading
+        a checkpoint).
         """
         for unit in chain.from_iterable(self._units):
             unit.reads_weights = True
@@ -280,7 +288,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _units_of(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Split parameters into consecutive parts of at least `UNIT_BYTES`, except the last."""
+    """Split parameters into consecutive units of at least `UNIT_BYTES`; the last may be smaller."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

@@ -42,10 +42,11 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers that depend only on the seed, a parameter's name, the step and the position.
+    """Random numbers that depend only on the seed, the step, and a value's place in the model.
 
-    So replicas draw the same numbers, shards of a tensor draw different numbers, and a resumed run
-    draws the numbers of an uninterrupted run. `names` are the parameters' single-process names.
+    The place is the parameter's name and the value's position in it. So replicas draw the same
+    numbers, shards of a tensor draw different numbers, and a resumed run draws the numbers of an
+    uninterrupted run. `names` are the parameters' names in a single process.
     """
 
     seed: int = 0
@@ -67,9 +68,10 @@ class Noise:
 
 
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
-    """Create the random streams of joined parameters on a device, without waiting for it.
+    """Create the random streams of parameters that are updated as one. The host does not wait.
 
-    Each tensor has at least two entries, so that compiled code treats their number as dynamic.
+    Each tensor of the result has at least two entries, so that compiled code does not depend on the
+    number of parameters.
     """
     ends = list(accumulate(sizes))
     # Positions run over all joined values, so each key is shifted to make its parameter start at 0.
@@ -86,8 +88,8 @@ def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device
 def random_words(streams: Streams, count: int) -> Tensor:
     """Return a word of 64 random bits for each of `count` values, (count,) int64.
 
-    The words of each parameter are those of SplitMix64 (see `random_values`) from the parameter's
-    key on, so joined parameters get the same words as separate ones.
+    A parameter's words are consecutive terms of the SplitMix64 sequence (see `random_values`) that
+    its key selects. So they do not depend on the parameters with which it is joined.
     """
     keys_P, ends_P, sizes_P = streams
     place_N = torch.arange(count, device=keys_P.device)
@@ -100,7 +102,10 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return 16-bit field `number` (0 to 3) of each 64-bit word, as int32 for `round_to_bf16`."""
+    """Return 16-bit field `number` (0 to 3) of each 64-bit word, as int32.
+
+    These are the random bits that `round_to_bf16` takes.
+    """
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 

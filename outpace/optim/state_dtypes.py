@@ -7,7 +7,10 @@ from torch import nn
 
 
 class KeepsDtypes(torch.optim.Optimizer):
-    """An optimizer whose loaded states keep their dtypes; torch would cast them to the weights'."""
+    """An optimizer whose states keep their dtypes when they are loaded.
+
+    torch's optimizers cast loaded states to the parameters' dtypes.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict without casting states to the parameters' dtypes."""

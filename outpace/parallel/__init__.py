@@ -23,10 +23,10 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out the request's objective according to its plan.
+    """Lay out the objective of `request` on its ranks, according to its plan.
 
     The objective may be on the meta device (see `deferred_init`). Raises BadInputError if outpace
-    does not train the plan, or if the device or this version of torch does not support it.
+    cannot train with the plan, or if the device or this version of torch does not support it.
     """
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:

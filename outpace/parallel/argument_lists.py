@@ -10,7 +10,10 @@ from torch import nn
 
 
 def keep_argument_lists(unit: nn.Module) -> None:
-    """Make a `fully_shard` module receive the caller's lists and dicts, not rebuilt copies."""
+    """Make a `fully_shard` module receive the lists and dicts that its caller passes.
+
+    `fully_shard` would pass copies, so the caller would not see what the module adds to them.
+    """
     given: list[tuple[Any, Any]] = []
 
     def remember_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -34,7 +37,10 @@ def keep_argument_lists(unit: nn.Module) -> None:
 
 
 def _refill_containers(old: Any, new: Any) -> Any:
-    """Return `new` with the lists and dicts of `old`, filled in place, instead of its own."""
+    """Put the values of `new` into the lists and dicts of `old`, in place, and return the result.
+
+    Returns `new` itself if the two differ in structure.
+    """
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):

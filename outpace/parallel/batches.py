@@ -34,9 +34,10 @@ RUNS_WHOLE = f"it runs on the whole batch, but not on a micro-batch, so {NEEDS_W
 
 
 class SampleList(list[Any]):
-    """A list with one entry per sample. `cut` converts lists of samples to this type.
+    """A list with one entry per sample; `cut` converts lists of samples to this type.
 
-    The type distinguishes part of such a list from any other short list when it is split again.
+    When `cut` splits a part of such a list again, the type shows that it has an entry per sample,
+    although any other short list may have that length.
     """
 
 
@@ -88,7 +89,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
     """Raise BadInputError for a batch that is a list of at least three single samples.
 
     An entry looks like a sample if its tensors differ in length, if any of them is a scalar, or if
-    it is a dict of vectors. The entries of a list with several views of a batch do not.
+    it is a dict of vectors. A list whose entries are views of the whole batch is not refused.
     """
     if type(plain) is not list or len(plain) < 3:
         return
@@ -111,11 +112,11 @@ def _looks_like_sample(entry: Any) -> bool:
 
 
 def _refuse_ragged_list(plain: Any, first: Tensor) -> None:
-    """Raise BadInputError for a list with one tensor per sample if their lengths differ.
+    """Raise BadInputError for a list with one tensor per sample, if these differ in length.
 
-    Only the list that contains the batch's `first` tensor is refused. Any other list is split if it
-    has one entry per sample. Otherwise, each part of the batch gets the whole list (for example,
-    the values of several tables that come with offsets).
+    Only the list that contains `first`, the batch's first tensor, is refused. Any other list is
+    split if it has one entry per sample. Otherwise, each part of the batch gets the whole list (for
+    example, the values of several tables that come with offsets).
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
@@ -227,7 +228,10 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a batch's structure or leaves differ from `before`, its shallow copy."""
+    """Return whether a batch differs from `before`, a shallow copy that was made of it earlier.
+
+    Structures and the identities of leaves are compared, but not the values of tensors.
+    """
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(
@@ -253,8 +257,9 @@ def _flatten_batch(batch: Batch) -> _FlatBatch:
 
 
 def splits_by_place(batch: Batch) -> tuple[int, dict[Any, tuple[Any, bool]]]:
-    """Return the number of samples, and a dict from places to (value, whether `cut` splits it).
+    """Return the number of samples in a batch, and which of its values `cut` splits.
 
+    The second result maps a value's place in the batch to the value, and whether `cut` splits it.
     Values are tensors, arrays, lists and tuples. Batches of the same structure have the same
     places. Nested tensors, which are always split, and tensors with one row are left out.
     """
@@ -274,10 +279,11 @@ def _record_splits(
     first_id: int,
     found: dict[Any, tuple[Any, bool]],
 ) -> None:
-    """Record in `found` whether `cut` splits each leaf, by place (`form`, number of the leaf).
+    """Record in `found` whether `cut` splits each leaf, by the leaf's place in the batch.
 
-    Lists that stay whole are searched, too. This is no closure, because a recursive one would be a
-    reference cycle, which keeps the batch until garbage collection.
+    A place is (`form`, number of the leaf), where `form` describes the structure around the leaves.
+    Lists that are not split are searched too. This is no nested function, because a recursive one
+    would be a reference cycle, which keeps the batch until garbage collection.
     """
     is_split = partial(_is_list_of_samples, samples, first_id)
     for number, leaf in enumerate(leaves):
@@ -368,11 +374,11 @@ def _refuse_objects_with_samples(flat: _FlatBatch) -> None:
             )
 
 
-def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Take share `place` of `places` of each batch, and join the shares in pairs.
+def take_part(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
+    """Take part `place` of `places` equal parts of each batch, and concatenate parts in pairs.
 
-    Returns at least two batches; if there is only one pair, its shares are halved first. Returns
-    None if the samples do not divide evenly, or if shares cannot be joined.
+    Returns at least two batches: if there would be only one, its parts are halved first. Returns
+    None if the samples do not divide evenly, or if parts cannot be concatenated.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -409,7 +415,7 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """Concatenate the samples of two batches. Values that are not split come from `one`.
+    """Concatenate the samples of two batches. Values that `cut` would not split come from `one`.
 
     Returns None if the structures, shapes or dtypes do not match.
     """
@@ -462,7 +468,10 @@ def _register_structure(batch: Batch) -> Batch:
 
 
 class _EmptyMapping:
-    """An emptied copy of a user's mapping, and its keys, from which the mapping is rebuilt."""
+    """A user's mapping without its values: an emptied copy of it, and its keys.
+
+    `fill` rebuilds the mapping from values.
+    """
 
     def __init__(self, one: Any) -> None:
         self.empty, self.keys = copy.copy(one), tuple(one)

@@ -27,7 +27,10 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def require_run_once(module: nn.Module, recomputes: bool) -> None:
-    """Raise BadInputError if activation checkpointing would run a batch normalisation twice."""
+    """Raise BadInputError if the backward recomputes activations and the module has BatchNorms.
+
+    Activation checkpointing would run each BatchNorm twice per step.
+    """
     if recomputes and batch_norms(module):
         raise BadInputError(
             "activation checkpointing runs a BatchNorm twice, so its moving averages would be "
@@ -36,7 +39,7 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Convert all batch normalisation layers to statistics over the samples of all ranks.
+    """Make all batch normalisations use statistics over the samples of all ranks in `group`.
 
     Unlike nn.SyncBatchNorm, this works on any device.
     """
@@ -74,7 +77,7 @@ def _convertible_norms(module: nn.Module) -> list[Any]:
 
 
 class Members:
-    """The process group whose ranks share statistics.
+    """The process group whose ranks share batch statistics.
 
     Deep copies of a module share this object, because a process group cannot be copied.
     """
@@ -87,14 +90,20 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """Base of classes to assign to a layer's `__class__`, which leaves its tensors in place."""
+    """Base of the classes to which batch normalisation layers are converted.
+
+    To convert a layer, its `__class__` is set, so its tensors stay in place.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
 
     def _update_running_averages(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
-        """Update the running averages; `variance_C` is biased, and corrected by `count`."""
+        """Update the running averages with the mean and the biased variance of a batch.
+
+        The running variance is unbiased; `count` is the number of values per channel.
+        """
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -142,7 +151,10 @@ def _channel_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
 def _merge_statistics(
     one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """Merge the statistics of two sets without cancellation (Chan, Golub and LeVeque, 1979)."""
+    """Merge the statistics of two sets of values, given as by `_channel_statistics`.
+
+    This formula (Chan, Golub and LeVeque, 1979) loses no digits to cancellation.
+    """
     count, apart_C = one[0] + other[0], other[1] - one[1]
     mean_C = one[1] + apart_C * (other[0] / count)
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
@@ -205,7 +217,10 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, y_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Return dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over ranks."""
+        """Return dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over ranks.
+
+        `unit` is the normalised input, before weight and bias, and `scale` is 1/√(variance + eps).
+        """
         unit, scale_C, weight, count = ctx.saved_tensors
         dy = to_fp32(y_grad)
         dims = [dim for dim in range(dy.dim()) if dim != 1]

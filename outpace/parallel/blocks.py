@@ -20,7 +20,7 @@ def blocks_of(request: LayoutRequest) -> list[nn.Module]:
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
         return found_blocks(model)
-    return named_blocks(model, flat(request.blocks))
+    return named_blocks(model, flatten_blocks(request.blocks))
 
 
 def found_blocks(model: nn.Module) -> list[nn.Module]:
@@ -47,8 +47,11 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
             )
 
 
-def flat(blocks: Blocks) -> list[str]:
-    """Return the names as one list; if there is one list per stage, join them in stage order."""
+def flatten_blocks(blocks: Blocks) -> list[str]:
+    """Return the names of all blocks as one list.
+
+    If `blocks` has one list per stage, these are joined in the order of the stages.
+    """
     return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
 
 

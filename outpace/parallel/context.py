@@ -39,7 +39,7 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are in flight at the same ti
 class SequenceRing:
     """The `size` ranks that share a sequence; `rank` is this process's position among them.
 
-    `runs_on`: the device type to choose kernels for, if it differs from the tensors' device.
+    `runs_on`: the device type to choose kernels for, if tensors are on another one (in a trace).
     """
 
     group: dist.ProcessGroup
@@ -63,11 +63,14 @@ class SequenceRing:
         return received, works
 
     def turns(self, causal: bool, length: int) -> Iterator["Turn"]:
-        """Yield the attention to compute in each turn: to this rank's keys, then to received keys.
+        """Yield the attention to compute in each turn around the ring.
 
-        Rank i has chunks i and 2N−1−i. Of a lower rank's chunks, the first precedes both chunks of
-        this rank, and the second follows both. Both chunks of a higher rank lie between the two
-        chunks of this rank.
+        In the first turn, this rank's queries attend to its keys; in each later turn, to the keys
+        of another rank. Each sequence has 2N chunks for N ranks, and rank i has chunks i and
+        2N−1−i. Causal attention is only to keys that precede the query. Of a lower rank's chunks,
+        the first precedes both chunks of this rank, and the second follows both. Both chunks of a
+        higher rank lie between the two chunks of this rank, so only the queries of the second
+        attend to them.
         """
         everything, half = slice(None), length // 2
         for number in range(self.size):
@@ -84,7 +87,7 @@ class SequenceRing:
 
 @dataclass(frozen=True)
 class Turn:
-    """The attention of one turn: a slice of this rank's queries, and the keys they attend to."""
+    """The attention of one turn: slices of this rank's queries and of the keys they attend to."""
 
     queries: slice
     keys: slice
@@ -111,7 +114,10 @@ def ring_attention(
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention around the ring. Sums over turns are in fp32, or in fp64 for fp64 inputs."""
+    """Attention of this rank's queries to the keys of all ranks, which travel around the ring.
+
+    Sums over turns are in fp32, or in fp64 for fp64 inputs.
+    """
 
     @staticmethod
     def forward(
@@ -143,10 +149,10 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values around the ring again, and their gradients one turn behind.
+        """Send keys and values around the ring again; their gradients follow one turn later.
 
-        Each turn computes the gradients of its keys and values from the output and log-sum-exp over
-        all keys.
+        Each turn computes the gradients of the keys and values that this rank has in the turn. For
+        this, it uses the attention's output and log-sum-exp over the keys of all ranks.
         """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
@@ -249,7 +255,7 @@ class ContextParallel(Replicas):
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the model with its original attention, on ranks where it is `wanted`."""
+        """Return the model with its original attention if it is `wanted`, otherwise None."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None

@@ -35,13 +35,13 @@ class Recorder(Protocol):
     """Interface for capturing the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Return a context that runs warm-up passes on the stream of the later capture."""
+        """Return a context in which passes run on the stream that is used to capture them later."""
 
     def refuse_waits(self) -> AbstractContextManager[None]:
         """Return a context in which waiting for the device raises RuntimeError."""
 
     def has_room(self) -> bool:
-        """Return whether there is enough free memory for graphs."""
+        """Return whether there is enough free device memory to capture graphs."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
         """Capture the kernels of `work` without running them; return a function that replays them.
@@ -82,7 +82,10 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Return whether free memory exceeds twice what any pass so far has needed at its peak."""
+        """Return whether free memory exceeds twice the highest memory use of any pass so far.
+
+        A pass's memory use counts only what it allocates in addition to what is allocated now.
+        """
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -135,7 +138,7 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 @dataclass
 class CapturedPass:
-    """The graphs of a forward and a backward of one shape, and the tensors that they use."""
+    """The graphs of a forward and a backward for one input shape, and the tensors that they use."""
 
     inputs: Mapping[str, Tensor]
     forward: Callable[[], None]
@@ -160,7 +163,7 @@ class CapturedPass:
 
 @dataclass
 class _Shape:
-    """State of one input shape: passes that were not replayed, and its captured pass, if any."""
+    """State of one input shape: how many passes ran without a graph, and the captured pass."""
 
     passes: int = 0
     captured: CapturedPass | None = None
@@ -168,16 +171,20 @@ class _Shape:
 
 @dataclass
 class _PassInCapture:
-    """A pass that is being captured: its loss, which the backward needs, and its outputs."""
+    """Tensors of a pass while it is being captured.
+
+    `loss` starts the backward, and `outputs` are the totals that the forward returns.
+    """
 
     loss: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
 
 
 class GraphedLayout(Layout):
-    """Layout of a single process that captures each shape after `WARMUP_PASSES`, then replays it.
+    """Layout of a single process that replays passes as CUDA graphs.
 
-    The first micro-batch of a step and later ones, which add to gradients, use different graphs.
+    Each input shape is captured after `WARMUP_PASSES` ordinary passes. The first micro-batch of a
+    step, which creates gradients, and later ones, which add to them, use different graphs.
     `on_failure` is called once with the reason if passes cannot be captured.
     """
 
@@ -223,15 +230,20 @@ class GraphedLayout(Layout):
         return super().evaluate(batch, hooks)
 
     def _run_or_replay(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
-        """Run a forward and backward, from a graph if possible; capture it if it is due.
+        """Run a forward and backward, by replaying a graph if possible.
 
-        `held` is the first gradient that the pass adds to; None if the pass creates the gradients.
+        The graph is captured first if there have been enough warm-up passes. `held` is the first
+        gradient that the pass adds to; None if the pass creates the gradients.
         """
         key = self._graph_key(batch, held) if self._uses_graphs else None
         if key is None:
             return super()._forward_backward(batch, hooks)
         shape = self._shapes.setdefault(key, _Shape())
-        if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
+        if (
+            shape.captured is None
+            and shape.passes >= WARMUP_PASSES
+            and self._can_write_gradients(held)
+        ):
             shape.captured = self._capture(batch, hooks, held)
         if shape.captured is not None and shape.captured.adds_to is held:
             if shape.captured.addresses == self._parameter_addresses():
@@ -266,15 +278,19 @@ class GraphedLayout(Layout):
     def _first_gradient(self) -> Tensor | None:
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
-    def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Return whether the pass creates gradients, or adds to gradients that a graph wrote."""
+    def _can_write_gradients(self, held: Tensor | None) -> bool:
+        """Return whether a graph can write the gradients of this pass.
+
+        It can if the pass creates them (`held` is None), or if it adds to those that a graph wrote,
+        which stay at the same addresses.
+        """
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 
     def _run_refusing_waits(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run a pass that creates gradients, with waits for the device refused.
+        """Run a pass that creates gradients, and raise an error inside it if the host would wait.
 
-        If the pass waits, give up graphs, drop its gradients and run it again.
+        Such a pass cannot be captured, so graphs are disabled, and the pass runs again.
         """
         try:
             with self._recorder.refuse_waits():

@@ -105,7 +105,8 @@ class Replicas(Layout):
     def prepare_reduction(self) -> None:
         """Round accumulated gradients to the dtype of DDP's buckets, before the last micro-batch.
 
-        Also record these gradients' versions, for `_has_new_gradient` to compare.
+        Also record these gradients and their version counters, so that `_has_new_gradient` can tell
+        which of them the last micro-batch changes.
         """
         if self._adds_in_fp32:
             self._round_accumulated_gradients()
@@ -134,7 +135,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """Make PowerSGD and `GradientUse` count from the step at which the run resumes."""
+        """Make PowerSGD and `GradientUse` count steps from `start_step` on."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:
@@ -142,9 +143,9 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def discard_comparison(self) -> None:
-        """Subtract the check of the first batch from the counts of steps.
+        """Do not count the pass that checked the first batch as a step.
 
-        PowerSGD counts steps, because it does not compress the first ones.
+        The count matters, because PowerSGD does not compress the first steps.
         """
         if self.use is not None:
             self.use.steps -= 1
@@ -152,12 +153,12 @@ class Replicas(Layout):
             self.low_rank.iter -= 1
 
     def _backward(self, loss: Tensor, hooks: StepHooks) -> None:
-        """Run the backward, and mark the wait for collectives at its end as communication.
+        """Run the backward, and attribute the wait for collectives at its end to communication.
 
-        When all gradients are computed, autograd calls the queued callbacks in order: first the
-        mark, then the callback that DDP queued with its last bucket, which waits for the
-        collectives (on a GPU, in its stream). DDP's logging data are no alternative, because they
-        describe a much earlier step.
+        When all gradients are computed, autograd calls the queued callbacks in order. The first,
+        queued here, ends the time of the backward. The next, which DDP queued with its last bucket,
+        waits for the collectives (on a GPU, in its stream). DDP's logging data are no alternative,
+        because they describe a much earlier step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)

@@ -36,8 +36,8 @@ def fill(
     """Allocate and fill the weights of a layout that is on the meta device, on `device`.
 
     Call this before creating the optimizer. `value_of` returns a whole parameter by its
-    single-process name. With `keeps_wide`, the result maps the names of trained 16-bit parameters
-    to this rank's parts in fp32; otherwise it is empty.
+    single-process name. With `keeps_wide`, returns this rank's parts of the trained 16-bit
+    parameters in fp32, by name; otherwise, returns an empty dict.
     """
     _allocate_parameters(layout.objective, device)
     wide: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ def fill(
 
 @torch.no_grad()
 def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of whole tensors, by the names of the layout's parameters.
+    """Return this rank's parts of the whole tensors in `values`, by parameter name.
 
     Parts of DTensors are copies. For any other parameter, the part is the whole tensor itself.
     """

@@ -30,9 +30,10 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
 class DataParallel(Layout):
-    """An objective whose batches, loss, gradients and optimizer are on rank 0.
+    """An objective that all ranks compute, with its batches, loss and optimizer on rank 0.
 
-    `gradients` receives whole batches on rank 0 and None on all others.
+    `gradients` receives whole batches on rank 0 and None on all others, and leaves the summed
+    gradients on rank 0.
     """
 
     objective: LanguageModelObjective
@@ -48,7 +49,7 @@ class DataParallel(Layout):
         self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return the optimizer on rank 0, and an optimizer of a placeholder on other ranks."""
+        """Return the optimizer on rank 0. Other ranks get one that updates only a placeholder."""
         return build(groups) if self._first else self._placeholder.optimizer(build)
 
     def checkpoint_state(
@@ -83,7 +84,7 @@ class DataParallel(Layout):
     def _compute_outputs_and_loss(
         self, batch: Batch, hooks: StepHooks
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output, the totals, and the gradient of all ranks' outputs.
+        """Return this rank's hidden states, the totals, and the gradient of all hidden states.
 
         On ranks other than 0, the totals (sum of losses and number of targets) are zeros and the
         gradient is None. Collective.
@@ -135,9 +136,10 @@ class DataParallel(Layout):
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """Return the form of all micro-batches, which rank 0 sends before the first one.
+        """Return the names, shapes and dtypes of tensors in a rank's share of each micro-batch.
 
-        Raises BadInputError on rank 0 if a later form differs.
+        Rank 0 sends this form before the first micro-batch. Raises BadInputError on rank 0 if the
+        form of a later micro-batch differs.
         """
         form = self._share_form(batch) if self._first else None
         if self._form is None:
@@ -152,8 +154,8 @@ class DataParallel(Layout):
             )
         return self._form
 
-    def expect(self, batch: dict[str, Tensor]) -> None:
-        """Set the form of micro-batches from a global batch, so that rank 0 need not send it."""
+    def set_form(self, batch: dict[str, Tensor]) -> None:
+        """Set the form of micro-batches to that of `batch`, so that rank 0 need not send it."""
         self._form = self._share_form(batch)
 
     def _share_form(self, batch: dict[str, Tensor]) -> Form:
@@ -186,7 +188,7 @@ class DataParallel(Layout):
         return mine
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a batch, with the first three of the five collectives."""
+        """Run only a batch's forward; return the totals on rank 0, zeros elsewhere. Collective."""
         return self._compute_outputs_and_loss(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
@@ -216,9 +218,10 @@ class Outputs(nn.Module):
 
 
 class Threads(nn.Module):
-    """DataParallel in one process, with one thread per CUDA device for the hidden states.
+    """DataParallel in one process, with a thread per CUDA device.
 
-    One device computes the whole loss. With a single device, or on a CPU, there are no threads.
+    The threads compute hidden states, and one device computes the whole loss. With a single device,
+    or on a CPU, there are no threads.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:

@@ -48,15 +48,16 @@ def shard(
     held: OffloadPolicy,
     precision: Precision,
     runs_on: str,
-    again: bool = True,
+    reshards: bool = True,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard the parameters of each block, and the remaining ones, over the mesh's last dimension.
 
-    `runs_on`: the device type to optimize for, if tensors are traced on another. `again`: blocks
-    reshard after the forward and gather their parameters again for the backward. Parameters outside
-    of blocks stay gathered in between, because their backward directly follows their forward.
-    `replicated` parameters stay whole on each rank. Collective.
+    `held` is the offload policy. `runs_on`: the device type to optimize for, if tensors are traced
+    on another. `reshards`: blocks free their gathered parameters after the forward and gather them
+    again for the backward. Parameters outside of blocks stay gathered in between, because their
+    backward directly follows their forward. `replicated` parameters stay whole on each rank.
+    Collective.
     """
     near = peer_memory_group(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
@@ -68,7 +69,7 @@ def shard(
         sharded = fully_shard(
             part,
             mesh=mesh,
-            reshard_after_forward=again and part is not module,
+            reshard_after_forward=reshards and part is not module,
             mp_policy=policy_of(own, precision),
             offload_policy=held,
             ignored_params=whole,
@@ -79,12 +80,13 @@ def shard(
             sharded.set_custom_reduce_scatter(_PeerReduceScatter(near, number))
 
 
-def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+def find_unshardable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that `fully_shard` cannot shard; make all others contiguous.
 
     It cannot shard scalars and empty tensors, whose first dimension cannot be split, or parameters
-    that several units share. A unit also reduces all gradients in one dtype, here that of most of
-    its values, so it cannot shard trained parameters of other dtypes.
+    that several units share (a unit is a block, or the rest of the module). A unit also reduces all
+    gradients in one dtype, here that of most of its values, so it cannot shard trained parameters
+    of other dtypes.
     """
     units = _modules_by_unit(module, blocks)
     owners = Counter(p for parts in units for p in _direct_parameters(parts))
@@ -145,7 +147,7 @@ def _direct_parameters(parts: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
 
 
 def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy of a unit with these parameters."""
+    """Return the policy by which `fully_shard` casts the parameters and gradients of a unit."""
     dtypes = SHARD_DTYPES.get(precision)
     if dtypes is None or not all(p.is_floating_point() for p in parameters):
         return MixedPrecisionPolicy(cast_forward_inputs=False)

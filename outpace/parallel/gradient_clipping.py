@@ -17,10 +17,11 @@ def scale_by_norm(
     optimizer: torch.optim.Optimizer | None,
     scale_gradients: Callable[[Tensor], None],
 ) -> None:
-    """Clip gradients of norm `norm` to a norm of at most `limit`; 0 disables clipping.
+    """Clip gradients whose norm is `norm` to a norm of at most `limit`; 0 disables clipping.
 
     If `optimizer` has fp32 master weights and any gradient of `parameters` has 16 bits, the
-    optimizer's next step applies the factor in fp32. Otherwise, `scale_gradients` applies it now.
+    optimizer scales the gradients in its next step, in fp32. Otherwise, `scale_gradients` scales
+    them now.
     """
     if limit <= 0:
         return

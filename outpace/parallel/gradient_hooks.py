@@ -33,8 +33,8 @@ def refuse_hooks(
 ) -> None:
     """Raise BadInputError if a parameter has hooks that a strategy would not call.
 
-    `why` is the reason to give. `after_alone`: the strategy fails to call only post-accumulate
-    hooks.
+    `why` is the reason to give. `after_alone`: the strategy calls gradient hooks, but not
+    post-accumulate hooks.
     """
     hooked = [
         name

@@ -23,17 +23,17 @@ from outpace.records.errors import first_names
 def ranks_may_differ(objective: nn.Module) -> bool:
     """Return whether ranks may use different parameters in a step.
 
-    They may with a custom model, but not with a model that outpace builds.
+    Ranks may with a custom model, but not with a model that outpace builds.
     """
     return isinstance(objective, CustomObjective)
 
 
 class GradientUse:
-    """Agreement between ranks on which of the `named` parameters have a gradient on any rank.
+    """A collective in each step that tells which parameters have a gradient on any rank.
 
-    `steps` is the number of steps already done. Each step takes one all-reduce of a byte per
-    parameter. Only a rank that lacks a gradient or has written to a parameter reads the result; the
-    hosts of other ranks do not wait for the device.
+    It is an all-reduce of one byte per parameter in `named`. Only a rank that lacks a gradient, or
+    that has written to a parameter, waits for the result. `steps` is the number of steps already
+    done.
     """
 
     def __init__(

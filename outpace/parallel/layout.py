@@ -42,10 +42,10 @@ Batch = Any
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Callbacks into the trainer from the forward and backward passes of a step.
+    """Callbacks to the trainer, which the forward and backward passes of a step call.
 
-    `cast()` returns the context of each forward (autocast). `scale(loss_sum)` returns the value
-    that the backward starts from: the loss as a share of the global mean, times fp16's loss scale.
+    `cast()` returns the context of each forward (autocast). `scale(loss_sum)` returns the value on
+    which the backward is called: the loss as a share of the global mean, times fp16's loss scale.
     `mark(part)` attributes the time since the last mark to `part`: "forward", "backward" or
     "communication".
     """
@@ -57,14 +57,14 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A request to a strategy: an objective, and the ranks to lay it out on.
+    """A request to a strategy to lay out an objective on ranks.
 
     The objective is on `device`, or on the meta device if `deferred_init.fills_later`.
 
     For a custom model, `blocks` are the names of its repeated submodules, or a list of names for
     each pipeline stage (None: detected). `layouts` maps names of matrices to how tp splits them.
-    `scratch` stores parameters that the plan offloads to disk. `cuda_graphs`: replay passes of
-    `single` as CUDA graphs; `on_failure` is called with the reason if that is impossible.
+    `scratch` stores parameters that the plan offloads to disk. `cuda_graphs`: strategy `single`
+    replays passes as CUDA graphs; `on_failure` is called with the reason if that is impossible.
     """
 
     objective: nn.Module
@@ -88,7 +88,10 @@ def _totals_dtype(device: torch.device) -> torch.dtype:
 
 
 def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
-    """Return the totals of a pass as one tensor, which can be summed over passes and ranks."""
+    """Return the totals of a pass as one tensor: loss sum, count of targets, and further sums.
+
+    Totals can be added over passes and ranks.
+    """
     dtype = _totals_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
@@ -101,7 +104,7 @@ def divisor(count: Tensor) -> Tensor:
 class Layout:
     """This rank's part of an objective. The base class has all of it and does not communicate.
 
-    Passes call `module`, which may wrap the objective. `model` has this rank's parameters under
+    Forwards call `module`, which may wrap the objective. `model` has this rank's parameters under
     their single-process names. The reduction divides the sum of gradients over ranks by `averages`;
     the trainer scales the loss accordingly, so that gradients are those of the mean over the global
     batch's targets. `computes_on` is the device that computes, if parameters are stored on another.
@@ -131,7 +134,7 @@ class Layout:
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters as a list, made once.
+        """Return this rank's parameters, from a list that is made only once.
 
         Walking over all modules in each step would take longer than clipping.
         """
@@ -151,9 +154,9 @@ class Layout:
         """Update each parameter as soon as its gradient is computed, and then free the gradient.
 
         This follows Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
-        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. The gradients' norms are
-        kept. `look` is called with each parameter before its update. The plan must have a single
-        backward per step (see `records.plan.IN_BACKWARD`).
+        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. The norms of freed gradients
+        are kept for `total_norm`. `look` is called with each parameter before its update. The plan
+        must have a single backward per step (see `records.plan.IN_BACKWARD`).
         """
         norms: list[Tensor] = []
         self._stepped = norms
@@ -208,23 +211,32 @@ class Layout:
         return None
 
     def guard(self) -> None:
-        """Start to refuse uses of parameters between calls that would give wrong values."""
+        """Refuse, from now on, uses of parameters by the user's loop that would give wrong values.
+
+        They are refused outside of `in_call`.
+        """
 
     def in_call(self) -> AbstractContextManager[None]:
-        """Return the context for a step or an evaluation, in which `guard` allows all uses."""
+        """Return the context for a step or an evaluation, in which `guard` refuses nothing."""
         return nullcontext()
 
     def watch_communication(self, watches: bool) -> None:
-        """Choose whether operations between calls wait for all ranks before they communicate."""
+        """Choose whether operations of the user's loop wait for all ranks before they communicate.
+
+        This concerns operations outside of `in_call`.
+        """
 
     def begin_optimizer_step(self) -> None:
-        """Begin an optimizer's step, in which only the first communication waits for all ranks."""
+        """Begin an optimizer's step, in which only the first communication waits for all ranks.
+
+        Nothing waits unless `watch_communication` has chosen to.
+        """
 
     def end_optimizer_step(self) -> None:
-        """End an optimizer's step: each communication waits again if `watch_communication`."""
+        """End an optimizer's step: operations wait again as `watch_communication` has chosen."""
 
     def discard_comparison(self) -> None:
-        """Do not count the last call of `gradients`, of the first batch's check, as a step."""
+        """Do not count the last call of `gradients` as a step: it checked the first batch."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run the forward and backward of this rank's micro-batches, and reduce the gradients.
@@ -278,7 +290,7 @@ class Layout:
         return self.computes_on or next(self.model.parameters()).device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context for all micro-batches of a step except the last."""
+        """Return the context for all but a step's last micro-batch, which reduces gradients."""
         return nullcontext()
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
@@ -293,7 +305,7 @@ class Layout:
         return totals_of(loss_sum, count, *sums)
 
     def free_gathered(self) -> None:
-        """Free the parameters of other ranks that evaluations have gathered."""
+        """Free other ranks' parameters that were gathered for an evaluation."""
 
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient."""
@@ -393,7 +405,10 @@ class SpreadLayout(Layout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Allow forwards in the body, without the hooks that refuse them, which take time."""
+        """Allow forwards inside the context.
+
+        The hooks that refuse forwards are removed meanwhile, because calling them takes time.
+        """
         for watch in self._watches:
             watch.remove()
         try:
@@ -410,7 +425,7 @@ class SpreadLayout(Layout):
         )
 
     def total_norm(self) -> Tensor:
-        """Return the norm from the sum of squares, to which each rank of the group contributes."""
+        """Return the norm of the gradients on all ranks, each counted once. Collective."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
         for norm in self._take_freed_norms():  # parts that only this rank has
             square += norm.double().square()
@@ -418,7 +433,7 @@ class SpreadLayout(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if one must, since each checks only its part's gradients."""
+        """Make all ranks skip a step if one must, since each checks only its part's gradients."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
@@ -438,7 +453,11 @@ class ShardedLayout(SpreadLayout):
         self._watches_communication = False
 
     def guard(self) -> None:
-        """Let loops read whole values of shards; refuse forwards, copies and useless writes."""
+        """Give the user's loop whole values where it reads shards, and refuse what cannot work.
+
+        Refused are forwards, copies of sharded modules, and writes without any effect, such as
+        `p.data = …`.
+        """
         super().guard()
         self._place = LoopPosition()
         read_whole_values(self._place)
@@ -448,10 +467,10 @@ class ShardedLayout(SpreadLayout):
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Raise BadInputError if a shard's memory was replaced since the last call.
+        """Enter a step or evaluation; raise BadInputError if a shard's memory was replaced before.
 
-        In the body, whole tensors cannot be combined with DTensors, and operations that communicate
-        do not wait for all ranks first.
+        Inside the context, whole tensors cannot be combined with DTensors, and operations that
+        communicate do not wait for all ranks first.
         """
         if self._storages is not None and self._place is not None:
             self._place.announce()
@@ -485,7 +504,7 @@ class ShardedLayout(SpreadLayout):
         self._place.wait_for_all("calls the module's forward")
 
     def free_gathered(self) -> None:
-        """Reshard, so that `named_parameters` are this rank's parts again."""
+        """Free gathered parameters, so that `named_parameters` are this rank's shards again."""
         for part in _fsdp_modules(self.objective):
             part.reshard()
 

@@ -27,7 +27,7 @@ class LoopSettings:
         self._known = [dict(_list_settings(part)) for part in self._parts] if self._copies else []
 
     def apply(self) -> None:
-        """Apply the settings that have changed since `note` to the copies."""
+        """Set the copies' settings to those of the module that have changed since `note`."""
         for number, known in enumerate(self._known):
             part = self._parts[number]
             for name, value in _list_settings(part):

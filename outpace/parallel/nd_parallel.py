@@ -35,7 +35,7 @@ from outpace.records.plan import AXES, Plan
 
 
 class Product(SpreadLayout):
-    """A layout over all axes of `mesh` that wraps `inner`, which covers only some of them.
+    """A layout over all axes of `mesh`. `inner` is a layout over only some of them.
 
     `inner` holds the parameters and runs the passes.
     """

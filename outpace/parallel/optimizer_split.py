@@ -43,7 +43,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class _Probe(NamedTuple):
-    """A small parameter of the trial, with a quadratic loss for each step.
+    """A small parameter on which an optimizer is tried, with a quadratic loss for each step.
 
     The loss is curvature * (values - target)² / 2 + push * values, with one push per step.
     """
@@ -56,7 +56,7 @@ class _Probe(NamedTuple):
 
 
 class OptimizerTrial:
-    """Runs of an optimizer from `build` on small parameters that resemble those in `groups`."""
+    """A trial of the optimizer that `build` creates, on small parameters like those in `groups`."""
 
     def __init__(self, build: Build, groups: Groups, device: torch.device) -> None:
         self._build, self._device = build, device
@@ -68,9 +68,9 @@ class OptimizerTrial:
         self.name = getattr(build, "__name__", "the optimizer")
 
     def explain_subset(self) -> str | None:
-        """Explain how updates differ if the optimizer has only some of the parameters.
+        """Explain how much updates change if the optimizer has only some of the parameters.
 
-        Returns None if they do not differ, or if the trial is impossible.
+        Returns None if they do not change, or if the trial is impossible.
         """
         with self._quiet_trial():
             together = self._run_probes(copies=2)
@@ -83,7 +83,7 @@ class OptimizerTrial:
         return f"updates change by {100 * apart:.2g} %" if apart > _TOLERANCE else None
 
     def explain_shards(self) -> str | None:
-        """Explain how updates differ if the optimizer has shards, or why it fails. Collective.
+        """Explain how updates change if the optimizer has shards, or why it fails. Collective.
 
         Returns None if they do not differ, or if the trial is impossible.
         """
@@ -138,7 +138,7 @@ class OptimizerTrial:
     def _make_probes(
         self, copies: int, split: bool
     ) -> tuple[dict[Any, _Probe], list[dict[str, Any]]]:
-        """Return probes by (group, kind, copy), and the parameter groups that contain them."""
+        """Return small parameters to try, by (group, kind of parameter, copy), and their groups."""
         probes: dict[Any, _Probe] = {}
         numbers, groups = count(), []
         for place, (options, kinds) in enumerate(zip(self._options, self._kinds, strict=True)):
@@ -187,9 +187,10 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_similar_groups(groups: Groups) -> list[list[Mapping[str, Any]]]:
-    """Return at most 8 lists of groups with equal settings, except for numbers that are not 0.
+    """Return lists of similar groups: at most 8 lists, from each of which a trial takes one group.
 
-    A trial takes one group for each list, because a loop may have a group for each parameter.
+    Groups are similar if their settings are equal, except that numbers may differ if none of them
+    is 0. A loop may have a group for each parameter, so a trial with all groups could take long.
     """
     alike: dict[Any, list[Mapping[str, Any]]] = {}
     for group in groups:
@@ -199,7 +200,10 @@ def _merge_similar_groups(groups: Groups) -> list[list[Mapping[str, Any]]]:
 
 
 def _setting_kind(value: Any) -> Any:
-    """Return the type of a setting, and its flag or name; for a number, whether it is 0."""
+    """Return what must be equal in two settings for their groups to be similar.
+
+    This is the type and, for a flag or string, the value; for a number, whether it is 0.
+    """
     if isinstance(value, bool | str):
         return type(value), value
     return type(value), bool(value) if isinstance(value, int | float) else None
@@ -214,7 +218,7 @@ def _parameters_by_kind(parameters: Iterable[nn.Parameter]) -> dict[Any, nn.Para
 
 
 def _split_dimensions(like: nn.Parameter) -> list[tuple[int, int]]:
-    """Return (number of parts, dimension) for each mesh axis that splits a parameter."""
+    """Return (number of shards, dimension) for each mesh axis over which a parameter is sharded."""
     if not is_spread(like):
         return []
     pairs = zip(like.device_mesh.shape, like.placements, strict=True)
@@ -246,7 +250,10 @@ def _set_gradients(probes: Sequence[_Probe], step: int) -> None:
 
 @torch.no_grad()
 def _compute_loss(probes: Sequence[_Probe], step: int) -> Tensor:
-    """Return the sum of the probes' losses and set their gradients, as an optimizer's closure."""
+    """Return the sum of the probes' losses in a step, and set the probes' gradients.
+
+    An optimizer that needs a closure calls this.
+    """
     _set_gradients(probes, step)
     loss = torch.zeros((), dtype=torch.float64)
     for parameter, _, target, curvature, pushes in probes:

@@ -23,7 +23,7 @@ from outpace.optim.offload import OffloadedOptimizer
 from outpace.parallel import apply
 from outpace.parallel.batches import copy_batch, length_of, samples_in, tensors_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
-from outpace.parallel.blocks import Blocks, flat, named_blocks
+from outpace.parallel.blocks import Blocks, flatten_blocks, named_blocks
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
@@ -85,7 +85,7 @@ class ParallelModule:
     def share(self, batch: Batch) -> Batch:
         """Return this rank's samples of a global batch that all ranks have read.
 
-        A batch that this method has returned before is not split again.
+        A batch that an earlier call has returned is returned unchanged.
 
         If each rank reads only its share instead (DistributedSampler), do not call this. Give the
         sampler rank `plan.data_rank(rank)` of `plan.data_parallel` replicas, because all ranks of a
@@ -126,12 +126,12 @@ class ParallelModule:
             )
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Compute the global batch's mean loss from this rank's share, and its gradients.
+        """Return the global batch's mean loss and compute its gradients, from this rank's share.
 
         Call this instead of `loss.backward()`. It replaces all previous gradients by those of the
-        mean loss, so to accumulate gradients, pass all samples in one call, which processes them in
-        the plan's micro-batches. The loss is summed over samples and ranks in float64 (fp32 on
-        Metal), whatever the module's dtype.
+        mean loss. To accumulate gradients, pass all samples of a step in one call, which processes
+        them in the plan's micro-batches. The loss is summed over samples and ranks in float64 (fp32
+        on Metal), whatever the module's dtype.
         """
         with self._in_call(in_step=True):
             if self._agreement is not None:  # first, so that ranks count alike if one refuses
@@ -224,7 +224,7 @@ class ParallelModule:
         return self.layout.named_parameters()
 
     def _refuse_unfrozen(self) -> None:
-        """Refuse parameters that require gradients but were frozen at the layout.
+        """Refuse parameters that require gradients but were frozen when `parallelize` was called.
 
         Ranks would not reduce their gradients, and `make_optimizer` leaves them out by default.
         """
@@ -242,7 +242,7 @@ class ParallelModule:
             )
 
     def _sum_totals(self, totals: Tensor) -> Tensor:
-        """Sum totals over ranks; warn once if stages were scaled by different factors."""
+        """Sum totals over ranks; warn once if the loop scales stages' gradients differently."""
         scaling = self._scaling
         if scaling is None:
             return self._all_reduce(totals)
@@ -402,7 +402,11 @@ def apply_plan_options(
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
     """Apply a plan's options to the blocks of a custom model."""
-    named = None if custom.blocks is None else named_blocks(custom.module, flat(custom.blocks))
+    named = (
+        None
+        if custom.blocks is None
+        else named_blocks(custom.module, flatten_blocks(custom.blocks))
+    )
     apply_options(custom.module, plan, named, scratch, on_failure)
 
 

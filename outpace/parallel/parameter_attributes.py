@@ -13,7 +13,7 @@ from outpace.parallel.tensors import user_attributes
 
 
 class ParameterAttributes:
-    """Attributes of a module's parameters, recorded before it is sharded."""
+    """Attributes that the user has set on a module's parameters, recorded before it is sharded."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = {

@@ -19,10 +19,10 @@ from outpace.nn.model_options import find_blocks
 from outpace.parallel.argument_lists import keep_argument_lists
 from outpace.parallel.blocks import blocks_of, refuse_scripted
 from outpace.parallel.fsdp import (
+    find_unshardable,
     keep_class_names,
     refuse_method_names,
     shard,
-    unsplittable,
 )
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
@@ -119,8 +119,8 @@ def _shard_units(request: LayoutRequest, over: DeviceMesh) -> Layout:
         refuse_scripted(request.objective.model, plan.strategy)  # type: ignore[arg-type]
         refuse_hooks(named, plan.strategy, "ranks hold shards of parameters")
     copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
-    blocks, again = _find_units(request), plan.strategy != "zero2"
-    whole = unsplittable(request.objective, blocks) if own else []
+    blocks, reshards = _find_units(request), plan.strategy != "zero2"
+    whole = find_unshardable(request.objective, blocks) if own else []
     for parameter in whole:  # fully_shard moves only what it shards
         parameter.data = parameter.data.to(request.device)
     attributes = ParameterAttributes(request.objective)
@@ -128,7 +128,7 @@ def _shard_units(request: LayoutRequest, over: DeviceMesh) -> Layout:
         places = {part: name for name, part in request.objective.model.named_modules()}  # type: ignore[union-attr]
         refuse_method_names([(places[block], block) for block in blocks], plan.strategy)
     kinds = {block: type(block) for block in blocks}
-    shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)
+    shard(request.objective, blocks, over, held, plan.precision, request.runs_on, reshards, whole)
     keep_class_names(kinds)
     attributes.keep((*blocks, request.objective))
     group: dist.ProcessGroup = over.get_group("dp_shard")

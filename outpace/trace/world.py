@@ -121,7 +121,7 @@ def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
     """Apply the plan as `parallel.apply` does, without needing messages from other ranks."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
-        layout.expect(batch)
+        layout.set_form(batch)
     if isinstance(layout, Replicas) and request.plan.compress_gradients == "none":
         layout.module.register_comm_hook(None, _keep_bucket)
     return layout

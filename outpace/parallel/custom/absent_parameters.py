@@ -37,9 +37,9 @@ _MOST_FRAMES = 12  # from an optimizer's method to where it reads a gradient
 
 
 class Owner(NamedTuple):
-    """The pipeline stage and the rank that have a parameter, and the parameter's name.
+    """The pipeline stage and the rank that hold a parameter, and the parameter's name.
 
-    `outside`: the parameter is in no block, so the first and the last stage both have it.
+    `outside`: the parameter is in no block, so the first and the last stage both hold it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class AbsentParameters:
         self.refused = False
 
     def refuse_use(self) -> None:
-        """Refuse any use that needs values from now on."""
+        """Refuse, from now on, all uses of absent parameters that need their values."""
         self.refused = True
 
     @contextmanager
@@ -72,12 +72,18 @@ class AbsentParameters:
         finally:
             self.refused = before
 
-    def refusal(self, sentence: str) -> BadInputError:
-        """Return an error for this rank to raise; between steps, also publish it to other ranks."""
+    def make_refusal(self, sentence: str) -> BadInputError:
+        """Return an error about a use of an absent parameter, for this rank to raise.
+
+        Between steps, this also publishes the error, which other ranks raise in their next call.
+        """
         return refuse_between_steps(sentence) if self.refused else BadInputError(sentence)
 
     def replace(self, stub: nn.Parameter, parameter: Tensor) -> nn.Parameter:
-        """Return `stub` as a parameter that refuses uses, if `parameter` has an owner."""
+        """Return `stub`, the stand-in for `parameter`, in a class that refuses uses of its values.
+
+        Returns `stub` itself if `parameter` has no owner, or if the stub is a tensor subclass.
+        """
         owner = self.owners.get(id(parameter))
         if owner is None or has_torch_function_unary(stub) or isinstance(stub, FakeTensor):
             return stub
@@ -161,7 +167,7 @@ def _call_unless_values_needed(
         known = name in _WITHOUT_VALUES or name in _VIEWS
         known &= not (here and name == "requires_grad_")
     if not known or _STATE.get(caller.f_code.co_name) == (attribute or name):
-        raise absent.refusal(absent.explain(owner, attribute == "grad"))
+        raise absent.make_refusal(absent.explain(owner, attribute == "grad"))
     found = _call_without_override(func, args, kwargs)
     if (name in _VIEWS or attribute == "data") and found is not None:
         return _mark_view_absent(found, args[0])
@@ -169,7 +175,11 @@ def _call_unless_values_needed(
 
 
 def _needs_no_value(attribute: str, reads: bool, caller: FrameType, trained_here: bool) -> bool:
-    """Return whether a property can be read (or set, unless `reads`) without its value."""
+    """Return whether an absent parameter's attribute can be read without the parameter's value.
+
+    If `reads` is False, the attribute is set instead. `trained_here`: a stage of this rank owns the
+    parameter.
+    """
     if attribute == "grad" and reads:
         return _needs_no_gradient(caller, trained_here)
     if attribute == "data":

@@ -12,7 +12,10 @@ from outpace.parallel.tensors import parameter_like
 
 
 def nan_of(device: torch.device, leaf: Any) -> Any:
-    """Return NaN (0 for integers) in a tensor's shape and dtype; other values unchanged."""
+    """Return a tensor of NaN (0 for integers) with the shape and dtype of `leaf`, on `device`.
+
+    A `leaf` that is no tensor is returned unchanged.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.full(leaf.shape, _placeholder_for(leaf.dtype), dtype=leaf.dtype, device=device)
@@ -36,10 +39,10 @@ def _placeholder_for(dtype: torch.dtype) -> Any:
 def forget_all_but(
     kept: Sequence[Tensor], module: nn.Module, absent: AbsentParameters | None = None
 ) -> None:
-    """Replace all parameters except `kept` with NaN (0 for integers), which takes no memory.
+    """Replace the values of all parameters except `kept` with NaN (0 for integers).
 
-    They remain parameters, so a loss over all parameters is also NaN. `absent` can later refuse any
-    use of them.
+    The replaced parameters take no memory. They remain parameters, so a loss over all parameters is
+    also NaN. `absent`, if given, can later refuse uses of them.
     """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():

@@ -80,7 +80,7 @@ def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
 
 
 def _summarize_state(value: Any) -> tuple[Any, ...]:
-    """Return what reveals in-place changes of a value, such as an append to a list."""
+    """Return a summary of a value that differs after a change in place, such as by list.append."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
             (leaf, _version(leaf), fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
@@ -123,7 +123,7 @@ class UnsentValue(Tensor):
 
     @classmethod
     def make(cls, key: Key, used: set[Key]) -> "UnsentValue":
-        """Return a placeholder for the value of a key."""
+        """Create a placeholder for the value with this key."""
         made: UnsentValue = torch.tensor(math.nan).as_subclass(cls)
         made.key, made.used = key, used
         return made
@@ -140,14 +140,17 @@ class UnsentValue(Tensor):
 
 
 class ReadLog:
-    """A record of attributes that are read; `found` has their keys."""
+    """A record of which module attributes are read; `found` has the keys of these attributes."""
 
     def __init__(self) -> None:
         self.found: set[Key] = set()
 
     @contextmanager
     def record_reads(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Record reads of the attributes `keys` inside the context, by subclassing the modules."""
+        """Record reads of the attributes `keys` inside the context.
+
+        Meanwhile, the modules' classes are replaced by subclasses that record reads.
+        """
         wanted: dict[nn.Module, dict[str, list[Key]]] = {}
         for key in keys:
             wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)

@@ -25,7 +25,8 @@ _DTYPES = (
 class Message:
     """A message between stages: the output of the last block, and attributes that blocks set.
 
-    `returned` holds each block's output so far as meta tensors, for structure, shapes and dtypes.
+    `returned` has the output of each block so far as meta tensors, from which later stages learn
+    structure, shapes and dtypes.
     """
 
     form: Form
@@ -38,7 +39,7 @@ class Message:
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
     def select(self, keys: Sequence[Key]) -> "Message":
-        """Return a message with only the values of `keys`, on the meta device."""
+        """Return the form of a message that has only the values of `keys`, with meta tensors."""
         values = {key: self.values[key] for key in keys}
         return Message(self.form, self.tensors, values, self.returned).to_meta()
 
@@ -57,7 +58,7 @@ class Message:
 
 
 class _DetachableCopy(torch.autograd.Function):
-    """An identity whose output torch's split backward may detach in place.
+    """An identity function whose output torch's split backward may detach in place.
 
     The input itself must not be detached: it may be a view, a parameter, or saved for a backward.
     """
@@ -72,7 +73,10 @@ class _DetachableCopy(torch.autograd.Function):
 
 
 def make_sendable(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor to send, as a separate graph node if it requires gradients."""
+    """Return a contiguous tensor with the values of `tensor`, to send to another stage.
+
+    If the tensor requires gradients, the result is a separate node of the autograd graph.
+    """
     tensor = tensor.contiguous()
     if not tensor.requires_grad:
         return tensor
@@ -114,7 +118,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message's form, then its tensors; None tells the receiver that this rank failed."""
+    """Send a message's structure, shapes and dtypes to rank `to` of the group, then its tensors.
+
+    None instead of a message tells the receiver that this rank has failed.
+    """
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:

@@ -10,7 +10,7 @@ from outpace.records.plan import Strategy
 
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
-    """Return the strategies that a module cannot use on this number of ranks, with reasons."""
+    """Return the strategies that cannot train a custom model on `ranks` ranks, with reasons."""
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # only for outpace's own models
     found = {name: str(refused_strategy(name)) for name in others}
     try:

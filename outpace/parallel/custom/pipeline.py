@@ -25,7 +25,12 @@ from outpace.nn.torch_versions import nested_split_refusal
 from outpace.optim.build import Build
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit
-from outpace.parallel.blocks import flat, named_blocks, parameters_outside, refuse_scripted
+from outpace.parallel.blocks import (
+    flatten_blocks,
+    named_blocks,
+    parameters_outside,
+    refuse_scripted,
+)
 from outpace.parallel.custom.absent_parameters import AbsentParameters, Owner
 from outpace.parallel.custom.message import Message, receive, send
 from outpace.parallel.custom.pipeline_inspection import PipelineInspection
@@ -75,9 +80,10 @@ class CustomPipelineStage(Stage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
-        """Run a backward; if it recomputes activations, do not defer weight gradients.
+        """Run a micro-batch's backward; if it recomputes activations, include weight gradients.
 
-        Deferred weight gradients would recompute the activations once more for each weight.
+        Weight gradients that are deferred would recompute the activations once more for each
+        weight.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
@@ -115,7 +121,7 @@ class CustomPipelineStage(Stage):
 class CustomPipeline(SpreadLayout):
     """This rank's stages of a custom model; `parts` has the numbers of each stage's blocks.
 
-    `rows` records which values of batches are split.
+    `rows` records which values of batches are split by samples.
     """
 
     # The state of the current step: before torch 2.13, the schedule passes no arguments to the
@@ -186,7 +192,7 @@ class CustomPipeline(SpreadLayout):
         return owners
 
     def guard(self) -> None:
-        """Refuse uses of other stages' parameters between steps."""
+        """Refuse, from now on, uses of other stages' parameters between steps."""
         super().guard()
         models = [stage.objective.model for stage in self._stages.values()]
         copies = [one for one in models if one is not self._user_module]
@@ -196,7 +202,10 @@ class CustomPipeline(SpreadLayout):
         measure_all_stages(self, self._place)
 
     def _list_watched(self) -> set[nn.Module]:
-        """Return the user's module and its blocks, because stages may run copies of them."""
+        """Return the user's module and its blocks, whose forwards are refused between steps.
+
+        The stages may run copies of them.
+        """
         return {self._user_module, *self._user_blocks}
 
     @contextmanager
@@ -230,7 +239,11 @@ class CustomPipeline(SpreadLayout):
         return self._at
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer. A stage may have no parameters (only activations or pooling)."""
+        """Build this rank's optimizer.
+
+        If its stages have no parameters (only activation functions or pooling), a placeholder
+        parameter takes their place.
+        """
         if any(True for group in groups for _ in group["params"]):
             return build(groups)
         return PlaceholderParameter(self._at).optimizer(build, groups)
@@ -249,11 +262,14 @@ class CustomPipeline(SpreadLayout):
             self._extra.share(self._at, self._group)
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine from a batch the forms of messages, and each stage's buffers."""
+        """Find out from a batch which values stages send, and which buffers they change."""
         self._schedule_for(self.rows.cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do the same as `learn_forms` on this rank alone, by running all stages without values."""
+        """Do the same as `learn_forms` without other ranks.
+
+        This rank runs all stages of `objective`, whose tensors have no values.
+        """
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -310,7 +326,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def plain_draws(self) -> PlainDraws:
-        """Return seeds that make a plain module draw the same random numbers as the stages."""
+        """Return seeds with which a single process draws the same random numbers as the stages."""
         told = gather_objects(self._draws.peek(), self._group)
         if self._draws.shared:
             after = {name: number + 1 for number, name in enumerate(self._names)}
@@ -320,7 +336,11 @@ class CustomPipeline(SpreadLayout):
         return PlainDraws(keys, begins, self._at)
 
     def _schedule_for(self, batch: Batch, hooks: StepHooks) -> Any:
-        """Return the schedule for this micro-batch's shapes; a change of shapes is collective."""
+        """Return the schedule for the shapes in a micro-batch.
+
+        If they are not those of the last micro-batch, stages are inspected again, which is
+        collective.
+        """
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
             self._inspect(batch, hooks)
@@ -415,7 +435,10 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with master weights, and make `whole_model` expect fp32 from others."""
+        """Replace weights with the optimizer's fp32 master weights.
+
+        From then on, `whole_model` expects fp32 weights from other ranks.
+        """
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
@@ -544,7 +567,6 @@ def _next_nodes(node: Any) -> list[Any]:
 
 
 def _reachable_nodes(starts: set[Any], edges: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    """Return the nodes that can be reached from `starts` over at least one edge."""
     found: set[Any] = set()
     left = list(starts)
     while left:
@@ -573,7 +595,7 @@ def apply(request: LayoutRequest) -> Layout:
         )
     refuse_scripted(model, request.plan.strategy)
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
-    names = flat(stages)
+    names = flatten_blocks(stages)
     blocks = named_blocks(model, names)
     require_separate_blocks(model, stages, blocks)
     if SCHEDULES[request.plan.strategy].splits_backward:

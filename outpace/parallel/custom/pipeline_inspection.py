@@ -39,18 +39,20 @@ from outpace.records.errors import BadInputError
 
 @dataclass
 class StageFindings:
-    """Results of the inspection for one stage."""
+    """Findings of the inspection about one stage.
+
+    `shares_draws`: the stage depends on random numbers that earlier code outside of blocks draws.
+    """
 
     left: tuple[Key, ...] = ()  # values that its own blocks store
     read: tuple[Key, ...] = ()  # values of earlier stages that it reads
     moved: tuple[Key, ...] = ()  # buffers outside of blocks that change
     nan: tuple[Key, ...] = ()  # those of `moved` that became NaN
     shares_draws: bool = False
-    refusal: str | None = None
 
 
 class PipelineInspection:
-    """Inspections of a pipeline, each with one micro-batch.
+    """Runs of a micro-batch through a pipeline that find out what stages send each other.
 
     `inspect` and `settle_buffers` are collective.
     """
@@ -86,7 +88,7 @@ class PipelineInspection:
     def inspect(self, batch: Batch, hooks: StepHooks) -> None:
         """Find out what each stage receives and sends.
 
-        Raises BadInputError on all ranks if one of them fails.
+        Raises BadInputError on all ranks if any stage fails.
         """
         if self._alone:
             return
@@ -109,8 +111,8 @@ class PipelineInspection:
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
         """Configure stages as `inspect` does, by running all of them on this rank alone.
 
-        `whole`: all stages by number, of a model whose tensors have no values. Losses are not
-        compared.
+        `whole` maps numbers to all stages, of a model whose tensors have no values. So losses are
+        not compared with those of a single process.
         """
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
@@ -145,10 +147,11 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages.
+        """Run the micro-batch through this rank's stages, and record what they receive and send.
 
-        Fills `taken` (received messages), `outputs` and `found` by stage. If a stage fails, the
-        stages after it are told, and the error is raised at the end.
+        Fills, by stage number, `taken` with received messages, `outputs` with messages to send (or
+        totals) and `found` with findings. If a stage fails, the stages after it are told, and the
+        error is raised at the end.
         """
         output: Message | Tensor | None = None
         error: Exception | None = None
@@ -189,7 +192,10 @@ class PipelineInspection:
     def _run_stage(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        """Inspect a stage without checking the values that it computes."""
+        """Run a stage on a micro-batch; return its output and findings.
+
+        The values of the output are not checked.
+        """
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
@@ -233,7 +239,7 @@ class PipelineInspection:
         """Gather the findings of all stages; raise on every rank if any rank has an `error`.
 
         If the cause of the error is unknown, a single process runs `micro_batch` (a batch and its
-        hooks; None: it does not) for comparison. Collective.
+        hooks) for comparison, unless this is None. Collective.
         """
         refused = str(error) if isinstance(error, BadInputError) else None
         failed = None
@@ -341,9 +347,10 @@ class PipelineInspection:
         return found
 
     def _receive_tensors(self, number: int) -> list["_NamedTensor"]:
-        """Receive a block's parameters and buffers from the rank that runs it.
+        """Receive a block's parameters and buffers from the rank that runs the block.
 
-        The sender first sends a list of them, because a forward may have replaced buffers.
+        The sender first sends their names, shapes and dtypes, because a forward may have replaced
+        buffers.
         """
         source = self._owner_rank(number)
         if source == self._rank:
@@ -407,7 +414,7 @@ class PipelineInspection:
         return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
-        """Give each stage its own copies of changing buffers outside of blocks.
+        """Give each stage separate copies of the buffers outside of blocks that change.
 
         The last stage's copies are valid, because it computes everything outside of blocks with
         real parameters, whereas middle stages have NaN parameters there.
@@ -487,10 +494,11 @@ def _explain_difference(staged: Tensor, whole: Tensor) -> str:
 
 
 def _find_borrowed_parameter(totals: Tensor) -> str | None:
-    """Return the name of a borrowed parameter in the graph of a loss; None if there is none.
+    """Return the name of a parameter that a loss uses outside of its block; None if there is none.
 
-    Block outputs are detached from this graph. A loss that still reaches a borrowed parameter uses
-    it other than through what its block returns and stores.
+    `totals` come from `inspect_whole`, which borrows a block's parameters from another rank only
+    while the block runs, and detaches block outputs. So if a borrowed parameter is in the graph of
+    `totals`, the loss uses it in another way than through what its block returns and stores.
     """
     lent = (
         getattr(getattr(node, "variable", None), "lent_as", None) for node in graph_nodes(totals)

@@ -60,12 +60,12 @@ class StageExit(BaseException):
 
 
 class CustomStage(nn.Module):
-    """The part of an objective that runs the blocks `names[mine.start:mine.stop]`.
+    """A pipeline stage of an objective, which runs the blocks `names[mine.start:mine.stop]`.
 
     Parameters and buffers are shared with the original objective. `holds_rest`: this stage has the
     real parameters outside of blocks. `in_place`: use the objective itself instead of a copy, for
-    losses that hold another reference to the module. `splits`: the schedule splits the backward
-    into gradients of inputs and of weights. `draws` seeds the random numbers of stage `number`.
+    losses that hold another reference to the module. `splits`: the schedule computes gradients of
+    inputs and of weights in separate backwards. `draws` seeds the random numbers of stage `number`.
     `absent` are the parameters of other stages.
     """
 
@@ -124,14 +124,14 @@ class CustomStage(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "CustomStage":
         """Refuse to copy a module that this stage runs."""
         assert self._absent is not None
-        raise self._absent.refusal(EXPLAIN_COPY)
+        raise self._absent.make_refusal(EXPLAIN_COPY)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters that this stage has."""
         return iter(self._kept)
 
     def nan_parameters(self) -> list[str]:
-        """Return the names of this stage's parameters that have become NaN."""
+        """Return the names of this stage's parameters that contain NaN."""
         mine = {id(parameter) for parameter in self._kept}
         named = self.objective.model.named_parameters()  # type: ignore[union-attr]
         return [name for name, parameter in named if id(parameter) in mine and is_nan(parameter)]
@@ -141,7 +141,10 @@ class CustomStage(nn.Module):
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """Return the modules in blocks, by name in the model; a block's own name ends in a dot."""
+        """Return the modules in the blocks with these numbers, by name in the model.
+
+        The name of a block itself ends in a dot.
+        """
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
@@ -227,10 +230,11 @@ class CustomStage(nn.Module):
     def inspect(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
-        """Run the stage with the fixed seeds of inspections; find out what it stores and reads.
+        """Run the stage on a micro-batch; find out which values it stores, reads and changes.
 
-        Returns a message with all values that blocks store (or the totals), the keys of earlier
-        stages' values that this stage reads, and the keys of buffers outside of blocks that change.
+        Random numbers have the fixed seeds of inspections. Returns the message with all values that
+        blocks store (the totals on the last stage), the keys of the values that earlier stages
+        store and this stage reads, and the keys of the buffers outside of blocks that change.
         """
         reads, rest, places = ReadLog(), self._modules_outside_blocks(), self._module_ids()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
@@ -277,8 +281,9 @@ class CustomStage(nn.Module):
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
         """Run all blocks on this rank, as a single process would, and return the totals.
 
-        Inside `borrow(number)`, that block has its parameters. The outputs of blocks, and values
-        that are sent, are detached from the graph of the totals.
+        `borrow(number)` returns a context in which block `number` has its real parameters, from the
+        rank that holds them. The outputs of blocks, and values that stages send, are detached from
+        the graph of the totals.
         """
         self._borrow, self._inspects = borrow, True
         try:
@@ -290,7 +295,7 @@ class CustomStage(nn.Module):
         return found
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Set values that this stage does not receive to NaN, in blocks that it does not run."""
+        """Set the values `keys`, which earlier blocks store but this stage does not get, to NaN."""
         parts = self.modules_of(range(self.mine.start))
         sent = {*self.modules_of(self.mine).values(), *self._modules_outside_blocks().values()}
         for key in keys:
@@ -303,11 +308,12 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed_inspection(self, number: int) -> None:
-        """Seed the generators, in an inspection, before code at a known place of the forward.
+        """Seed all generators before a part of the forward, if this is an inspection.
 
-        Also record whether the code since the last call drew numbers that may affect this stage.
-        `number` is 2n before block n, 2n + 1 after it, and twice the number of blocks at the start
-        of the forward.
+        Each part has a fixed seed, so that it draws the same numbers on all stages. `number`
+        identifies the part that follows: 2n is block n, 2n + 1 is the code after it, and twice the
+        number of blocks is the code before the first block. This also records whether the part that
+        has just ended drew random numbers on which this stage may depend.
         """
         if not self._inspects:
             return
@@ -410,7 +416,10 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return the output of another stage's block and set its values, as received or NaN."""
+        """Return the output of another stage's block, and set the values that the block stores.
+
+        The output and values are those in `message`, or NaN where they were not sent.
+        """
         if message is None:
             return nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
@@ -445,9 +454,10 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Let a micro-batch's backward recompute activations.
+        """Let the backward of a micro-batch recompute activations inside the context.
 
-        `done`: no further backward of this micro-batch follows, so its received values are dropped.
+        `done`: this is the micro-batch's last backward, so its received values are dropped
+        afterwards.
         """
         self._recomputing = micro_batch
         try:
@@ -459,9 +469,10 @@ class CustomStage(nn.Module):
 
 
 def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
-    """Disable compilation of modules that contain blocks: it would trace the stage's code.
+    """Disable compilation of modules that contain blocks, because it would trace the stage's code.
 
-    Blocks wrapped by `torch.compile` stay compiled, but those compiled by their `compile()` do not.
+    A block that was passed to `torch.compile` stays compiled. One whose `compile()` was called does
+    not.
     """
     inside = set(blocks)
     for part in module.modules():
@@ -473,7 +484,7 @@ def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
 
 
 def copy_structure(module: nn.Module) -> nn.Module:
-    """Copy a module, sharing its parameters and buffers."""
+    """Copy a module and its submodules, but share its parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*all_parameters(module), *module.buffers())}
     for part in module.modules():
         for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):

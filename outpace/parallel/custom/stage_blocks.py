@@ -6,7 +6,13 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from outpace.parallel.batchnorm import batch_norms
-from outpace.parallel.blocks import Blocks, flat, found_blocks, named_blocks, parameters_outside
+from outpace.parallel.blocks import (
+    Blocks,
+    flatten_blocks,
+    found_blocks,
+    named_blocks,
+    parameters_outside,
+)
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.tensors import all_parameters
 from outpace.planner.pipeline.stages import spread_by_cost
@@ -29,7 +35,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
                 "divide."
             )
         return [list(stage) for stage in given]
-    names = flat(given) if given is not None else _find_stage_blocks(model)
+    names = flatten_blocks(given) if given is not None else _find_stage_blocks(model)
     if len(names) < count:
         one_each = "gpipe or 1f1b, which have one stage on each rank"
         raise BadInputError(

@@ -23,7 +23,7 @@ def explain_known(error: Exception) -> str | None:
 def explain_cut_graph(error: Exception) -> str | None:
     """Return advice if `torch.autograd.grad` failed in the forward of a stage, else None.
 
-    A stage has only its own blocks' part of the graph.
+    It fails because the autograd graph of a stage covers only the stage's blocks.
     """
     cut = any(words in str(error) for words in _CUT_GRAPH)
     if cut and _was_raised_under(error, torch.autograd.grad.__code__):
@@ -73,7 +73,7 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
 def explain_failure(rank: int, error: str, alone: bool, batch: Batch, cuts: bool) -> str:
     """Return a message about a forward that failed on a rank for a micro-batch.
 
-    `alone`: a single process fails on it too. `cuts`: the strategy splits batches.
+    `alone`: the forward fails in a single process, too. `cuts`: the strategy splits batches.
     """
     said = f"rank {rank} failed in the forward: {error}"
     if not alone:

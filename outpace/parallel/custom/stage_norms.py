@@ -28,10 +28,10 @@ _SAME = 1e-5  # tolerated relative difference between norms that ranks compute s
 
 
 def measure_all_stages(layout: SpreadLayout, place: LoopPosition) -> None:
-    """Make torch's `get_total_norm` and `clip_grad_norm_` use all stages' gradients of `layout`.
+    """Make torch's `get_total_norm` and `clip_grad_norm_` cover all stages of a pipeline.
 
     Each gradient is counted once; see `StageNorms.measure`. Every rank calls this for the same
-    layouts in the same order. torch's functions are restored when all layouts are gone.
+    pipelines (layouts) in the same order. torch's functions are restored when all layouts are gone.
     """
     norms = _find_stage_norms()
     if norms is None:
@@ -48,11 +48,11 @@ def _find_stage_norms() -> "StageNorms | None":
 
 @dataclass(frozen=True)
 class _PassedNorms:
-    """Norms of the gradients that the loop on one rank has passed, by pipeline number.
+    """Norms of the gradients that the user's loop on one rank has passed to `get_total_norm`.
 
-    `norms` cover those passed gradients that are counted on this rank. `left_out` names the
-    parameters whose gradients were not passed. `other` is the norm of gradients that belong to no
-    pipeline.
+    `norms` has the norm of each pipeline's gradients, by the pipeline's number, without gradients
+    that are counted on another rank. `left_out` names the parameters whose gradients the loop has
+    not passed. `other` is the norm of gradients that belong to no pipeline.
     """
 
     order: float
@@ -70,7 +70,7 @@ class StageNorms:
         self._added = 0
 
     def add(self, layout: SpreadLayout) -> None:
-        """Cover a layout's gradients until the layout is deleted."""
+        """Cover the gradients of a pipeline's stages until the layout is deleted."""
         self._layouts[self._added] = ref(layout)
         finalize(layout, self._remove, self._added).atexit = False
         self._added += 1
@@ -132,7 +132,7 @@ def _is_one_tensor(tensors: Tensor | Iterable[Tensor]) -> bool:
 def _belong_to_pipeline(gradients: Sequence[Tensor], layouts: Iterable[SpreadLayout]) -> bool:
     """Return whether any of the gradients belongs to a pipeline.
 
-    An empty list does if a pipeline has no gradients on this rank.
+    An empty list belongs to a pipeline that has no gradients on this rank.
     """
     ids = {id(tensor) for tensor in gradients}
     held = [{id(gradient) for gradient in layout.local_gradients()} for layout in layouts]

@@ -24,11 +24,11 @@ def drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
 
 
 class StageExtraState:
-    """The extra state (`get_extra_state`) of this rank's `stages`, saved and loaded through `held`.
+    """Extra state (`get_extra_state`) of this rank's stages, in checkpoints of the module `held`.
 
-    The stage that runs a block saves its state. Each stage runs the code outside of blocks only as
-    far as its own blocks need; only the last of `count` stages runs all of this code, so the last
-    one saves the state outside of blocks.
+    The stage that runs a block saves the block's state. Each stage runs the code outside of blocks
+    only as far as its blocks need; only the last of `count` stages runs all of this code, so the
+    last one saves the state outside of blocks.
     """
 
     def __init__(

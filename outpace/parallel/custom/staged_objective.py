@@ -11,7 +11,10 @@ from outpace.records.errors import BadInputError, first_names
 
 
 class StagedObjective(nn.Module):
-    """This rank's stages of an objective; `model` has their parameters, by the user's names."""
+    """This rank's stages of an objective.
+
+    `model` has the stages' parameters under the names in the user's module.
+    """
 
     def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:
         super().__init__()
@@ -44,7 +47,7 @@ class StagedObjective(nn.Module):
         return getattr(self.stages[0].objective, "sums", ())
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Return the objective's metrics."""
+        """Return the objective's metrics from `sums` over an evaluation and the target count."""
         found: dict[str, float] = self.stages[0].objective.metrics(sums, count)  # type: ignore[operator,union-attr]
         return found
 

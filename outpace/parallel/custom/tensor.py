@@ -52,7 +52,8 @@ LAYOUTS = (*_STYLES, *_WHOLE)
 class CustomTensorParallel(ShardedLayout):
     """A custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares`: unsplit parameters whose gradients must be summed over the ranks.
+    `shares`: parameters that are whole on each rank, while each rank computes only a part of their
+    gradients. These parts are summed over the ranks.
     """
 
     def __init__(
@@ -74,16 +75,17 @@ class CustomTensorParallel(ShardedLayout):
         return super()._list_watched().union(split)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer, with plain tensors and DTensors in separate groups for its kernels.
+        """Build the optimizer, with separate groups for plain tensors and DTensors.
 
-        Groups of a user's loop are kept (see `guard`), because the loop knows them by number.
+        One kernel cannot update both. The groups of a user's loop are not split after `guard`,
+        because the loop refers to them by number.
         """
         if self._place is not None:
             return build(groups)
         return build([part for group in groups for part in _split_plain_and_dtensors(group)])
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; only one rank reports the totals."""
+        """Compute the step's gradients. All ranks have equal totals, so only one reports them."""
         totals = super().gradients(batches, hooks)
         for parameter in self._shares:
             if parameter.grad is not None:
@@ -91,7 +93,7 @@ class CustomTensorParallel(ShardedLayout):
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a micro-batch; only one rank reports the totals."""
+        """Evaluate a micro-batch. All ranks have equal totals, so only one reports them."""
         return super().evaluate(batch, hooks) * self._tells
 
 
@@ -103,7 +105,11 @@ def _split_plain_and_dtensors(group: dict[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """Return each module's layout by full name. Raises BadInputError if one cannot be split."""
+    """Return how tensor parallelism splits each module ("colwise", …), by the module's full name.
+
+    `given` are layouts by patterns of names; None: those of the model's `tp_plan`. Raises
+    BadInputError if a module cannot be split as its layout says.
+    """
     table = given if given is not None else getattr(model, "tp_plan", None)
     if not isinstance(table, Mapping) or not table:
         raise BadInputError(
@@ -191,7 +197,10 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 def _can_split(
     name: str, module: nn.Module, layout: str, ranks: int, holders: Counter[int]
 ) -> bool:
-    """Return whether to split a matrix. Raises BadInputError if it should be split but cannot."""
+    """Return whether to split a module's weight: False if it is tied or has a padding row.
+
+    Raises BadInputError for an unknown layout, or for a weight that the layout cannot split.
+    """
     if layout not in _STYLES:
         raise BadInputError(f"{name} has layout {layout!r}, which outpace does not know")
     wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
@@ -261,7 +270,7 @@ def _parameters_named(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def _sum_output_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output unchanged; in the backward, its gradient is summed over ranks."""
+    """Return a module's output, whose gradient the backward sums over ranks."""
 
     def with_summed_gradient(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:

@@ -36,8 +36,8 @@ _BY_PROCESS = ("hash", "urandom", "getpid", "gethostname", "uuid1", "uuid4", "Sy
 class BuildDifference:
     """A difference between ranks' modules.
 
-    `apart` is the largest relative difference from the first rank's loss, on the same samples.
-    `names` are the attributes whose values differ.
+    `apart` is the largest relative difference of a rank's loss from the first rank's, for the same
+    samples. `names` are the attributes whose values differ.
     """
 
     apart: float = 0.0
@@ -45,7 +45,10 @@ class BuildDifference:
 
 
 def may_differ_by_process(in_use: NamesInUse) -> bool:
-    """Return whether code that a step can reach names a function such as `hash` or `getpid`."""
+    """Return whether code that a step can reach uses a function whose result differs by process.
+
+    Such functions are `hash` and `getpid`; they are found by name.
+    """
     return any(in_use.mentions(name) for name in _BY_PROCESS)
 
 
@@ -60,8 +63,8 @@ def compare_builds(
     """Compare attributes and losses between ranks with the same weights. Collective.
 
     The loss of two samples is computed only if attributes differ, or if `suspected` is set on any
-    rank. If the module's own random generators differ, the result is empty, because ranks then draw
-    different numbers anyway.
+    rank. If the module's random generators differ, no difference is returned, because ranks then
+    draw different numbers anyway.
     """
     told = gather_objects((kept_attributes(plain), suspected))
     attributes = [one for one, _ in told]
@@ -96,7 +99,7 @@ def _compute_loss(
     drops: bool,
     strategy: str,
 ) -> float:
-    """Return the mean loss of packed samples with fixed seeds; NaN if it cannot be computed."""
+    """Return the mean loss of samples from `pack` with fixed seeds; NaN if that is impossible."""
     with suppress(Exception), trial_forward(plain, drops):  # such as too few samples for a norm
         if packed is not None:
             torch.manual_seed(0)

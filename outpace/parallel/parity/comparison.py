@@ -59,11 +59,12 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 
 
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
-    """Return a plan's tolerances, given the bytes per element of the narrowest parameter.
+    """Return the tolerances for comparing a layout under `plan` with a single process.
 
-    Under autocast, they are close to those of fp32: the layout and the single process run the same
-    kernels on the same samples, and sum over samples and ranks in fp32. If tp splits matmuls, or
-    weights are gathered in 16 bits, the tolerances of bf16 apply instead.
+    `narrowest` is the number of bytes per element of the narrowest parameter. Under autocast,
+    tolerances are close to those of fp32: the layout and the single process run the same kernels on
+    the same samples, and sum over samples and ranks in fp32. If tp splits matmuls, or weights are
+    gathered in 16 bits, the tolerances of bf16 apply instead.
     """
     found = _choose_by_dtypes(plan, narrowest)
     if plan.compress_gradients == "bf16":  # rounds gradients before ranks sum them
@@ -81,7 +82,11 @@ def _choose_by_dtypes(plan: Plan, narrowest: int) -> ComparisonLimits:
 
 
 def parts_tolerance(plan: Plan, allowed: ComparisonLimits) -> ComparisonLimits:
-    """Return the tolerances for comparing a batch with its parts, which may run other kernels."""
+    """Return the tolerances for comparing a batch with its parts.
+
+    Kernels for smaller batches may round differently, so these are the tolerances of 16-bit
+    computation unless the plan's precision is fp32 or fp64; then they are `allowed`.
+    """
     return HALF if plan.precision not in ("fp32", "fp64") else allowed
 
 
@@ -144,7 +149,7 @@ class Projection:
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
         """Return the projection of consecutive elements of a gradient, the first at index `begin`.
 
-        `weights`, if given, are used instead of the repeated random ones: one for each element.
+        `weights`, if given, has a weight for each element, to use instead of the random weights.
         """
         if weights is not None:
             return torch.dot(values.double(), weights.double())
@@ -177,7 +182,7 @@ def square(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoundDifference:
-    """A difference between a layout and the plain module.
+    """A difference between a layout and the user's module in a single process.
 
     `what` describes the difference, `cause` its likely cause, and `loss_apart` is the relative
     difference of the losses.
@@ -202,12 +207,13 @@ LOST_IN_SPLIT = (
 class LayoutComparison:
     """A comparison of a layout with a single process, by sums over all ranks.
 
-    The constructor is collective and takes this rank's sums. `plain` contains the sums of losses,
-    targets and absolute losses, then the projection of each parameter's gradient, then each
-    parameter's number of gradients. `layout` contains the sums of losses and targets. `gradients`
-    (3, names) contains the projections and squares of the layout's gradients, and 1 for each
-    gradient that this rank has. `schedule` is the pipeline's schedule, if any. `tp` is the number
-    of tensor-parallel ranks; gradients of parameters that they do not split are averaged over them.
+    All tensors contain this rank's sums; the constructor adds them up over ranks, so it is
+    collective. `plain` is from the single process's computation: the sums of losses, targets and
+    absolute losses, then the projection of each parameter's gradient, then each parameter's number
+    of gradients. `layout` has the layout's sums of losses and targets. `gradients` (3, names) has
+    the projections and squares of its gradients, and 1 for each gradient that this rank has.
+    `schedule` is the pipeline's schedule, if any. `tp` is the number of tensor-parallel ranks; the
+    gradients of parameters that are not split over them are averaged over them.
     """
 
     def __init__(
@@ -337,8 +343,8 @@ def _widen(tensor: Tensor) -> Tensor:
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
     """Return the largest difference divided by `scale`; None if the tensors cannot be compared.
 
-    They cannot if their shapes differ, or if the single process has no such tensor (`known` is
-    None) and `tensor` is not all zeros.
+    `known` is the single process's tensor. The two cannot be compared if their shapes differ, or if
+    `known` is None and `tensor` is not all zeros.
     """
     if known is None:
         return 0.0 if not largest(tensor) else None
@@ -363,7 +369,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Explain why a tensor cannot be compared with the single process's."""
+    """Explain why a tensor cannot be compared with `known`, the single process's tensor."""
     if known is None:
         return "exists, but does not in one process"
     if known.numel() and not tensor.numel():
@@ -372,7 +378,10 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe how a gradient is wrong, for example by a constant factor; None if unknown."""
+    """Describe how a gradient is wrong, for example by a constant factor; None if unknown.
+
+    `wanted` has the single process's gradients, by parameter name.
+    """
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

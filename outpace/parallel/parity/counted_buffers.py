@@ -29,7 +29,10 @@ _MOST_SENT = 4_096  # values of a buffer
 
 
 def batchnorm_state(model: nn.Module) -> Collection[int]:
-    """Return the `id`s of the buffers of all BatchNorm layers, which training never reads."""
+    """Return the `id`s of the buffers of all BatchNorm layers.
+
+    In training, no output depends on these running statistics.
+    """
     return {
         id(buffer)
         for part in model.modules()
@@ -47,12 +50,13 @@ def find_counted_buffers(
     attributes: Collection[str] | None = (),
     backward: bool = False,
 ) -> list[str] | None:
-    """Return the names of buffers whose values after a forward depend on its samples.
+    """Return the names of buffers that depend on which samples a forward gets.
 
-    `names` restricts the search to these buffers. A few samples and their halves run with the same
-    initial buffers and random numbers, so a count of calls or a random mask does not differ between
-    them. Buffers of batch normalisations are left out, as are values that no checkpoint contains
-    and that each forward sets again, such as caches. Returns None if these forwards fail.
+    On several ranks, such buffers would cover only a rank's samples. To find them, a few samples
+    and their halves run with the same initial buffers and random numbers, so a count of calls or a
+    random mask does not differ between them. `names` restricts the search. Left out are buffers of
+    batch normalisations, and values that no checkpoint contains and that each forward sets again,
+    such as caches. Returns None if these forwards fail.
 
     The result also has the names, as in `kept_attributes`, of plain attributes whose numbers or
     tensors depend on the samples. `attributes` restricts these; None means all. A list or dict must
@@ -93,7 +97,7 @@ def _values_after(
     attributes: Collection[str] | None,
     backward: bool,
 ) -> dict[str, Any]:
-    """Return the values of buffers and attributes after forwards; restore everything."""
+    """Run forwards; return the values of buffers and attributes after them; undo all changes."""
     model, device = model_of(plain), next(plain.parameters()).device
     dropping = without_dropout(plain) if drops else nullcontext()
     state = ModuleState(plain)
@@ -130,10 +134,10 @@ def _has_numbers(value: Any) -> bool:
 
 
 def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
-    """Return the largest relative difference between ranks' buffers. Collective.
+    """Return the largest relative difference between ranks in the same buffer. Collective.
 
-    Only the first values of each buffer are compared. Differences are relative to the largest of
-    them.
+    Only the first values of each buffer are compared. The difference is relative to the largest
+    absolute value among them.
     """
     values = gather_objects(
         {n: b.flatten()[:_MOST_SENT].cpu() for n, b in mine.items() if b is not None}
@@ -148,7 +152,7 @@ def compare_ranks_buffers(mine: Mapping[str, Tensor | None]) -> float:
 
 
 def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> str:
-    """Return a message about buffers that cover only a rank's samples.
+    """Return a message about buffers that depend only on the samples of one rank.
 
     `apart` is the relative difference between ranks, 0 if unknown. `shares` is the number of
     data-parallel ranks.
@@ -159,7 +163,7 @@ def explain_counted_buffers(names: Sequence[str], apart: float, shares: int) -> 
 
 
 def explain_counted_attributes(names: Sequence[str], shares: int) -> str:
-    """Return a message about plain attributes that cover only a rank's samples."""
+    """Return a message about plain attributes that depend only on the samples of one rank."""
     kept = f", and no checkpoint contains {'them' if len(names) > 1 else 'it'}"
     return _explain_counts(names, ("a plain attribute", "plain attributes"), kept, shares)
 

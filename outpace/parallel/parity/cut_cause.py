@@ -64,11 +64,11 @@ def find_cut_cause(
 
 
 def _detect_positions(mean_of: _MeanOf, some: Batch, tolerance: float) -> CutCause:
-    """Detect tensors without a row per sample that refer to samples by their position in the batch.
+    """Detect tensors that refer to samples by their position in the batch, such as lists of pairs.
 
-    The loss then changes if the samples are reversed, because these tensors are not reversed with
-    them. Unlike a loss that mixes neighbouring samples, it also differs between one sample and a
-    batch of its copies.
+    `cut` does not reorder such tensors with the samples, so the loss changes if the samples are
+    reversed. A loss that mixes neighbouring samples changes, too. But it is the same for one sample
+    and for a batch of its copies, and is not reported here.
     """
     if not explain_lengths(some):
         return ""
@@ -89,7 +89,7 @@ def _join_if_possible(one: Batch | None, other: Batch) -> Batch | None:
 def _detect_mean_over_samples(
     plain: nn.Module, hooks: StepHooks, drops: bool, some: Batch, tolerance: float
 ) -> CutCause:
-    """Detect a loss that is a mean over samples, although its counts are not numbers of samples.
+    """Detect a loss that is a mean over samples, but comes with counts of something else.
 
     The loss of several samples is then the unweighted mean of their losses, whatever their counts.
     """
@@ -260,7 +260,7 @@ def batchnorm_cure(plan: Plan, micro_batches: int, where: str = "") -> str:
 def synchronised_cure(names: Sequence[str], setting: str) -> str:
     """Return advice to use `setting`, because shared statistics cover only one micro-batch.
 
-    `names` are the layers whose statistics ranks share.
+    `names` are the batch normalisations whose statistics ranks share.
     """
     return (
         f"{setting}, because with sync_batchnorm the statistics of {first_names(names)} cover one "
@@ -269,6 +269,9 @@ def synchronised_cure(names: Sequence[str], setting: str) -> str:
 
 
 def common_cause(causes: Sequence[CutCause]) -> CutCause:
-    """Return the cause that ranks have found; "" if they have found none, or different ones."""
+    """Return the cause of a changed loss that ranks agree on.
+
+    Returns "" if no rank has found a cause, or if ranks have found different ones.
+    """
     known = {cause for cause in causes if cause}
     return known.pop() if len(known) == 1 else ""

@@ -54,13 +54,14 @@ _Comparison = Callable[[], float | None]  # returns a difference, if it can be c
 
 @dataclass(frozen=True)
 class FirstPiece:
-    """A rank's first micro-batch, `piece`.
+    """A rank's first micro-batch, `piece`, and what is known of its loss.
 
     `mean` is its mean loss, and `halves` has the loss sum and count of each half, if known.
     `drops`: the module uses dropout, which is disabled when the losses of halves are computed.
-    `buffers` are the saved buffers that the micro-batch changed. `two` has up to two micro-batches,
-    each with its loss sum and count; it is empty if forwards change state. `affected`: on some
-    rank, the loss of a few samples is not the mean of their separate losses.
+    `buffers` are the saved buffers that the micro-batch changed. `two` has up to two of the rank's
+    micro-batches, each with its loss sum and count; it is empty if forwards change state.
+    `affected`: samples affect each other's losses on some rank: the loss of a few samples is not
+    the mean of their separate losses.
     """
 
     piece: Batch
@@ -84,11 +85,11 @@ class CountDifference:
 class CutDifference:
     """Differences between a batch and its parts.
 
-    `loss` is the relative difference of their losses. `buffers` are those that the batch changes
-    differently from its parts, and `read` those that training depends on, which excludes
-    BatchNorm's running statistics. `counts` is set if the halves' numbers of targets do not add up
-    to the batch's. `cause`: why the losses differ, if known. `swapped`: the losses are those before
-    and after ranks swap some samples.
+    `loss` is the relative difference of their losses. `buffers` names those that have other values
+    after a forward of the batch than after forwards of its parts. `read` names those of them on
+    which training depends, so not BatchNorm's running statistics. `counts` is set if the halves'
+    numbers of targets do not add up to the batch's. `cause`: why the losses differ, if known.
+    `swapped`: `loss` compares the losses before and after ranks swapped some samples.
     """
 
     loss: float = 0.0
@@ -101,12 +102,13 @@ class CutDifference:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """A request to compare the loss of a batch with the loss of its parts, in the plain module.
+    """A request to compare the loss of a batch with the loss of its parts, in a single process.
 
-    `passes` are this rank's batches, which the `plan` splits into micro-batches. `first` is the
-    first micro-batch that this rank has run; None if it has run none, or should run no more. Ranks
-    with the same samples examine different micro-batches. `synchronised`: forwards communicate, so
-    all ranks must run the same number of them.
+    `plain` is the user's module with its loss. `passes` are this rank's batches, which the `plan`
+    splits into micro-batches. `first` is the first micro-batch that this rank has run; it is None
+    if the rank has run none, or should run no more. Ranks with the same samples examine different
+    micro-batches. `synchronised`: forwards communicate, so all ranks must run the same number of
+    them.
     """
 
     plain: nn.Module
@@ -146,9 +148,9 @@ def compare_cut(request: CutRequest) -> CutDifference:
 def _compare_with_shared_norms(request: CutRequest, first: FirstPiece) -> CutDifference:
     """Compare a batch with its halves if ranks share the statistics of batch normalisations.
 
-    Shared statistics do not depend on how ranks split the batch, so they are fixed while other
-    effects between samples are searched for. They do depend on the split into micro-batches, which
-    is compared without fixing them.
+    Statistics of all ranks do not depend on how ranks split the batch. So they are fixed while the
+    comparison looks for other effects between samples. But they do depend on the split into
+    micro-batches, which is compared without fixing them.
     """
     plain, hooks, by_norms = request.plain, request.hooks, 0.0
     if request.micro_batches > 1:
@@ -209,8 +211,9 @@ def _compare_swapped(request: CutRequest, first: FirstPiece, mean_of: _MeanOf) -
     """Compare the loss of all ranks' samples before and after a swap of samples. Collective.
 
     This is for forwards that communicate between ranks. If they gather values of all ranks'
-    samples, comparing halves proves nothing, because forwards in training never gather halves.
-    Halves still reveal a loss that is a sum over samples, because it is then half as large.
+    samples, they see whole batches in training, so a comparison with halves would not show what
+    training does. But it still reveals a loss that is a sum over samples: the loss of a half is
+    half as large.
     """
     totals = torch.zeros(2, 2, dtype=torch.float64)
     mixed = mix_samples_of_ranks([first.piece], next(request.plain.parameters()).device)
@@ -268,7 +271,7 @@ def compare_accumulated(
 ) -> str | None:
     """Return a warning if splitting a single process's batch changes its loss; None if not.
 
-    If the loss returns a pair whose second value is not a count, the warning is about that pair.
+    If the loss returns a pair whose second value is not a count, the warning is about that value.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
@@ -376,7 +379,8 @@ def explain_counts(found: CountDifference) -> str:
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first micro-batch with its halves; None if it cannot be halved.
 
-    If no losses are known, one half is compared with its quarters, which takes half the time.
+    If neither its loss nor its halves' losses are known, one half is compared with its quarters
+    instead, which takes half the time.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
@@ -389,9 +393,10 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first micro-batch with parts not compared so far; None if there are none.
+    """Compare the first micro-batch with other parts than `_compare_halves` does.
 
-    This may reveal a loss that is capped for each batch: the cap may apply only in these parts.
+    This may reveal a loss that is capped for each batch, if the cap applies only in these parts.
+    Returns None if there are no such parts.
     """
     piece, samples = first.piece, samples_in(first.piece)
     if samples % 4:
@@ -408,10 +413,10 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_two_small(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare two small micro-batches with their concatenation; None if losses are not known.
+    """Compare two small micro-batches, whose losses are known, with their concatenation.
 
-    A single small micro-batch may hide class weights: if its two samples have different labels,
-    both classes are equally frequent.
+    Returns None if no losses are known. One small micro-batch would not be enough to notice class
+    weights: if it has two samples with different labels, both classes are equally frequent.
     """
     if len(first.two) < 2:
         return None
@@ -438,7 +443,7 @@ def _compare_first_pair(
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
     """Compare the first two of several passes with their concatenation; None if not possible.
 
-    This is for passes with an odd number of samples, which have no halves.
+    This is for passes with an odd number of samples, which cannot be halved.
     """
     if plan.pp_microbatches > 1 or len(passes) == 1:
         return None

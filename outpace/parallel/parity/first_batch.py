@@ -106,12 +106,12 @@ _UNSEEN = "it does so in the backward or in another thread, where outpace cannot
 
 
 class FirstBatch:
-    """A one-time comparison of a layout with the plain module, before the first step.
+    """A one-time comparison of a layout with the user's module in a single process.
 
-    Create this before the objective is laid out, because it copies the objective's structure. `say`
-    receives warnings, on rank 0 only. `by_command`: messages refer to command-line flags instead of
-    Python arguments. `blocks` names the blocks that recompute activations, if the user chose them.
-    Set `resumed` if the run was resumed.
+    It precedes the first step. Create this before the objective is laid out, because it copies the
+    objective's structure. `say` receives warnings, on rank 0 only. `by_command`: messages refer to
+    command-line flags instead of Python arguments. `blocks` names the blocks that recompute
+    activations, if the user chose them. Set `resumed` if the run was resumed.
     """
 
     def __init__(
@@ -138,15 +138,15 @@ class FirstBatch:
         reuse: bool = True,
         ready: Callable[[], None] = lambda: None,
     ) -> Tensor | None:
-        """Compare the layout with the plain module on this rank's `passes`. Collective.
+        """Compare the layout with a single process on this rank's batches, `passes`. Collective.
 
         Raises BadInputError on all ranks if they differ. `run` computes the forward and backward of
         the first step; None means `layout.gradients`. `ready` is called before the layout runs.
 
         With `reuse`, the layout's pass becomes the first step where possible, which requires that
-        the plain module draws the same random numbers. This returns the step's totals, and keeps
-        the gradients, buffers and generators as the pass leaves them. Otherwise, it returns None
-        and restores everything.
+        the single process draws the same random numbers. Then this method returns the step's
+        totals, and keeps the gradients, buffers and generators as the pass leaves them. Otherwise,
+        it returns None and restores everything.
         """
         self._compiled = self._plan.compile or has_compiled_parts(layout.objective)
         with run_eagerly(self._compiled):
@@ -255,7 +255,7 @@ class FirstBatch:
         """Warn of unsaved state, and of effects of splitting the batch that are no errors.
 
         `count` is the number of micro-batches in a step. `loss_apart` is the relative difference in
-        loss between two combinations of the same samples. Collective.
+        loss between this step's batches and other batches of the same samples. Collective.
         """
         apart = max(report.cut.loss for report in plain.reports)
         counts = [report.cut.counts for report in plain.reports if report.cut.counts]
@@ -292,21 +292,27 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _warn_of_repetitions(self, plain: PlainSums, count: int) -> None:
-        """Warn of draws and writes to parameters that each micro-batch repeats. Collective."""
+        """Warn of a forward that draws random numbers or writes to parameters. Collective.
+
+        Each of the `count` micro-batches in a step does so again.
+        """
         if any(report.state.draws for report in plain.reports):
             self._warn_of_draws(plain.sums.device, count)
         if plain.written and count > 1:
             self._say(explain_repeated_writes(sorted(plain.written), count))
 
     def _warn_of_draws(self, device: torch.device, count: int) -> None:
-        """Warn that the plan draws other random numbers than one process. Collective."""
+        """Warn that this plan draws other random numbers than one process. Collective."""
         states = [state.cpu().numpy().tobytes() for state in random_state(device)[2:]]
         alike = all(one == states for one in gather_objects(states))
         if self._plan.data_parallel > 1 or count > 1:
             self._say(explain_draws(alike and self._plan.data_parallel > 1))
 
     def _warn_of_counted_values(self, plain: PlainSums) -> None:
-        """Warn about values that cover only a rank's samples and that no loss reads. Collective."""
+        """Warn of buffers and attributes that cover only one rank's samples. Collective.
+
+        Those on which the loss depends are left out, because there are other warnings about them.
+        """
         reports = plain.reports
         counted = {name for report in reports for name in report.counted}
         unsure = {name for report in reports for name in report.unsure}
@@ -321,11 +327,11 @@ class FirstBatch:
             self._say(explain_counted_attributes(attributes, self._plan.data_parallel))
 
     def _find_moved_buffers(self, plain: PlainSums, count: int) -> list[str]:
-        """Return buffers that the loss depends on and that parts of the batch change differently.
+        """Return buffers that the loss depends on and that depend on how the batch is split.
 
-        If a rank has several micro-batches, these are all changing buffers that the loss depends
-        on: unlike in one process with all samples, each micro-batch reads what the previous ones
-        have left.
+        If a rank has several micro-batches, these are all changing buffers on which the loss
+        depends, because each micro-batch reads what the previous ones have left. One process would
+        read what the previous step has left.
         """
         by_halves = {name for report in plain.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in plain.reports if one.buffer_prints is not None]
@@ -413,12 +419,12 @@ class FirstBatch:
     ) -> tuple[Tensor, bool]:
         """Run the layout by `_run_layout`, and let `watch` record its writes to parameters.
 
-        Raises BadInputError if the layout fails. It may fail because a backward needs a value that
-        another micro-batch in flight has overwritten, even with an equal value (max_norm, while no
-        row exceeds the limit).
+        Raises BadInputError if the layout fails. A possible reason is that a backward needs a
+        parameter that the forward of another micro-batch has overwritten, even with an equal value
+        (an embedding with max_norm, while no row exceeds the limit).
 
-        Operators are observed only if the plain module has written to parameters on some rank.
-        Otherwise, version counters suffice, which cost nothing.
+        Operators are observed only if the module has written to parameters on some rank in a single
+        process. Otherwise, version counters suffice, which cost nothing.
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
@@ -444,7 +450,7 @@ class FirstBatch:
 
     @property
     def _offloads(self) -> bool:
-        """Whether the layout itself writes to parameters between forwards."""
+        """Whether parameters are offloaded, so the layout itself writes to them."""
         return self._plan.offload_parameters != "none"
 
     def _require_same_changes(
@@ -455,9 +461,10 @@ class FirstBatch:
         allowed: ComparisonLimits,
         again: bool,
     ) -> bool:
-        """Refuse a layout that changes parameters differently from the plain module. Collective.
+        """Refuse a layout that changes parameters differently from a single process. Collective.
 
-        Returns whether any rank has set `again`: the step then has to be computed again.
+        `again`: on this rank, the step has to be computed again. Returns whether any rank has set
+        it.
         """
         moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
@@ -508,7 +515,7 @@ class FirstBatch:
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
-        """Run the layout; return this rank's sums of losses and counts. Collective.
+        """Run the layout on copies of the batches; return this rank's totals. Collective.
 
         Gradients are kept. The second result tells whether the step has to be computed again,
         because this pass ran without compilation or dropout.
@@ -556,7 +563,7 @@ class FirstBatch:
 
 
 def _differing_names(prints: Sequence[Mapping[str, Any]], holders_only: bool = False) -> list[str]:
-    """Return the names whose fingerprints differ between ranks.
+    """Return the names whose values differ between ranks, by the fingerprints of each rank.
 
     A name that is missing on some ranks counts as different, unless `holders_only`.
     """

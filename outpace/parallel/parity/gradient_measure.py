@@ -16,7 +16,7 @@ from outpace.parallel.tensors import all_parameters
 
 
 class GradientMeasure:
-    """A single number that measures the gradients of a model's trained parameters.
+    """A single number that depends on all gradients of a model's trained parameters.
 
     It is their inner product with random weights plus twice their norm, so it exceeds rounding
     errors even if the inner product cancels.

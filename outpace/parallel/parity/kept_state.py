@@ -61,21 +61,21 @@ Totals = tuple[float, float]  # the loss's sum and count
 
 @dataclass(frozen=True)
 class KeptState:
-    """State that a module or its loss keeps, named as in `kept_attributes`.
+    """State that a module or its loss keeps between forwards, named as in `kept_attributes`.
 
     `found`: the loss of some samples depends on which samples ran before, although everything that
     a checkpoint contains is the same. `names`: the state that the loss depends on. `generators`:
-    the module's own random generators. `unseen`: outpace could not restore the cause, which may be
-    random numbers. `apart`: how much the loss changes after other samples, as on other
-    data-parallel ranks; 0 for counters, and for recurrent state that is separate for each sample.
-    `failure`: why the check failed, although a first forward succeeded. `writes`: a forward writes
-    to parameters or saved buffers, or none has finished. `halves`: loss sum and count of each half
-    of the batch, if known and if the first half leaves nothing that may affect the second.
-    `reshaped`: saved buffers whose shape a forward changes. `backwards`: parameters that accumulate
-    gradients from a backward that the forward or the loss runs. `of_gradient`: the gradient depends
-    on the state, but the loss does not. `unused`: state that changes from forward to forward
-    without any effect. `draws`: the loss depends on random numbers from a common generator, not
-    counting dropout.
+    the module's random generators. `unseen`: outpace could not restore the cause, which may be
+    random numbers. `apart`: the relative change in loss if other samples run before, as they do on
+    other data-parallel ranks; 0 for counters, and for recurrent state that is separate for each
+    sample. `failure`: why the check failed, although a first forward succeeded. `writes`: a forward
+    writes to parameters or saved buffers, or none has finished. `halves`: loss sum and count of
+    each half of the batch, if known and if the first half leaves nothing that may affect the
+    second. `reshaped`: saved buffers whose shape a forward changes. `backwards`: parameters that
+    accumulate gradients from a backward that the forward or the loss runs. `of_gradient`: the
+    gradient depends on the state, but the loss does not. `unused`: state that changes from forward
+    to forward without any effect. `draws`: the loss depends on random numbers from torch's, NumPy's
+    or Python's generators, not counting dropout.
     """
 
     found: bool = False
@@ -99,7 +99,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """A failure of the first forward, which would fail in training too."""
+    """An error in the first forward, which would occur in training too."""
 
 
 def find_kept_state(
@@ -114,10 +114,11 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Find state that an objective keeps, by running forwards of a few samples of a micro-batch.
+    """Find state that an objective keeps between forwards and that affects later losses.
 
-    The loss of some samples is compared with their loss after other samples, with the same buffers,
-    parameters and random numbers. Everything within reach is restored afterwards.
+    Forwards of a few samples of a micro-batch are run. The loss of some samples is compared with
+    their loss after other samples, with the same buffers, parameters and random numbers. Everything
+    that outpace can reach is restored afterwards.
 
     `other` is another micro-batch, if any, to run before a micro-batch of one sample. `alone`:
     there is a single process, whose checkpoints contain the result of get_extra_state as well as
@@ -125,7 +126,7 @@ def find_kept_state(
     writes to parameters. `drops`: the module may use dropout, which is disabled. `in_halves`: use
     the halves of the micro-batch, because the caller needs their losses. `share`: this rank's index
     among the ranks that search, and their number; they divide the search for state that matters
-    only later.
+    only some steps later.
 
     Two kinds of state are not found: state other than counters that matters only after more than
     eight calls, and counters that matter only at certain calls, such as from 200 to 500 or every
@@ -187,7 +188,7 @@ def _choose_samples(
 def _find_by_gradient(
     search: "_LossComparison", piece: Batch, other: Batch | None, state: KeptState
 ) -> KeptState:
-    """Return state that affects only the gradient of a few samples; `state` if there is none."""
+    """Search for state that affects only gradients, with a few samples; `state` if none does."""
     batch, before = next(_choose_samples(piece, other, halved=False))
     with suppress(Exception):  # such as normalisation over too few samples
         found = search.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
@@ -239,7 +240,8 @@ class _LossComparison:
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
         """Search for state that a forward of `other` leaves and that affects the loss of `batch`.
 
-        `whole` and `more` (another micro-batch, if any) provide the samples for `KeptState.apart`.
+        `KeptState.apart` is measured with the samples of `whole` and of `more`, another micro-batch
+        (if any).
         """
         with without_dropout(self._plain) if self._drops else nullcontext():
             begin = self._begin.attributes()
@@ -282,8 +284,8 @@ class _LossComparison:
     def _measure_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
         """Return the relative difference between the losses of identical forwards.
 
-        If a repetition shows none, but the effect of other samples is as small as rounding, both
-        are repeated once more.
+        If the first repetition gives the same loss, but other samples change it by no more than
+        rounding, the forwards with and without them are both repeated once more.
         """
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
@@ -300,7 +302,7 @@ class _LossComparison:
     def _loss_after(
         self, other: Batch | None, batch: Batch, begin: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of `batch`, with `other` run before it, and the state after it.
+        """Run `other` and then `batch`; return the mean loss of `batch`, and the state afterwards.
 
         If `begin`, the state before both, is given, record what `other` changes.
         """
@@ -361,11 +363,11 @@ class _LossComparison:
     def _find_later_effects(
         self, changed: set[str], batch: Batch, fresh: float
     ) -> tuple[str, ...] | None:
-        """Return the changed state that affects losses some steps later; None if none does.
+        """Return the changed state that affects losses only some steps later; None if none does.
 
-        Several forwards run in a row; others run with counters set to much later values, or with
-        longer lists. Of several ranks, the first runs the forwards in a row and those with longer
-        lists, and the others divide the values of counters among them.
+        For this, several forwards run in a row. Others run with counters set to much later values,
+        or with longer lists. Of several ranks, the first runs the forwards in a row and those with
+        longer lists, and the others divide the values of counters among them.
         """
         number, ranks = self._share
         calls = 0 if number else self._count_calls_until_change(batch, fresh)
@@ -464,11 +466,12 @@ class _LossComparison:
         return counts and not self._affects_forward([name], partial(add, calls), batch, fresh)
 
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
-        """Compare the loss of a second forward of a batch with its loss after other samples.
+        """Return how much a batch's loss changes if other samples run before it.
 
-        The other samples are half of the batch or, for a single sample, `more` twice. Their number
-        differs from the batch's, so state kept for each sample has another shape, and does not
-        count as shared. Returns the relative difference.
+        The loss is compared with that of the batch after a forward of the same batch. The other
+        samples are half of the batch or, for a single sample, `more` twice. Their number differs
+        from the batch's. So if state has another shape after them, it is separate for each sample,
+        and the result is 0.
         """
         samples = samples_in(batch)
         if samples == 1 and more is None:
@@ -482,7 +485,7 @@ class _LossComparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Run `other`; return the shapes of the state after it, and then the loss of `batch`."""
+        """Run `other` and then `batch`; return the shapes of the state in between, and the loss."""
         with self._without_side_effects():
             drawn = random_state(self._device)
             self._run_forward(other)
@@ -592,7 +595,10 @@ class _LossComparison:
 
 @contextmanager
 def _perturb_weights(model: nn.Module) -> Iterator[None]:
-    """Change the first values of each parameter inside the context, hidden from dispatch modes."""
+    """Change the first values of each parameter inside the context.
+
+    Dispatch modes do not see these changes.
+    """
     some = [p.detach().view(-1)[:_MOST_CHANGED] for p in all_parameters(model) if p.is_contiguous()]
     some = [one for one in some if one.is_floating_point()]
     with _disable_current_modes():
@@ -617,7 +623,7 @@ def _are_equal_buffers(left: dict[str, torch.Tensor], left_after: dict[str, torc
 
 
 def _later_multiple(number: Any, calls: int) -> Any:
-    """Return a much later value for a counter: a multiple of many numbers, minus `calls`."""
+    """Return a much later value for a counter, `calls` before a multiple of many numbers."""
     return number - number % _MULTIPLE + _MULTIPLE - calls
 
 

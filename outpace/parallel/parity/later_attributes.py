@@ -25,7 +25,9 @@ def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) 
     `name` is as in `kept_attributes`. Single-element tensors and arrays, floats without a fraction,
     and entries of dicts and lists count as well.
     """
-    return bool(sum(_apply(value, put, change) for value, put in _find_values(module, name)))
+    return bool(
+        sum(_change_integers(value, put, change) for value, put in _find_values(module, name))
+    )
 
 
 def has_lists(module: nn.Module, name: str) -> bool:
@@ -56,7 +58,7 @@ def _enlarge(entry: Any) -> Any:
 
 
 def _find_values(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
-    """Return the values called `name` in `kept_attributes`, each with a function that sets it."""
+    """Return the values called `name` in `kept_attributes`, each with a function to replace it."""
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
         return [(place.get(), place.put) for place in places]
@@ -67,13 +69,18 @@ def _find_values(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any]
     return [(getattr(holder, attribute, None), partial(setattr, holder, attribute))]
 
 
-def _apply(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
-    """Apply `change` to integers in a value, in place or by `put`; return whether it has any."""
+def _change_integers(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
+    """Apply `change` to all integers in a value; return whether there are any.
+
+    A container or tensor is changed in place; a number is replaced by calling `put`.
+    """
     if type(value) in (*MAPPINGS, *SEQUENCES):
         keys = list(value) if type(value) in MAPPINGS else range(len(value))
         if len(value) > _MOST_COUNTERS:
             return False
-        return bool(sum(_apply(value[k], partial(value.__setitem__, k), change) for k in keys))
+        return bool(
+            sum(_change_integers(value[k], partial(value.__setitem__, k), change) for k in keys)
+        )
     if isinstance(value, Tensor | np.ndarray):
         if isinstance(value, nn.Parameter) or math.prod(value.shape) != 1:
             return False

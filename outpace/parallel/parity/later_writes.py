@@ -43,7 +43,7 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")
 
 
 class LaterWrites:
-    """A monitor of writes to a layout's parameters during the forwards and backwards of all steps.
+    """A monitor of writes to a layout's parameters in the forwards and backwards of later steps.
 
     `known` are the parameters to which the check of the first batch has allowed writes. `steps` is
     the number of steps already done. ddp and zero1 also allow later writes if all ranks write the
@@ -115,7 +115,7 @@ class LaterWrites:
     def _find_new_writes(self) -> bool:
         """Set `_written` to the parameters that this step wrote to; return whether there are any.
 
-        Parameters to which writes have been accepted are left out in most steps.
+        Most steps leave out parameters to which writes have been accepted.
         """
         pairs = zip(self._held, self._before, strict=True)
         written = {name for (name, tensor), before in pairs if tensor._version != before}

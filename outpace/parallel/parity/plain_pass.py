@@ -21,11 +21,11 @@ from outpace.parallel.batches import (
     copy_batch,
     cut,
     samples_in,
-    take_apart,
     take_first,
+    take_part,
 )
 from outpace.parallel.batchnorm import SynchronisedBatchNorm, batch_norms
-from outpace.parallel.blocks import Blocks, flat, named_blocks
+from outpace.parallel.blocks import Blocks, flatten_blocks, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.loop_settings import LoopSettings
@@ -361,7 +361,7 @@ class PlainPass:
         Returns None if that is impossible.
         """
         if self._plan.tp > 1:  # all ranks have the same samples
-            return take_apart(passes, self.pieces.place, self.pieces.ranks_per_share)
+            return take_part(passes, self.pieces.place, self.pieces.ranks_per_share)
         if self._plan.pp == 1:
             return swap_samples(passes, device)
         turned = rotate_samples(passes, self._plan.pp_microbatches)
@@ -394,7 +394,9 @@ class PlainPass:
     def _apply_checkpointing(self, model: nn.Module) -> None:
         """Apply activation checkpointing to the copy, to save memory; later calls do nothing."""
         if not self._recomputes:
-            named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
+            named = (
+                None if self._blocks is None else named_blocks(model, flatten_blocks(self._blocks))
+            )
             apply_checkpointing(model, "full", named)
             self._recomputes = True
 
