@@ -48,17 +48,17 @@ def train(
     progress: bool = True,
     **settings: Any,
 ) -> "Measurement":
-    """Train a model and return the measurement; `.run` is the run's directory.
+    """Train a model and return the measurement, which has the directory of the run in `.run`.
 
     By default, train a small GPT on the source code of Python's standard library. `model` is a
     value of `--model`, a module, or a function that builds one. `data` is one or several values of
     `--data`. Other keywords are the options of `outpace train`: `steps=200`, `global_batch=32`,
     `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0. With
-    `progress=False`, no progress is printed. Under torchrun, every process has to call this, and is
-    one rank.
+    `progress=False`, no progress is printed. Under torchrun, call this function in every process;
+    each process is one rank.
 
     Raises BadInputError for an invalid request, DivergedError if the loss becomes NaN or infinite,
-    and InterruptedRunError if a signal ended the run, which is saved first.
+    and InterruptedRunError if a signal ended the run, after its state has been saved.
 
     >>> first = outpace.train("outpace-tiny", "corpus.txt", steps=3, seq_len=32, out="first")
     >>> first.steps, first.run
@@ -267,9 +267,9 @@ def estimate(
 ) -> "RankedPlan":
     """Estimate the step time and memory of a plan (a Plan or a file), and whether it fits.
 
-    A file of `plan` also has the sequence length and the global batch. For a Plan, pass the ones
-    for which it was made. With depth "trace", the model is run with fake tensors, which gives the
-    exact peak memory of its tensors.
+    A plan file also holds the sequence length and the global batch for which the plan was made. For
+    a Plan, pass both as `seq_len` and `global_batch`. With depth "trace", the model is run with
+    fake tensors, which gives the exact peak memory of its tensors.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
     >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)
@@ -301,10 +301,11 @@ def memory(
     rank: int | None = None,
     **settings: Any,
 ) -> "MemoryAccount":
-    """Trace which tensors use memory in a training step, on the fullest rank or on `rank`.
+    """Trace which tensors use memory in a training step, on `rank` or on the rank that needs most.
 
-    `model` may be "file.py:build". `machine` is a name in the catalog; None stands for `nproc`
-    processes on CPUs. Other keywords are as for `train`. All figures are in bytes.
+    `model` may be "file.py:build". `machine` is a name in the catalog; without it, the figures are
+    for `nproc` processes on this host's CPUs. Other keywords are as for `train`. All figures are in
+    bytes.
 
     >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
     True
@@ -322,10 +323,11 @@ def network(
     network: str | Sequence[str] = (),
     **asked: Any,
 ) -> "NetworkReport":
-    """Estimate the network bandwidth that a training run needs, and what other networks cost.
+    """Estimate the network bandwidth that training needs, and the step time on other networks.
 
-    `network`: one or several networks to compare, of which the last replaces the machine's own.
-    Other keywords are the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
+    `network` is one network, such as "50Gbit/s", or several to compare. The last one replaces the
+    machine's own network. Other keywords are the options of `outpace network`: `nodes`, `plan`,
+    `probe`, `seq_len`, ….
 
     >>> outpace.network("gpt2", "hgx-h100", nodes=2).needs[0].title
     'DDP'
@@ -342,10 +344,10 @@ def network(
 def topology(
     file: str | Path | None = None, *, nvlink: str | None = None, timeout_s: float = 20.0
 ) -> "HostTopology":
-    """Return how this host's devices are connected, and which GPUs to group.
+    """Return how this host's devices are connected, and which GPUs to group for communication.
 
-    `file` has the output of `nvidia-smi topo -m` on another host, `nvlink` is the generation of its
-    NVLinks, 2 to 5.
+    To look at another host, pass as `file` the output of `nvidia-smi topo -m` there. `nvlink` is
+    the generation of its NVLinks, 2 to 5.
 
     >>> outpace.topology().cpu.cpu_count > 0
     True
@@ -395,11 +397,12 @@ def probe(
 
 
 def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Comparison":
-    """Compare arms, run in turn until the verdict is clear or a limit is reached.
+    """Compare the speed of several ways to train ("arms"), which are run in turn.
 
-    An arm is a strategy ("zero3"), settings ("precision=bf16") or a run's directory; an
-    experiment.toml describes all arms. Finished runs are compared without running anything.
-    Keywords are the options of `outpace compare` and `outpace train`.
+    Rounds are run until it is clear which arms are faster, or until a limit is reached. An arm is a
+    strategy ("zero3"), settings ("precision=bf16") or a run's directory; an experiment.toml
+    describes all arms. Finished runs are compared without running anything. Keywords are the
+    options of `outpace compare` and `outpace train`.
 
     >>> two = [outpace.train("outpace-tiny", "corpus.txt", steps=12, seed=seed, seq_len=32).run
     ...        for seed in (0, 1)]
@@ -497,7 +500,7 @@ def _to_path(path: str | Path | None) -> Path | None:
 
 
 def _format_pairs(settings: str | Mapping[str, Any] | None) -> str | None:
-    """Format settings as "precision=bf16,tp=2"; text and None are returned as they are."""
+    """Format a mapping of settings as "precision=bf16,tp=2"; return text or None unchanged."""
     if settings is None or isinstance(settings, str):
         return settings
     return ",".join(f"{name}={value}" for name, value in settings.items())
@@ -532,7 +535,7 @@ def _to_words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
 
 
 def _qualified_name(model: object) -> str:
-    """Return the name that run.json has for a module, or for a function that builds one."""
+    """Return the name under which run.json records a module, or a function that builds one."""
     from torch import nn
 
     kind = model if callable(model) and not isinstance(model, nn.Module) else type(model)
@@ -540,7 +543,10 @@ def _qualified_name(model: object) -> str:
 
 
 def _refuse_in_new_processes(model: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
-    """Raise BadInputError for a module or callbacks, which cannot be passed to new processes."""
+    """Raise BadInputError for a module or callbacks, because `nproc` > 1 starts new processes.
+
+    Objects of this process cannot be passed to them.
+    """
     if model is not None:
         raise BadInputError(
             f"nproc={nproc} starts new processes, which cannot use a module of this one. Pass its "

@@ -32,9 +32,10 @@ _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
 
 def _read_accelerators() -> Iterator[Accelerator]:
-    """Yield the accelerators of accelerators.json; a row names its chip, and its table of rates.
+    """Yield the accelerators of accelerators.json.
 
-    The rates are those at the first of the row's `powers_w`.
+    Each row of the file names its chip and its table of peak rates. These rates are for the first
+    of the row's power limits, `powers_w`.
     """
     table = read_table("accelerators")
     for row in read_rows(table):
@@ -58,7 +59,10 @@ def _read_accelerators() -> Iterator[Accelerator]:
 
 
 def _make_card(card: Card) -> Accelerator:
-    """Return the accelerator of a table's row. Before Ampere, its 16-bit rate is for fp16 only."""
+    """Return the accelerator for a row of the table of consumer GPUs.
+
+    On Turing, the 16-bit rate is for fp16 only; there is no rate for bf16 or tf32.
+    """
     source = SOURCE.format(PAPERS[card.architecture])
     rates: dict[Dtype, float] = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":

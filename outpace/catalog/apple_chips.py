@@ -25,7 +25,7 @@ USABLE_SOURCE = (
 
 
 class AppleChip(NamedTuple):
-    """An Apple chip with one of its available memory sizes."""
+    """An Apple chip with one of the memory sizes in which it is sold."""
 
     name: str
     memory_gb: int

@@ -79,10 +79,10 @@ _DISPATCH_CARD_SHARE = 0.87
 class DispatchRate(Record):
     """Cost model of a dispatcher that sends each token once per rank (DeepEP, HybridEP).
 
-    Dispatching or combining takes `fixed_s`, plus `token_s` per token of a rank, plus the time to
-    send its bytes at `link_share` of a device's link rate or `card_share` of a network card's rate.
-    The figures are averages of dispatching and combining, because a step has the same number of
-    both.
+    Dispatching or combining the tokens of a rank takes `fixed_s`, plus `token_s` per token, plus
+    the time to send their bytes at `link_share` of a device's link rate or `card_share` of a
+    network card's rate. The figures are averages of dispatching and combining, because a step does
+    both equally often.
     """
 
     fixed_s: NonNegativeFloat
@@ -125,10 +125,11 @@ HOST_BRIDGE_SHARE = 0.4
 
 
 class Latency(Record):
-    """Latency of a collective algorithm, fixed and per step by link, and its bandwidth fraction.
+    """Latency and bandwidth of an algorithm for collectives.
 
-    For trees, `by_size` is the fraction of the bandwidth by message size, in powers of two from 64
-    bytes.
+    The latency is `base_s`, plus `nvlink_s`, `pcie_s` or `network_s` for each step over such a
+    link. `bandwidth` is the fraction of the links' bandwidth that the algorithm reaches. For trees,
+    `by_size` has a factor on this fraction for each message size, in powers of two from 64 bytes.
     """
 
     base_s: NonNegativeFloat

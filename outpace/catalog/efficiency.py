@@ -20,11 +20,12 @@ class MatmulCurve(Record):
     """Model of an architecture's matmuls as tiles that multiprocessors compute in waves.
 
     A full wave of the best tiles reaches `share` of the dense 16-bit peak, or `share_fp8` of the
-    fp8 peak. Tiles of 128 by 64 and 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In
-    16 bits, filling the pipeline and writing results costs a tile as much time as `fill` more
-    elements of the inner dimension. The smallest matmul takes `fixed_s`. Where even short matmuls
-    reach the board's power limit, `limit` caps the rate as a fraction of the best rate. During a
-    training step, the rate stays below `sustained`, or `sustained_fp8`, of the dense peak.
+    fp8 peak. Tiles of 128 by 64 and 64 by 64 reach `half_tile` and `quarter_tile` of that rate.
+    Filling the pipeline and writing results takes additional time per tile. In 16 bits, this is the
+    time to compute `fill` elements of the inner dimension. The smallest matmul takes `fixed_s`.
+    Where even short matmuls reach the board's power limit, `limit` caps the rate as a fraction of
+    the best rate. During a training step, the rate stays below `sustained`, or `sustained_fp8`, of
+    the dense peak.
     """
 
     share: PositiveFloat
@@ -42,8 +43,9 @@ class MatmulCurve(Record):
 class AttentionRate(Record):
     """Rates of fused attention on long sequences, as fractions of the dense 16-bit peak.
 
-    The rates are for head width 128. Head width 64 reaches `narrow` of these rates. Causal
-    attention reaches half of its rate at `half_length` keys.
+    `forward` and `backward` are for head width 128. With head width 64, attention reaches the
+    fraction `narrow` of these rates. Causal attention over `half_length` keys reaches half of its
+    rate on long sequences.
     """
 
     forward: PositiveFloat
@@ -119,9 +121,10 @@ def _power_w(name: str) -> int:
 
 
 def _make_blackwell_ultra(power_w: float) -> MatmulCurve:
-    """Return the curve of a B300 or GB300, for which no sustained matmuls have been measured.
+    """Return the curve of a B300 or GB300, whose sustained rate is estimated from a B200.
 
-    The ratio of sustained to short matmuls is B200's, scaled to this board's power limit.
+    No sustained matmuls have been measured on these boards. The ratio of the sustained rate to the
+    rate of short matmuls is assumed to be the B200's, scaled to this board's power limit.
     """
     reference_w = _power_w("B200")
     more = _power_share(power_w, reference_w)
@@ -449,9 +452,10 @@ def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
 
 
 def power_share(accelerator: Accelerator) -> float:
-    """Return a board's sustained rate relative to an H200's, given their power limits.
+    """Return a board's sustained rate relative to an H200's, at most 1, given their power limits.
 
-    Returns 1 if the chip's bf16 peak differs from the H200's, or if its power is unknown.
+    Returns 1 if the chip is not an H200's (its bf16 peak differs), or if the board's power is
+    unknown.
     """
     board = ACCELERATORS["H200 SXM"]
     same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]

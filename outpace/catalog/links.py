@@ -39,5 +39,8 @@ def find_link(name: str) -> Link:
 
 
 def bytes_per_s(bundle: Bundle | None) -> float | None:
-    """Return a bundle's unidirectional rate in bytes/s, or None if there is no bundle."""
+    """Return the rate of a bundle of equal links in bytes/s, in one direction.
+
+    Returns None if there is no bundle.
+    """
     return None if bundle is None else LINKS[bundle.link].bytes_per_s * bundle.count

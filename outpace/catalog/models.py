@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def _list_repositories() -> Iterator[tuple[str, str]]:
-    """Yield each known Hugging Face repository, in lower case, and its model's name."""
+    """Yield each known Hugging Face repository, in lower case, with the catalog's name for it."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
@@ -39,28 +39,29 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_list_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the name of the preset or outline that matches `reference`.
+    """Return the catalog's name for the model `reference`: that of a preset or an outline.
 
-    Case is ignored, and spaces count as "-": "Llama-3.1-8B" and "Mixtral 8x7B" are found. Any other
-    reference is returned unchanged. A caller that also accepts files must first check for a file of
-    this name.
+    Outlines are models that outpace plans for but cannot train. Case is ignored, and spaces count
+    as "-": "Llama-3.1-8B" and "Mixtral 8x7B" are found. Any other reference is returned unchanged.
+    A caller that also accepts files must first check for a file of this name.
     """
     name = reference.casefold().replace(" ", "-")
     return name if name in PRESETS or name in OUTLINES else reference
 
 
 def name_of_hub(reference: str) -> str | None:
-    """Return the name of the preset or outline for a Hugging Face repository ("Qwen/Qwen2.5-7B").
+    """Return the catalog's name for the model of a Hugging Face repository ("Qwen/Qwen2.5-7B").
 
-    Returns None if there is none.
+    Returns None if the catalog does not have the model.
     """
     return _BY_HUB.get(reference.casefold())
 
 
 def without_weights(reference: str) -> str:
-    """Return the preset or outline for a Hub repository, for callers that need only dimensions.
+    """Return the catalog's name for the model of a Hub repository, which then needs no download.
 
-    Any other reference is returned unchanged, and so is the path of an existing file or folder.
+    This is for callers that need only the model's dimensions, not its weights. Any other reference
+    is returned unchanged, and so is the path of an existing file or folder.
     """
     try:
         is_file = Path(reference).expanduser().exists()
@@ -96,9 +97,9 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
 
 
 def untrained_model(reference: str) -> BadInputError | None:
-    """Return the error for building or training a model that outpace knows only as an outline.
+    """Return the error for training a model that outpace can only plan for (an outline).
 
-    Returns None for all other models.
+    The same error is for building or tracing such a model. Returns None for all other models.
     """
     name = name_of_hub(reference) or named_model(reference)
     if name not in OUTLINES:

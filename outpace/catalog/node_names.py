@@ -41,7 +41,10 @@ def find_node(name: str) -> Node:
 
 
 def _find_by_name(name: str) -> Node | None:
-    """Return the machine, or the accelerators as a machine; None if the catalog has neither."""
+    """Return the machine of this name, or a machine with the accelerators of this name.
+
+    Returns None if the catalog has neither.
+    """
     wanted = _slug(name)
     if wanted in NODES:
         return NODES[wanted]
@@ -54,7 +57,7 @@ def _find_by_name(name: str) -> Node | None:
 
 
 def _suggest_names(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest similar names of the catalog, else similar chips without their boards.
+    """Return a hint with similar names of the catalog, or of chips without their boards ("h100").
 
     A count of chips is kept: "8xh100-sxm" for "8xh100x", and "4xh100" for "4xh1000".
     """
@@ -68,10 +71,11 @@ def _suggest_names(wanted: str, known: Sequence[str], chips: Sequence[str]) -> s
 
 
 def _find_counted(name: str, text: str) -> Node | None:
-    """Return a host with the accelerators that `text` names; None if the catalog has none of them.
+    """Return a host with the accelerators that `text` names ("8xh100:80gb").
 
-    `name` is the user's spelling, for messages. Raises BadInputError if a required memory size is
-    missing or not sold, or if no single host has that many accelerators.
+    Returns None if the catalog does not have them. `name` is the user's spelling, for messages.
+    Raises BadInputError if a required memory size is missing or not sold, or if no single host has
+    that many accelerators.
     """
     counted = _COUNTED.fullmatch(text)
     if counted is None:
@@ -196,7 +200,7 @@ _MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
 
 def _max_per_host(chip: Accelerator) -> int:
-    """Return the largest number of these chips in one host, or in one rack of superchips."""
+    """Return the largest number of these chips in one host; for superchips, in one rack."""
     known = _MOST_OF.get(chip.name.split()[0], None if chip.has_collectives else 1)
     if known is not None:
         return known
@@ -235,9 +239,10 @@ def _memory_hint(request: _MachineName, chip: Accelerator) -> str:
 
 
 def _format_hosts(request: _MachineName, chip: Accelerator) -> str:
-    """Return the options that name `request.count` chips on hosts of one, usual size.
+    """Return the options --machine and --nodes for `request.count` chips on several equal hosts.
 
-    They name the first such machine of the catalog, or else the chips.
+    The hosts have the usual number of chips, or the next smaller number that divides the count. If
+    the catalog has such a machine, its name is used, or else the count and name of the chips.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if request.count % n == 0)
@@ -328,10 +333,10 @@ _NOMINAL = 1.07
 
 
 def _find_board(request: _MachineName) -> Accelerator | None:
-    """Return the board that a chip's name without one stands for: H100 SXM for "h100".
+    """Return the variant on boards that a chip's plain name stands for: H100 SXM for "h100".
 
-    None if the chip has no boards. Raises BadInputError if the user must choose one of the boards'
-    memory sizes.
+    Returns None if the chip is not sold on boards. Raises BadInputError if the user must choose one
+    of the memory sizes of the boards.
     """
     chips = {_slug(known): one for known, one in ACCELERATORS.items()}
     form = re.compile(rf"{re.escape(request.word)}-sxm\d?")
@@ -348,9 +353,9 @@ def _find_board(request: _MachineName) -> Accelerator | None:
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:
-    """Return whether users may call a chip's memory `gb` GB.
+    """Return whether users may write `gb` as the size of a chip's memory in GB.
 
-    That is so for its actual size, and for up to 7 % more than the size in its product name.
+    They may write its actual size, or the size in its product name and up to 7 % more.
     """
     size = _memory_in_name(chip)
     return gb == chip.memory_bytes // _GIB or size <= gb <= _NOMINAL * size
@@ -400,10 +405,10 @@ def _is_card(chip: Accelerator) -> bool:
 
 
 def _list_similar(wanted: str, chips: Sequence[str]) -> list[str]:
-    """Return machines, each described, with accelerators like those of an unknown name.
+    """Return suggestions for an unknown name: machines with similar accelerators, or accelerators.
 
-    A name is like an accelerator's if one of the two ends with the other ("NVIDIA GeForce RTX 4090"
-    and "4090"). If no machine matches, return the accelerators whose names contain the word
+    A name is similar to an accelerator's if one of the two ends with the other ("NVIDIA GeForce RTX
+    4090" and "4090"). If no machine matches, return the accelerators whose names contain the word
     ("3060").
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)

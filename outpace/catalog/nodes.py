@@ -15,9 +15,10 @@ _GIB = 2**30
 
 
 def _make_node(name: str, values: dict[str, Any]) -> Node:
-    """Make a node from its row; accelerators have all of their advertised links, or none.
+    """Make a machine from its row in the catalog.
 
-    The link to the host is the accelerator's, unless the row has another.
+    If the row has a topology, the accelerators have all of their advertised links to each other, or
+    else none. The link to the host is the accelerator's, unless the row has another.
     """
     chip = ACCELERATORS.get(values["accelerator"])
     derived: dict[str, Any] = {}

@@ -41,7 +41,7 @@ _BATCH = 8  # or more, if the ranks need it
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference step: a model, a plan and a batch."""
+    """A training step that `outpace probe` times: a model, a plan and a batch."""
 
     name: str
     spec: ModelSpec
@@ -58,7 +58,10 @@ class Reference:
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the reference steps on `ranks` processes by name; with `quick`, a quick probe's."""
+    """Return the steps that `outpace probe` times on `ranks` processes, by name.
+
+    With `quick`, there are fewer sizes and variants.
+    """
     found = {}
     for size, values in _reference_cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

@@ -39,36 +39,48 @@ Experts = Literal["grouped", "triton", "loop"]
 
 
 class SoftwareStack(Record):
-    """Traits of a training program.
+    """Traits of a training program: how it computes, communicates and saves memory.
 
-    `attention`: the kernel used where a model allows fused attention. `repeats_matmuls`: the
-    matmuls of a block that selective recomputation repeats: none, every second 16-bit matmul
-    (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and its
-    gradients summed, together or one by one. `overlaps`: collectives run during computation.
-    `broadcasts`: in ZeRO-1, ranks broadcast their updated parameters one after the other.
-    `fuses_dropout`: bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens
-    reach experts, during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what
-    is replayed as CUDA graphs. `sums_by_stages`: each interleaved stage reduces gradients and
-    gathers parameters while other stages compute. `experts`: how experts' matmuls are computed.
-    `gathers_for_adapters`: where tensor parallelism overlaps a matmul with the gather of its input,
-    an adapter on that matmul gathers the input again. `fuses_accumulation`: weight-gradient matmuls
-    accumulate directly into fp32 buffers. `copies_units`: gathered buffers are copied into
-    parameters, and gradients into reduction buffers. `blocks_launches`: the host waits for each
-    kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of 8-bit
-    matmuls are cast. `stops_early`: recomputation stops once everything that the backward reads
-    exists, so a block's last matmul is not repeated (torch's checkpoint without `use_reentrant`,
-    since torch 2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch
-    never recompute unread results. `gathers_fp8`: tensor parallelism casts inputs of 8-bit matmuls
-    before it gathers them. `shards_fp8`: weights are cast before they are gathered.
-    `scatters_sums`: overlapped tensor parallelism also overlaps the reduce-scatter of an input
-    gradient to which several matmuls contribute. `ring`: the implementation of context parallelism.
-    `gathers_keys`: context parallelism gathers the keys and values of all ranks at once instead of
-    passing them around a ring. `repeats_keys`: before that gather, keys and values are repeated for
-    all query heads. `stage_gathers`: how often pipelines gather sharded parameters in a pass.
-    `copies_hidden`: sequence parallelism splits hidden states along their second dimension, so
-    gathers and reduce-scatters copy them into and out of rank order. `pads_tokens`: for 8-bit
-    matmuls, each expert's tokens are copied into padded buffers, and the results are copied back.
-    `wraps_adapters`: each matrix of an adapter is a unit of FSDP.
+    - `attention`: the kernel used where a model allows fused attention
+    - `repeats_matmuls`: the matmuls of a block that selective recomputation repeats: none, every
+      second 16-bit matmul (`second_matmuls`), or all
+    - `collectives`: whether a block's parameters are gathered, and its gradients summed, together
+      or one by one
+    - `overlaps`: collectives run during computation
+    - `broadcasts`: in ZeRO-1, ranks broadcast their updated parameters one after the other
+    - `fuses_dropout`: bias, dropout and the residual sum are one kernel
+    - `dispatcher`: how tokens reach experts, during computation of another micro-batch if
+      `overlaps_dispatch`
+    - `graphs`: what is replayed as CUDA graphs
+    - `sums_by_stages`: each interleaved stage reduces gradients and gathers parameters while other
+      stages compute
+    - `experts`: how experts' matmuls are computed
+    - `gathers_for_adapters`: where tensor parallelism overlaps a matmul with the gather of its
+      input, an adapter on that matmul gathers the input again
+    - `fuses_accumulation`: weight-gradient matmuls accumulate directly into fp32 buffers
+    - `copies_units`: gathered buffers are copied into parameters, and gradients into reduction
+      buffers
+    - `blocks_launches`: the host waits for each kernel before it launches the next
+      (CUDA_LAUNCH_BLOCKING=1)
+    - `casts`: how operands of 8-bit matmuls are cast
+    - `stops_early`: recomputation stops once everything that the backward reads exists, so a
+      block's last matmul is not repeated (torch's checkpoint without `use_reentrant`, since torch
+      2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch never
+      recompute unread results
+    - `gathers_fp8`: tensor parallelism casts inputs of 8-bit matmuls before it gathers them
+    - `shards_fp8`: weights are cast before they are gathered
+    - `scatters_sums`: overlapped tensor parallelism also overlaps the reduce-scatter of an input
+      gradient to which several matmuls contribute
+    - `ring`: the implementation of context parallelism
+    - `gathers_keys`: context parallelism gathers the keys and values of all ranks at once instead
+      of passing them around a ring
+    - `repeats_keys`: before that gather, keys and values are repeated for all query heads
+    - `stage_gathers`: how often pipelines gather sharded parameters in a pass
+    - `copies_hidden`: sequence parallelism splits hidden states along their second dimension, so
+      gathers and reduce-scatters copy them into and out of rank order
+    - `pads_tokens`: for 8-bit matmuls, each expert's tokens are copied into padded buffers, and the
+      results are copied back
+    - `wraps_adapters`: each matrix of an adapter is a unit of FSDP
     """
 
     name: str

@@ -25,7 +25,10 @@ _MOST_CASES = 50
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """List the published steps; return 0. Raises OutpaceError."""
+    """Print the published training steps that are most similar to a plan; return 0.
+
+    Raises OutpaceError.
+    """
     arguments = _parser().read(argv)
     from outpace.planner.calibration.measured_cases import extrapolations, nearest_cases
 

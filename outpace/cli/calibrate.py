@@ -22,7 +22,10 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare logs with predictions, print the errors, write the corrected machine; return 0."""
+    """Compare measured step times from logs with predictions, and print the errors; return 0.
+
+    With --out, also write a machine file with corrected rates.
+    """
     arguments = _parser().read(argv)
     from outpace.jobs.planning.calibrate import CalibrationRequest, calibrate_machine
 

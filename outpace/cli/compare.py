@@ -68,7 +68,10 @@ _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare, print the verdict and save everything. Returns 0, or 1 if all runs failed."""
+    """Compare the arms, print the verdict and save the comparison.
+
+    Returns 0, or 1 if all runs failed.
+    """
     arguments = _parser().read(argv)
     folder, comparison = _compare_and_save(arguments, argv, quiet=arguments.json)
     if arguments.json:
@@ -162,9 +165,10 @@ def _measure_and_judge(
     experiment: Experiment, settings: list[TrainSettings], folder: Path, finished: list[Outcome],
     quiet: bool,
 ) -> Comparison:  # fmt: skip
-    """Run the rounds that are missing after `finished`, and judge the arms.
+    """Run the rounds that are missing after `finished`, and compare the arms.
 
-    If interrupted, save the comparison of the finished runs, and raise the interruption again.
+    If Ctrl-C or a signal interrupts this, the comparison of the finished runs is saved, and the
+    exception is raised again.
     """
     from outpace.experiment import arms
     from outpace.experiment.compare import ALPHA
@@ -263,7 +267,10 @@ def _compare_finished(arguments: argparse.Namespace) -> Comparison:
 
 
 def _move_run_folders(arguments: argparse.Namespace) -> None:
-    """Move arms that are folders of runs to --runs. Raises BadInputError if only some arms are."""
+    """Move folders of runs from the argument for arms to that for finished runs (--runs).
+
+    Raises BadInputError if only some arms are folders of runs.
+    """
     folders = [Path(word) for word in arguments.arm if (Path(word) / RUN_FILE).is_file()]
     if not folders and not arguments.runs:
         return
@@ -287,7 +294,11 @@ def _format_outcome(outcome: Outcome, experiment: Experiment) -> str:
 
 
 def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison | None]:
-    """Return the fields of the requested experiment, and the comparison that it repeats, if any."""
+    """Return the fields of the requested experiment.
+
+    If the argument is the file of a comparison that is to be repeated, also return that comparison;
+    otherwise None.
+    """
     values: dict[str, Any] = {}
     words = arguments.arm
     if len(words) == 1 and words[0].endswith(".json"):
@@ -336,7 +347,7 @@ def _list_code(experiment: Experiment) -> list[str]:
 
 
 def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
-    """Raise BadInputError with the reason `why` if options other than `allowed` were given."""
+    """Raise BadInputError if options other than `allowed` were given; `why` begins the message."""
     defaults = _parser().read([])
     given = [
         "arms" if name == "arm" else options.flag(name)

@@ -44,9 +44,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str], file: "PlanFile") -> "RankedPlan":
-    """Return the estimate of a plan with the options in `argv`, whose --plan names it in errors.
+    """Return the estimate of the plan in `file`, with the options in `argv`.
 
-    Raises BadInputError if an argument is invalid.
+    The option --plan in `argv` is only the plan's name in error messages. Raises BadInputError if
+    an argument is invalid.
     """
     return _estimate(_parser().read(argv), file)[0]
 

@@ -33,8 +33,9 @@ _OF_AN_ARM = ("name", "environment", "command")
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
     """Yield the folder for results: `out`, or a new one in `parent` that is named after the time.
 
-    A new folder is removed if it is empty at the end. `what` names the results in errors. Raises
-    BadInputError if `out` cannot be used, or is missing for a resume.
+    If the new folder is still empty when the context ends, it is removed. `what` names the results
+    in errors. Raises BadInputError if `out` cannot be used, or if it is None although `resumes` is
+    set.
     """
     if out is None and resumes:
         raise BadInputError(f"--resume needs a {what}. Give its directory with --out DIR.")
@@ -67,12 +68,15 @@ def _make_folder(base: Path) -> Path:
 
 
 def format_now() -> str:
-    """Return the current time in UTC, in the format of records."""
+    """Return the current time in UTC, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def show_result(result: "Answer", folder: Path | None, what: str, command: Sequence[str]) -> None:
-    """Print a result, the folder in which it is saved, and a command to copy on a separate line."""
+    """Print a result, the folder in which it is saved, and a command that the user can copy.
+
+    `what` says what the command does ("again").
+    """
     from rich.text import Text
 
     from outpace.reporting.terminal.answer import answer_text
@@ -102,10 +106,11 @@ def format_interruption(folder: Path, *command: str) -> str:
 
 
 def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Return whether `folder` has results, in its file `log`, that are to be resumed.
+    """Return whether `folder` has finished runs, in the file `log`, after which to continue.
 
-    `what` names the results in errors. Raises BadInputError if `resumes` is set without such a
-    folder, or the folder has content that may only be used with it.
+    `resumes` says whether the user gave --resume, and `what` names the results in errors. Raises
+    BadInputError if there is nothing to resume, or if `folder` is not empty and is not being
+    resumed.
     """
     if not log.is_file():
         if resumes and not folder.is_dir():
@@ -139,8 +144,9 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def arm_of(word: str) -> Arm:
-    """Parse an arm: 'zero3', 'precision=bf16' or 'NCCL_P2P_DISABLE=1', optionally after 'name:'.
+    """Parse an arm of a comparison: its strategy, settings and environment variables.
 
+    Examples are 'zero3', 'precision=bf16' and 'NCCL_P2P_DISABLE=1', optionally after 'name:'.
     Raises BadInputError if a strategy, setting or value is unknown or given twice.
     """
     name, colon, rest = word.partition(":")
@@ -180,7 +186,7 @@ def _check_strategy(name: str, word: str) -> str:
 
 
 def refuse_missing_folder(word: str, where: str) -> None:
-    """Raise BadInputError if a word can only be the path of a run, and there is none."""
+    """Raise BadInputError if a word is or looks like a path, but not that of a run's folder."""
     path = Path(word)
     if path.exists() or (len(path.parts) > 1 and "=" not in word):
         try:
@@ -262,7 +268,10 @@ def _parse_settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine each arm with every point of the grid. Keys in capitals are environment variables."""
+    """Combine each arm with every combination of the grid's values.
+
+    Keys in capitals are environment variables; others are settings.
+    """
     if not grid:
         return list(arms)
     for name, values in grid.items():

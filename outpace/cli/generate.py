@@ -49,7 +49,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _prepend_system(system: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
-    """Put the messages of --system first. Raises BadInputError if there already is one."""
+    """Put the system message of --system before a conversation.
+
+    Raises BadInputError if the conversation has a system message already.
+    """
     if system and messages[0]["role"] == "system":
         raise BadInputError(
             "--system: a conversation in the file already has a system message, "
@@ -136,7 +139,7 @@ def _parser() -> Parser:
 
 
 def add_model(parser: Parser) -> None:
-    """Add --run and its alias --model, the name in `outpace train`."""
+    """Add the option --run, for a run's directory, and its alias --model, as in `outpace train`."""
     parser.arguments.add_argument(
         "--run",
         "--model",

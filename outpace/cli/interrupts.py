@@ -11,10 +11,11 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """Signal handler: the first signal calls `notify` and interrupts, and a later one calls `end`.
+    """Handler of SIGINT: the first signal calls `notify` and raises KeyboardInterrupt.
 
-    Repeated signals of the same key press are ignored. `finished` is set when the block has ended:
-    from then on, signals go to the `previous` handler.
+    Every later one calls `end`. Signals that follow within a moment are ignored, since one key
+    press may send several. `finished` is set when the context of `interrupt_once` has ended: from
+    then on, signals go to the `previous` handler.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class _InterruptHandler:
 
 @contextmanager
 def interrupt_once(notify: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first SIGINT, after `notify()`; a second SIGINT calls `end`.
+    """Handle SIGINT in this context: the first one calls `notify()` and raises KeyboardInterrupt.
 
-    Does nothing outside of the main thread, or if SIGINT is ignored.
+    A second SIGINT calls `end()`. Signals are handled as before if this is not the main thread, or
+    if SIGINT is ignored.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):

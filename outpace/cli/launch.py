@@ -42,7 +42,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Write the job, or submit it; returns 0. Raises OutpaceError."""
+    """Write or submit a job for SLURM or Kubernetes; returns 0. Raises OutpaceError."""
     own, command = _split_at_dashes(argv)
     if not own or own[0] in ("-h", "--help"):
         _parser("slurm").read(["--help"])
@@ -86,10 +86,10 @@ def _read_job(arguments: Namespace, command: list[str]) -> ClusterJob:
 def _complete_command(
     command: list[str], name: str, folder: Path
 ) -> tuple[tuple[str, ...], Path | None]:
-    """Return the words of an `outpace train` command that can be resumed, and the run's folder.
+    """Complete an `outpace train` command so that it can be resumed.
 
-    Adds --out and --auto-resume if they are missing. Raises BadInputError if the command is not
-    `outpace train`, is invalid, or sets --nproc.
+    Returns its words, with --out and --auto-resume added if they are missing, and the run's folder.
+    Raises BadInputError if the command is not `outpace train`, is invalid, or sets --nproc.
     """
     from outpace.cli.train import read_settings
 

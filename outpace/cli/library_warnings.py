@@ -22,7 +22,10 @@ _LIBRARIES = tuple(
 
 
 def hide_library_warnings() -> None:
-    """Filter the warnings of this process, and of processes forked from it, by their origin."""
+    """Hide warnings of libraries in this process and in processes that are forked from it.
+
+    All warnings are shown if Python's option -W or PYTHONWARNINGS is set.
+    """
     if sys.warnoptions:  # -W or PYTHONWARNINGS asks to see all warnings
         return
     warnings.showwarning = _show_warning

@@ -189,7 +189,10 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments, and for train a working directory, that UTF-8 cannot encode."""
+    """Raise BadInputError if UTF-8 cannot encode an argument.
+
+    For `outpace train`, the same holds for the path of the working directory.
+    """
     if arguments[:1] == ["train"]:
         with suppress(OSError):  # the folder is gone
             arguments = (*arguments, str(Path.cwd()))
@@ -247,8 +250,8 @@ def _report_error(
 ) -> int:
     """Print an error and write it to torchelastic's error file; return the exit code.
 
-    With `--json`, an error document is printed as well, unless the command has `answered` already.
-    An error that occurs `on_all_ranks` is printed by rank 0 only.
+    With `--json`, an error document is printed as well, unless the command has printed one already
+    (`answered`). An error that occurs `on_all_ranks` is printed by rank 0 only.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ, answered)
@@ -273,7 +276,10 @@ def _report_error(
 
 
 def _fails_on_all_ranks(error: OutpaceError) -> bool:
-    """Return whether all ranks fail with this error: by agreement, or by the same signal."""
+    """Return whether all ranks fail with this error, so that only one has to report it.
+
+    These are errors that the ranks agree on, and signals, which are sent to all of them.
+    """
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
@@ -312,9 +318,10 @@ def _write_error_file(
 def _suggest_location(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Suggest how to move a path elsewhere: by an environment variable, or by options.
+    """Return advice on how to replace a path that cannot be used.
 
-    If `full`, its disk is full; otherwise, the path cannot be read or written.
+    The advice is to set the environment variable that contains the path, or else options. If
+    `full`, the path's disk is full; otherwise, the path cannot be read or written.
     """
     name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     given = (word.rpartition("=")[2] for word in arguments)
@@ -399,11 +406,11 @@ def _explain_file_error(
 
 @contextmanager
 def _raise_on_signals(stopped: "list[TerminatedError]") -> Iterator[None]:
-    """Raise TerminatedError on signals other than SIGINT, until training installs its handler.
+    """Raise TerminatedError in this context if a signal other than SIGINT arrives.
 
-    The exception is also added to `stopped`. A signal to the process group also ends worker
-    processes, and code that waits for them (such as torch's DataLoader) then raises another error;
-    the caller finds the cause in `stopped`.
+    Training later installs a handler of its own. The exception is also added to `stopped`. A signal
+    to the process group also ends worker processes, and code that waits for them (such as torch's
+    DataLoader) then raises another error; the caller finds the cause in `stopped`.
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:

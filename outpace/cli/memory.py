@@ -130,9 +130,10 @@ def _measure(
     rank: int | None,
     environ: Mapping[str, str],
 ) -> MemoryAccount | None:
-    """Run two real steps, and return the memory of `rank`, or of the rank that needs the most.
+    """Run two training steps on CPUs, and return the measured memory of `rank`.
 
-    Collective: every rank calls it, and all but rank 0 get None.
+    If `rank` is None, return that of the rank that needs the most. This is a collective: every rank
+    calls it, and all but rank 0 get None.
     """
     import torch
 
@@ -226,9 +227,9 @@ def _default_options(question: "AnyQuery", origins: Mapping[str, str]) -> dict[s
 def _plan_command(
     question: "AnyQuery", arguments: argparse.Namespace, origins: Mapping[str, str]
 ) -> str | None:
-    """Return the command that lists plans for the same machines; None for this host's CPU.
+    """Return the `outpace plan` command for the same model and machines; None for this host's CPU.
 
-    It repeats the precision and the optimizer if the user chose them.
+    The command includes the precision, optimizer and adapters that the user chose.
     """
     from outpace.jobs.memory.formula import FormulaQuestion
 

@@ -48,9 +48,11 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Type of a setting: the plain type, its choices, and whether it takes several values.
+    """Type of a setting, as needed to read its value from the command line or from a file.
 
-    `words` are allowed instead of a number. `size`: a number of bytes.
+    `kind` is the type of one value, and `many` says whether there may be several. `choices` are the
+    allowed values, if they are listed. `words` are allowed instead of a number. If `size`, the
+    number is a size in bytes, such as 512GiB.
     """
 
     kind: type
@@ -257,9 +259,11 @@ def _is_fraction(value: Any) -> bool:
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers of values by origin; the first layer with a value wins.
+    """Merge settings from several origins, such as the command line and a file.
 
-    Returns the settings and the origin of each. Errors (BadInputError) name the origin of a value.
+    `layers` holds the values of each origin, by precedence: the first one with a value for a
+    setting wins. Returns the settings and the origin of each. Errors (BadInputError) name the
+    origin of a value.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -281,7 +285,10 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 def _drop_overridden_lengths(
     values: dict[str, Any], origins: dict[str, str], order: list[str]
 ) -> None:
-    """Keep only the steps, tokens or epochs of the layer with the highest precedence."""
+    """Keep the steps, tokens or epochs of only one origin: the first in `order` that has any.
+
+    They all set the length of training, so an origin of lower precedence must not add another one.
+    """
     lengths = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in lengths), default=0)
     for name in lengths:

@@ -34,10 +34,7 @@ def output_place(text: str) -> Path:
 
 
 def require_folder_place(path: Path) -> None:
-    """Raise BadInputError if a path cannot be used as a folder.
-
-    This is so if it is a file or a broken link, for example.
-    """
+    """Raise BadInputError if a path cannot be used as a folder, such as a file or a broken link."""
     from outpace.records.base import format_path  # --help needs no records
 
     try:

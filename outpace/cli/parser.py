@@ -24,7 +24,11 @@ class Parser:
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Create the parser; `elsewhere` maps options of other commands to messages."""
+        """Create the parser.
+
+        `elsewhere` has options that only other commands have, each with advice for the error
+        message.
+        """
         self.command = command
         self.elsewhere = elsewhere
         self.arguments = _Argparse(
@@ -106,7 +110,7 @@ _FOLDERS = {"run.json": "--resume", "config.json": "--model"}
 
 
 def _suggest_option(word: str, flags: list[str]) -> str:
-    """Return ' Did you mean …?' with the option that a file or folder lacks, or ''."""
+    """Return ' Did you mean …?' with the option to put before a path ("--data x.txt"), or ''."""
     path = Path(word)
     taken = _TAKEN_BY.get(path.suffix.casefold(), "")
     for name, option in _FOLDERS.items():

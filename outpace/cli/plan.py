@@ -130,7 +130,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 
 
 def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
-    """Build a PlanQuestion from a command's options; `more` adds or replaces values."""
+    """Build a PlanQuestion from a command's options; values in `more` replace or add to them."""
     from outpace.jobs.planning.request import PlanQuestion
 
     names = {one.name for one in fields(PlanQuestion)}
@@ -156,7 +156,7 @@ def _default_options(
 
 
 def _format_precision(answer: "Plans", default: Precision) -> str:
-    """Name the default precision, and that of plans which offload if it differs."""
+    """Return the default precision, followed by any other that plans with offloading use."""
     used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
     others = ", ".join(name for name in used if name != default)
     if not others:
@@ -233,9 +233,10 @@ def _save_plan(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
 
 
 def _check_export(arguments: argparse.Namespace, question: "PlanQuestion") -> "NamedModel":
-    """Return the model to export.
+    """Return the model whose plan is to be written for another trainer (--emit).
 
-    Raises BadInputError if the trainer's format cannot express the model or the adapters.
+    Raises BadInputError if that trainer's format cannot express the model or the adapters, or if
+    options contradict each other or the model.
     """
     from outpace.jobs.planning.export_format import NamedModel, check_exportable
     from outpace.jobs.planning.model_outline import find_outline
@@ -274,9 +275,10 @@ def _export_plan(
     answer: "Plans",
     chosen: int | None,
 ) -> int:
-    """Write or print the configuration of plan number `chosen`, and return 0.
+    """Write or print plan number `chosen` as a configuration for another trainer; return 0.
 
-    None chooses the recommended plan among those that the format can express.
+    If `chosen` is None, choose the recommended plan among those that the trainer's format can
+    express.
     """
     from outpace.jobs.planning.export_format import figures, list_alternatives, pick_plan
 
@@ -337,7 +339,8 @@ def _parse_node_counts(text: str) -> list[int]:
 def add_question(parser: Parser, of: str = "") -> None:
     """Add the options that `outpace plan` and `outpace estimate` share.
 
-    `of` names the source of the length and batch that takes precedence over the model's defaults.
+    `of` is put before the model's defaults of sequence length and global batch in the help: "the
+    plan's, else ".
     """
     add = parser.option
     whole = number_type(int, 1)

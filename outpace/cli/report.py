@@ -54,7 +54,11 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Report:
-    """A report: its documents, its page or text, and its file, if it was written to one."""
+    """A report on one or several results.
+
+    `documents` are its parts, and `content` is the whole, rendered as a page, text or image. `out`
+    is the file to which it was written, or None.
+    """
 
     documents: "Sequence[Document]"
     content: str | bytes
@@ -92,9 +96,10 @@ def write_report(
 def _make_report(
     paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
 ) -> "_Report":
-    """Make a report, and write it to `out`.
+    """Make a report on one or several results, and write it to `out`.
 
-    If `out` is None and `kept` is true, write it next to its subject, or to ./report.* for several.
+    If `out` is None, the report is written only if `kept` is set: next to the result, or to
+    ./report.* if there are several.
     """
     subjects = [_read_subject(path) for path in paths]
     program = None
@@ -202,7 +207,10 @@ def _make_documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
 
 
 def _make_document(subject: _Subject, probe: Machine | None) -> "Document":
-    """Make the document of one subject, with measured rates from `probe` if there is one."""
+    """Make the document of one subject.
+
+    Documents that can compare with the measured rates of a machine use those of `probe`, if given.
+    """
     record, folder = subject.record, subject.path.parent
     if record is None:
         from outpace.reporting.data.run_folder import read_run

@@ -108,7 +108,7 @@ def _suggest_recovery(run: Path) -> str:
 
 
 def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse to resume if the run's inputs no longer exist."""
+    """Refuse to resume a run if its model, tokenizer or data no longer exist at their paths."""
     for name in _PATHS:
         value = getattr(settings, name)
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
@@ -128,7 +128,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
 
 
 def _is_named(place: str) -> bool:
-    """Return whether an input is a preset, 'stdlib' or a live object, not a file or folder."""
+    """Return whether an input is a preset, 'stdlib' or a Python object, rather than a path."""
     return place == "stdlib" or named_model(place) in PRESETS or place.startswith("python:")
 
 
@@ -156,9 +156,10 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
 
 
 def _input_exists(value: Any) -> bool:
-    """Return whether an input exists: a file, a function's file, or all of several inputs.
+    """Return whether an input of a run still exists: a path, or the file in FILE.py:FUNCTION.
 
-    Glob patterns and data sets of the Hub (hf:) are assumed to exist.
+    Of several inputs, all must exist. Glob patterns and data sets of the Hub (hf:) are assumed to
+    exist.
     """
     if isinstance(value, (tuple, list)):
         return all(map(_input_exists, value))

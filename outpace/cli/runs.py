@@ -170,7 +170,10 @@ def repeat_command(record: RunRecord) -> str:
 
 
 def _launch_options(command: Sequence[str]) -> Iterator[str]:
-    """Yield the options that are not settings: the hosts of ranks, and the limits of restarts."""
+    """Yield the options in a command that say how ranks are started (--hosts, --max-restarts, …).
+
+    They are not settings of the run.
+    """
     for word, following in itertools.pairwise((*command, "")):
         name, equals, _ = word.partition("=")
         if name in options.OF_STARTING:

@@ -103,7 +103,10 @@ def _replace_by_similar(error: UnicodeError) -> tuple[str, int]:
 
 
 def flush_output() -> None:
-    """Flush standard output. Raises OutputError or BrokenPipeError, also for earlier failures."""
+    """Flush standard output.
+
+    Raises OutputError or BrokenPipeError if this fails, or if an earlier write failed.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -42,7 +42,8 @@ _EPILOG = (
 class _Request:
     """A request to train: the settings, the origin of each, and the user's command line.
 
-    `progress`: whether to show progress. `trial`: run only two steps, for --micro-batch auto.
+    `progress` says whether to show progress. `trial` is set for two steps that only try out a size
+    for --micro-batch auto.
     """
 
     settings: TrainSettings
@@ -136,7 +137,10 @@ def _check_launch_options(
 
 
 def _start_local_ranks(settings: TrainSettings, arguments: list[str], most: int) -> None:
-    """Start ranks on this host, and again after a lost rank, up to `most` times."""
+    """Start ranks on this host, and resume the run with new ranks if one is lost.
+
+    It is resumed at most `most` times.
+    """
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
@@ -226,14 +230,14 @@ def _apply_plan(request: _Request, ranks: Ranks | None) -> _Request:
 
 
 def _apply_plan_file(request: _Request, environ: Mapping[str, str]) -> _Request:
-    """Apply --plan if it names a file; "auto" is resolved when training starts."""
+    """Apply the plan file of --plan; the value "auto" stays until training starts."""
     if request.settings.plan in (None, "auto"):
         return request
     return _apply_plan(request, _identify_rank(environ))
 
 
 def _say_nothing(sentence: str) -> None:
-    """Print nothing: ranks other than 0 use this instead of `_say`."""
+    """Ignore a message that only rank 0 prints, with `_say`."""
 
 
 def _replan(request: _Request, ranks: Ranks) -> _Request:
@@ -378,7 +382,11 @@ def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request:
-    """Merge command line, file, resumed run and defaults, or read the request handed over."""
+    """Return the request to train, with its settings merged from all origins.
+
+    These are the command line, a file, the resumed run and the defaults. If another process has
+    written the request to a file, it is read from there.
+    """
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
@@ -446,7 +454,10 @@ def with_run_named(argv: list[str]) -> list[str]:
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers in order of precedence; with `resume`, the run's settings come last."""
+    """Merge settings from several origins, by precedence; return them and the origin of each.
+
+    With `resume`, settings that no other origin has are those of the resumed run.
+    """
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)

@@ -97,7 +97,11 @@ def _run_tuning(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
     user_settings: dict[str, Any], folder: Path, finished: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
-    """Run trials after the `finished` ones, and save the tuning, also if it is interrupted."""
+    """Run the trials that are missing after the `finished` ones, and save the tuning.
+
+    If Ctrl-C or a signal interrupts this, the finished trials are saved, and the exception is
+    raised again.
+    """
     from outpace.experiment.tune import Limits, summarise
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.jobs.planning.proposer import Proposer, rates_to_begin_with

@@ -151,7 +151,11 @@ def _verify_module(
 def _module_plans(
     arguments: argparse.Namespace, strategies: str, run_record: RunRecord | None
 ) -> Sequence[Plan | str] | None:
-    """Return what to verify: a plan, a run's plan, names of strategies, or None for all."""
+    """Return the plans or the names of strategies to verify with a custom model; None for all.
+
+    If the user chose neither a plan nor strategies, use one plan that is like the run's, if there
+    is a run.
+    """
     if arguments.levers:
         raise BadInputError(
             "--levers applies to models that outpace builds. For a custom model, give a whole plan "
@@ -209,7 +213,10 @@ def _resolve_device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "to
 def _choose_spec(
     model: str | None, run_record: RunRecord | None, plans: Sequence[Plan]
 ) -> ModelSpec:
-    """Return `model`, else a tiny model of the run's family, else a tiny default."""
+    """Return the dimensions of the model with which to verify `plans`.
+
+    They are those of `model`, or else of a tiny model: one of the run's family if there is a run.
+    """
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 

@@ -142,7 +142,7 @@ class _UtilisationWatch:
 
 
 def _sleep(seconds: float) -> bool:
-    """Sleep, and return False, because only `for_s` or Ctrl-C ends this watch."""
+    """Sleep, and return False, because this watch has no command that could end."""
     time.sleep(seconds)
     return False
 

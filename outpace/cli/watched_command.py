@@ -17,11 +17,11 @@ _CHUNK = 1 << 14
 
 
 class Command:
-    """A process of a command, which is terminated at the end of the `with` block.
+    """A child process that runs a command; it is terminated at the end of the `with` block.
 
-    In a terminal, its lines are printed above the live view, and `output` is its unfinished line
-    (such as a progress bar). Otherwise, it writes to the streams of this process; with `json`, all
-    its output goes to standard error.
+    In a terminal, lines that the command writes are printed above the live view, and `output` is
+    its unfinished line (such as a progress bar). Otherwise, the command writes to the streams of
+    this process; with `json`, all its output goes to standard error.
     """
 
     def __init__(self, command: list[str], console: Console, json: bool) -> None:
@@ -67,9 +67,10 @@ class Command:
             reader.join(timeout=1)  # its children may still hold the pipe open
 
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
-        """Call `watch(wait)` until the process has ended, even after Ctrl-C.
+        """Call `watch(wait)`, repeatedly if Ctrl-C interrupts it, until the command has ended.
 
-        The terminal sends Ctrl-C to both processes, and the command may still need time to save.
+        The terminal sends Ctrl-C to the command as well, which may need time to save.
+        `wait(seconds)` returns whether the command has ended.
         """
         while self._process.poll() is None:
             with suppress(KeyboardInterrupt):

@@ -79,7 +79,7 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace calls of strftime_now in a template with LEARNED_DATE.
+    """Replace the current date in a template, from strftime_now, by the fixed LEARNED_DATE.
 
     Raises BadInputError if the rendered text could still change from one run to the next.
     """
@@ -119,8 +119,9 @@ def _template_tokens(tokenizer: Tokenizer, template: str) -> dict[str, Any]:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` holds the message index of each span, or is None if unknown. `whole` is False if only
-    the last answer was found in the text.
+    Each span is the range of an answer in `text`, and `answers` holds the index of its message, or
+    is None if the indices are unknown. `whole` is False if only the last answer was found in the
+    text.
     """
 
     text: str
@@ -163,9 +164,10 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _find_stop_token(self) -> tuple[int, bool]:
-        """Return the token that ends answers and True, or the end-of-text token and False.
+        """Return the id of the token that ends answers, and True.
 
-        Renders and encodes a trial conversation to find the token.
+        If the template writes no such token, return the id of the end-of-text token, and False. To
+        find out, this renders and encodes a short conversation.
         """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
@@ -291,9 +293,10 @@ class ChatFormat:
     ) -> RenderedConversation:
         """Render a conversation and find the assistant's answers in the text.
 
-        LEARNED_DATE replaces the current date. If the last answer cannot be found, the messages
-        after it are dropped, unless a tool wrote one of them. Raises BadInputError, naming `where`,
-        if the template fails or the last answer is still not found.
+        The fixed LEARNED_DATE replaces the current date. If the last answer cannot be found, the
+        messages after it are dropped, except if they include a tool's message. If only earlier
+        answers cannot be found, the result has just the last one. Raises BadInputError, naming
+        `where`, if the template fails or the last answer is still not found.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -417,7 +420,10 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 class _HeaderError(BadInputError):
-    """Raised if a rendered answer lacks the end of the generation prompt (`opening`)."""
+    """Error for a rendered answer in which the end of the generation prompt is missing.
+
+    `opening` is the missing text.
+    """
 
     opening = ""
 

@@ -109,7 +109,8 @@ def _require_in_first_row(table: Table, wanted: Sequence[str]) -> None:
 def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: bool) -> list[str]:
     """Return hints about unused columns that look like texts or labels.
 
-    `texts` and `label` are True if the user named these columns, which then get no hint.
+    `texts` and `label` say whether the user chose the columns for texts and for labels. There is no
+    hint about a choice of the user.
     """
     text_names = [name for names in _TEXTS for name in names]
     known = [

@@ -34,12 +34,16 @@ _HEADER_CHARACTERS = 64
 class Conversations:
     """Encoded conversations, and which of them could not be used exactly as written.
 
-    Counts: `cut` conversations exceed the sample length; `empty` ones have no target within it; for
-    `partial` ones, only the last answer was found. Locations: the template omits text of an answer
-    (`altered`), the tools (`toolless`) or a message (`unwritten`); the text contains names of
-    special tokens (`marked`); an answer is empty (`wordless`) or starts in the middle of a token
-    (`joined`). `unread` counts conversations per ignored column or message key. `fingerprint`
-    hashes all ids and target flags before truncation.
+    - `cut`: number of conversations that are longer than a sample
+    - `empty`: number of conversations without a target within the length of a sample
+    - `partial`: number of conversations of which only the last answer was found
+    - `altered`, `toolless`, `unwritten`: locations where the template omits text of an answer, the
+      tools, or a message
+    - `marked`: locations where the text contains names of special tokens
+    - `wordless`: locations where an answer is empty
+    - `joined`: locations where an answer starts in the middle of a token
+    - `unread`: number of conversations by ignored column or message key
+    - `fingerprint`: hash of all ids and target flags before truncation
     """
 
     samples: RaggedSamples
@@ -62,8 +66,8 @@ def encode_all(
     """Encode conversations; tokens that are not trained on have the target −100.
 
     Targets are shifted by one token, so a full sample uses `seq_len` + 1 ids; longer conversations
-    are truncated. `part` names the data in messages. Raises BadInputError if no conversation has a
-    target.
+    are truncated. `part` says in the error message which conversations these are (" to train on").
+    Raises BadInputError if no conversation has a target.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
@@ -108,7 +112,11 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, whether each is a target (`said`), and flags for `Conversations`."""
+    """One encoded conversation.
+
+    `said` says for each of its token ids whether it is a target, and `where` is the location of the
+    conversation. The other fields are flags for the fields of `Conversations`.
+    """
 
     where: str
     ids: list[int]

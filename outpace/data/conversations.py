@@ -128,7 +128,10 @@ _Turn = tuple[Message, bool]
 
 
 def _read_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
-    """Read the turns of a question and its answer; also return the names of the columns used."""
+    """Read the turns of a question and its answer.
+
+    Also return the names of the columns that were read; the row may have others.
+    """
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
@@ -210,7 +213,7 @@ def _advise(columns: Collection[str]) -> str:
 
 
 def _read_history(value: Any, row: Row) -> list[_Turn]:
-    """Read earlier question-answer pairs; their answers are trained on too."""
+    """Read earlier question-answer pairs as turns, with their answers as training targets."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:

@@ -168,8 +168,9 @@ def read_documents(
 ) -> Iterator[str]:
     """Yield the texts of a split for training a tokenizer, with long documents in pieces.
 
-    The sources are interleaved, so any prefix has about as many characters from each. If no
-    document belongs to the split, all documents are used.
+    The texts of all sources are interleaved: wherever reading ends, each source has contributed
+    about as many characters. Sources of tokens are left out. If no document belongs to the split,
+    all documents are used.
     """
     opened = [open_source(reference) for reference in sources]
     written = [source for source in opened if not source.is_tokens]

@@ -23,10 +23,10 @@ _BLOCK_BYTES = 1 << 20
 def files_below(
     root: Path, left_out: Collection[str] = ()
 ) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return a folder's files, outpace's outputs in it, and broken links, each sorted.
+    """Return a folder's files, the outputs of outpace in it, and broken links, as sorted lists.
 
     The search is recursive and follows links to folders. It skips hidden files, backup copies,
-    Python bytecode, and folders named in `left_out`.
+    Python bytecode, and folders whose names are in `left_out`.
     """
     found: list[str] = []
     lost: list[str] = []

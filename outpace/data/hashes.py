@@ -42,7 +42,10 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
-    """Return the smallest and largest id of a stream, cached by content hash."""
+    """Return the smallest and largest token id of a stream, from the cache if it has them.
+
+    `content` is the hash of the stream's content, under which the cache stores them.
+    """
     memo = cache_dir / "extents" / content
     try:
         low, high = json.loads(memo.read_text())

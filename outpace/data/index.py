@@ -29,7 +29,12 @@ class File(Record):
 
 
 class Split(Record):
-    """Files of a split, in order; `largest` is the largest token id, or −1 without tokens."""
+    """Token files of one split in a cache entry.
+
+    `shards` are the names of the files, in order, with `tokens` tokens in all. `documents` names
+    the file with the position of each document, and `largest` is the largest token id, or −1
+    without tokens.
+    """
 
     tokens: NonNegativeInt
     largest: int
@@ -38,7 +43,13 @@ class Split(Record):
 
 
 class Misread(Record):
-    """Counts of tokens that the author of a text may not have intended (data/misread_tokens.py)."""
+    """Counts of tokens and characters that the author of a text may not have intended or noticed.
+
+    - `specials`: special tokens that are written out in the text, by name
+    - `unknown`: tokens that stand for unknown text
+    - `lost`: characters that have no token, by character
+    - `nuls`: NUL characters
+    """
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0

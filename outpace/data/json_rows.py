@@ -88,9 +88,9 @@ def json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _advise_unpacking(file: Path) -> str:
-    """Return how to unpack rows nested in a file too large to parse, as the end of a sentence.
+    """Return how to unpack the rows in a file that is one object and too large to parse.
 
-    Returns "." if there are none.
+    The text is the end of a sentence: "." if the file is smaller or has no such rows.
     """
     if file.stat().st_size <= LINE_BYTES:
         return "."

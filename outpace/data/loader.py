@@ -143,7 +143,7 @@ class Loader:
 
 
 class _MicroBatchSampler:
-    """Batch sampler that yields the keys of each of a rank's micro-batches, in order."""
+    """Batch sampler of one rank: yields the sample keys of one micro-batch at a time, in order."""
 
     def __init__(
         self,
@@ -201,7 +201,10 @@ class _SeededDataset(Dataset[Any]):
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return samples like torch's fetcher, by the data set's `__getitems__` if it exists."""
+        """Return the samples for several keys at once, as torch's DataLoader asks for them.
+
+        The `__getitems__` of the user's data set is used if it exists.
+        """
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             found = self._dataset.__getitems__([index for _, index in keys])

@@ -74,7 +74,10 @@ def misread_hints(
 
 
 def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
-    """Return a warning if more than 1 % of the tokens are the unknown token."""
+    """Return a warning if more than 1 % of the tokens are the unknown token.
+
+    `of` names the data in the warning: "of the data".
+    """
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [

@@ -55,7 +55,11 @@ def concatenate_samples(
     fill: dict[str, int],
     labels: Sequence[int] | None = None,
 ) -> RaggedSamples:
-    """Concatenate samples, each of which maps names to sequences of equal length."""
+    """Concatenate samples, each of which maps names to sequences of equal length.
+
+    `fill` has a padding value for each name. `labels` has one target per sample, if there is not
+    one per token.
+    """
     lengths = [len(next(iter(sample.values()))) for sample in samples]
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     values = {
@@ -82,9 +86,10 @@ class PaddedDataset(Dataset[Batch]):
     Batches are padded to their longest sample, or to `most` if `fixed` is set. A large `multiple`
     limits the number of shapes, for each of which kernels and compiled code must be prepared (see
     `shape_multiple`). `mask` adds a `padding_mask`, True for real tokens, which encoders need and
-    causal models do not. `last` adds the position of each sample's last token. With `once_in`, each
-    sample (or each of the first `most_samples`) comes once and in order, in batches of `once_in`;
-    samples without targets fill up the last batch.
+    causal models do not. `last` adds the position of each sample's last token.
+
+    For evaluation, `once_in` is the size of batches in which each sample (or each of the first
+    `most_samples`) comes once and in order; samples without targets fill up the last batch.
     """
 
     samples: RaggedSamples

@@ -52,7 +52,7 @@ class Encoders:
         return self._pool.submit(self._tokenizer.encode_batch, texts)
 
     def _encode_with_helper(self, texts: list[str]) -> list[Tokens]:
-        """Encode in this thread's helper, or in this process if the helper has died."""
+        """Encode texts in this thread's child process, or in this process if the child has died."""
         name = threading.get_ident()
         if name not in self._helpers:
             self._helpers[name] = _Helper(self._tokenizer)

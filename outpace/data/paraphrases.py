@@ -34,7 +34,10 @@ _SECOND = (
 
 
 def paraphrases(split: str) -> Iterator[Row]:
-    """Yield the pairs of a split, which are the same on every call."""
+    """Yield a split's pairs of sentences, labelled as paraphrases or not.
+
+    Every call yields the same pairs.
+    """
     draw = np.random.Generator(np.random.Philox(_SEED[split]))
 
     def choose(choices: tuple[str, ...]) -> str:

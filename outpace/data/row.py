@@ -47,7 +47,10 @@ def checked_text(text: Any, where: str, field: str) -> str:
 
 
 def describe_repetition(names: Iterable[str], what: str) -> str:
-    """Say which name is repeated, in a sentence that begins with `what`."""
+    """Return a sentence that says which name is repeated.
+
+    `what` is the beginning of the sentence: "the header has the column".
+    """
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
@@ -65,8 +68,8 @@ def require_distinct(names: Sequence[str], where: str) -> None:
 def nested_rows(row: Row) -> str:
     """Return how to unpack rows nested in this row, as the end of a sentence, or ''.
 
-    Rows are nested if a key holds a list of objects, as in {"data": [...]}, or if the record stores
-    them by column or by number.
+    Rows are nested if a key holds a list of objects, as in {"data": [...]}, or if the record is a
+    whole table, with a list per column or an object per row number.
     """
     lists = {
         name: len(value)
@@ -129,7 +132,7 @@ def suggest_unpacking(file: Path | None, name: str, what: str) -> str:
 
 
 def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar format without the nulls that the format adds.
+    """Return a row without the nulls that Arrow and similar formats add to nested objects.
 
     Arrow gives every object in a column the keys of all others, so a call's arguments or a tool's
     parameters have the keys of all tools. Null contents of messages are kept, since they may be

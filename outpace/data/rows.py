@@ -66,9 +66,9 @@ def _raise_for_short_line(source: Source) -> None:
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the training data and the validation data of the given sources.
 
-    A folder with train.tsv and dev.tsv (or similar names) provides both as files; a dataset
-    provides its splits `train` and `validation`, unless one split is named. The validation data is
-    None unless every source has some.
+    A folder with train.tsv and dev.tsv (or similar names) provides both as files. A dataset
+    provides its splits `train` and `validation`, unless the source names one split. The validation
+    data is None unless every source has some.
     """
     pairs = [_find_splits(reference) for reference in references]
     train = tuple(train for train, _ in pairs)

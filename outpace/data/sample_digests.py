@@ -32,14 +32,18 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """Digest of an array: a hash (`exact`), or the means of blocks if values may be rounded."""
+    """Digest of an array: a hash of its values, or the means of its blocks.
+
+    The means are for values that decoders may round differently, such as pixels; `exact` is then
+    None.
+    """
 
     shape: tuple[int, ...]
     exact: str | None
     means: tuple[float, ...]
 
     def resembles(self, other: "Leaf") -> bool:
-        """Return whether the values of both arrays agree, apart from decoding and rounding."""
+        """Return whether two digests may be of the same array, decoded or rounded differently."""
         if (self.shape, self.exact) != (other.shape, other.exact):
             return False
         mine, theirs = np.array(self.means), np.array(other.means)
@@ -67,10 +71,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class SampleDigests:
-    """Digests by sample index; None for a sample without a digest.
+    """Digests of samples by their index; None for a sample without numbers and texts.
 
-    `unsteady` lists samples whose two reads with the same seeds differ. `unread` is the reason if
-    no sample could be read.
+    Each sample is read twice with the same seeds; `unsteady` lists those that differ. `unread` is
+    the reason if no sample could be read.
     """
 
     digests: Mapping[int, Digest | None]
@@ -176,7 +180,11 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
 
 
 def _separate_file_positions() -> None:
-    """Reopen files that are open for reading only, because forked processes share positions."""
+    """Give this process its own positions in files that are open for reading only.
+
+    A forked process shares positions with its parent, so its reads would change those of the
+    parent.
+    """
     listed = Path("/proc/self/fd")
     for path in list(listed.iterdir()) if listed.is_dir() else ():
         with suppress(OSError):

@@ -156,7 +156,11 @@ class TokenDataset(Dataset[Batch]):
         return tensors
 
     def _document_numbers(self, source: int, index: int, row: Array) -> Array:
-        """Return each token's document number, as recorded or by counting end-of-text tokens."""
+        """Return the document number of each token of a sample.
+
+        Documents are separated as recorded in the data, or else by end-of-text tokens. `row` has
+        the ids of the sample.
+        """
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
             return stream.documents(index * length, length)

@@ -102,9 +102,10 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return an entry's index, or a description of its damage.
+    """Read the index of a cache entry.
 
-    The other value is None; both are None if there is no entry.
+    Returns the index and None, or None and a description of the damage, or None twice if there is
+    no entry.
     """
     if not entry.is_dir():
         return None, None
@@ -211,7 +212,10 @@ def _batch_pieces(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @dataclass
 class _SplitWriter:
-    """Writer of one split's tokens. `files` describes the finished files, for the index."""
+    """Writer of one split's tokens, which are collected and then written in large blocks.
+
+    `files` describes the finished files, for the index.
+    """
 
     folder: Path
     split: str
@@ -286,7 +290,7 @@ class _SplitWriter:
         }
 
     def abandon(self) -> None:
-        """Close the open file, if any, without writing the waiting tokens."""
+        """Close the open file, if any, without writing the tokens that are still in memory."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

@@ -291,7 +291,7 @@ def is_held_out(file: Path) -> bool:
 
 
 def _splits_from_paths(files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the split of each file ("train", "held out" or None) by its path's names."""
+    """Return the split of each file ("train", "held out" or None), judging by names in its path."""
     root = Path(os.path.commonpath([file.parent for file in files]))
     return {
         file: _split_from_names((*file.relative_to(root).parent.parts, file.stem)) for file in files

@@ -373,7 +373,11 @@ def _require_little_endian(path: Path, words: Array) -> None:
 
 
 def _require_no_header(path: Path, pairs: Array) -> None:
-    """Refuse 32-bit ids after a two-byte header: nearly every second 16-bit word is below 16."""
+    """Refuse 32-bit ids after a header, which would be read as 16-bit ids.
+
+    Nearly every second 16-bit word of such a file is below 16, because it is the upper half of an
+    id.
+    """
     first, second = (pairs < 16).mean(axis=0)
     if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
@@ -397,10 +401,10 @@ def _require_no_floats(path: Path, halves: Array) -> None:
 
 
 def _require_two_byte_ids(path: Path, pairs: Array) -> None:
-    """Refuse text and one-byte ids, which would be read in pairs.
+    """Refuse text and one-byte ids, of which two bytes each would be read as one 16-bit id.
 
-    Their bytes have the same distribution at even and odd offsets, or are all below 128. In
-    two-byte ids, most of which are above 255, lower bytes take all values.
+    In such files, bytes have the same distribution at even and odd offsets, or are all below 128.
+    In two-byte ids, most of which are above 255, lower bytes take all values.
     """
     if len(pairs) < _LEAST_PAIRS or pairs[:, 1].astype(bool).mean() <= 0.5:
         return

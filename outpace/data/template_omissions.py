@@ -28,9 +28,10 @@ def unwritten_parts(
     prompt: str,
     render: Callable[[Sequence[Message], Sequence[Tool]], str],
 ) -> list[str]:
-    """Describe what the template omits from a `prompt`: messages, tools, or tool calls.
+    """Describe what a chat template omits from a conversation: messages, tools, or tool calls.
 
-    `render` returns the prompt for other messages or tools.
+    `prompt` is the rendered conversation. `render` renders changed messages or tools, to see
+    whether the text changes.
     """
     roles = unwritten_roles(messages, prompt, lambda others: render(others, tools))
     found = [f"messages of {role!r}" for role in roles]
@@ -50,7 +51,8 @@ def unwritten_parts(
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
     """Return the roles of messages whose text is missing from the rendered conversation `whole`.
 
-    The assistant's messages are checked elsewhere. `render` returns the text of other messages.
+    Messages of the assistant are not checked here. `render` renders changed messages, to see
+    whether the text changes.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}

@@ -137,9 +137,9 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Return the characters that have a token, or None if other characters are not lost.
+        """Return the characters that have a token, or None if the tokenizer can encode any text.
 
-        Characters without a token are lost in a BPE that has neither bytes nor an unknown token.
+        Only a BPE that has neither bytes nor an unknown token loses characters without a token.
         """
         told = json.loads(self.inner.to_str())
         model = told["model"]
@@ -161,7 +161,7 @@ class Tokenizer:
 
     @property
     def roles(self) -> dict[str, str]:
-        """Tokens with a role, by transformers' names: eos_token, pad_token, …"""
+        """Special tokens by the name of their role in transformers: eos_token, pad_token, …"""
         return dict(self._roles)
 
     @property
@@ -180,7 +180,7 @@ class Tokenizer:
         return found | self._roles
 
     def replace(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
-        """Return a tokenizer of `inner` with this one's configuration, updated by `config`."""
+        """Return a tokenizer of `inner` that has this one's configuration, updated by `config`."""
         return Tokenizer(
             inner, self.eos_token, {**self._config, **config},
             None if "chat_template" in config else self.template_file,

@@ -37,7 +37,10 @@ _ASCII_SPACES = "\t\n\x0b\x0c\r "
 
 
 class Words:
-    """Encoder that caches words, equivalent to `tokenizers.Tokenizer.encode_batch_fast`."""
+    """Encoder of texts that caches the ids of their words.
+
+    The ids are those of `tokenizers.Tokenizer.encode_batch_fast`.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: str) -> None:
         self._inner = inner
@@ -90,7 +93,7 @@ class Words:
 
 
 def words_of(inner: tokenizers.Tokenizer) -> Words | None:
-    """Return an encoder that caches words if it is known to give this tokenizer's ids, or None."""
+    """Return an encoder that caches words; None if its ids might differ from the tokenizer's."""
     told = json.loads(inner.to_str())
     model = told["model"]
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -138,7 +141,11 @@ def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> st
 
 
 class _UnicodeClasses:
-    """Characters whose category is the same as in Unicode 3.2, on which both engines agree."""
+    """Classes of characters on which Python's `re` and the tokenizer's regular expressions agree.
+
+    The two may use different versions of Unicode, so `letters` and `numbers` have only characters
+    whose category has not changed since Unicode 3.2. `unsure` matches all other characters.
+    """
 
     def __init__(self) -> None:
         old, now = unicodedata.ucd_3_2_0.category, unicodedata.category

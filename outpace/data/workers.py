@@ -38,7 +38,7 @@ def start_method() -> str | None:
 
 
 def forks_workers() -> bool:
-    """Return whether workers are forked, by `start_method` or by the chosen start method."""
+    """Return whether workers are forked, by default (`start_method`) or by the user's choice."""
     return "fork" in (start_method(), multiprocessing.get_start_method(allow_none=True))
 
 
@@ -46,9 +46,9 @@ def forks_workers() -> bool:
 def starting_workers() -> Iterator[Begin]:
     """Yield the `worker_init_fn` for a DataLoader whose workers start in this context.
 
-    Workers never collect garbage of their parent: it may refer to threads and memory that do not
-    exist after a fork, and freeing it would crash. Without such collections, pages shared with the
-    parent also stay shared.
+    Garbage collection is disabled during the context, so that workers never collect garbage of
+    their parent: it may refer to threads and memory that do not exist after a fork, and freeing it
+    would crash. Without such collections, pages shared with the parent also stay shared.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -125,8 +125,8 @@ def worker_troubles(
     """Convert errors that torch raises about `workers` to BadInputError, with advice.
 
     `exit_codes` returns the workers' exit codes, None for running ones. Set `elsewhere` for code
-    that does not wait for batches, where torch's signal handler may still report the death of a
-    worker.
+    that does not wait for batches: of its errors, only those are converted with which torch's
+    signal handler reports the death of a worker.
     """
     try:
         yield

@@ -59,7 +59,10 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return a run's facts by name, without the environment variables in `asked`."""
+    """Return what a run depends on, by name: versions, machine, data, … (its "facts").
+
+    The environment variables in `asked`, which the experiment sets, are left out.
+    """
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -90,7 +93,10 @@ def _machine_facts(machine: Machine, device: str) -> dict[str, str]:
 
 
 def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
-    """Return the facts of all runs that have a run.json, by arm and name."""
+    """Return the facts (see `facts_of`) of an experiment's runs, by arm and name.
+
+    Runs without a run.json are left out.
+    """
     asked = {name for arm in experiment.arms for name in arm.environment}
     found: dict[str, dict[str, list[str]]] = {}
     for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
@@ -142,12 +148,15 @@ def describe_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def describe_facts(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return an arm's facts as text, with arrows between values that changed."""
+    """Return an arm's facts as text, with arrows between values that differ between its runs."""
     return {name: " → ".join(values) for name, values in facts.items()}
 
 
 def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
-    """Return a sentence for each fact that differs between runs and is not under test."""
+    """Return a sentence for each unintended difference between runs, such as another version.
+
+    Differences that follow from the settings of the arms are intended.
+    """
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
@@ -165,7 +174,7 @@ def _is_tested(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def numeric_differences(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the names of differing fields that change losses and weights."""
+    """Return the names of fields that differ between two runs and affect losses and weights."""
     mine, its = _numeric_fields(one), _numeric_fields(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -189,7 +198,10 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
-    """Return sentences on whether the stored result was reproduced, and which facts changed."""
+    """Return sentences on whether a repeated comparison reproduced the stored one.
+
+    They also say what has changed since then, such as the machine or versions.
+    """
     lines = [f"compared with the stored result ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
@@ -208,7 +220,7 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
 
 
 def _describe_changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Return a sentence for each fact of the machine or of an arm that has changed."""
+    """Return a sentence for each property of the machine or of an arm's runs that has changed."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_machine_facts(stored.machine, "none"), _machine_facts(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]

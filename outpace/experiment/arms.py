@@ -87,7 +87,10 @@ def train_once(
 
 
 def training_command(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
-    """Remove `run`, write the settings to `config`, and return the command that trains there."""
+    """Prepare a training run: delete `run` if it exists, and write the settings to `config`.
+
+    Returns the command that trains. An interrupted run is deleted because it starts over.
+    """
     if run.is_symlink():
         run.unlink()  # the link only, not its target
     elif run.exists():
@@ -122,7 +125,11 @@ def _require_not_training(run: Path) -> None:
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Run a user's command once. The outcome's value is the last match of the metric."""
+    """Run a user's command once.
+
+    The outcome's value is the last number that the experiment's metric, a regular expression, finds
+    in the command's output.
+    """
     assert arm.command is not None and experiment.metric is not None
     began_s, limit_s = time.monotonic(), _hang_limit_s(experiment)
     code, said = _run_process(["sh", "-c", arm.command], arm.environment, limit_s)
@@ -144,7 +151,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _read_metric(metric: str, output: str, log: Path) -> float | str:
-    """Return the last value of the metric in the output, or why it cannot be used."""
+    """Return the metric's last value in the output; without a usable value, return the reason."""
     found = re.findall(metric, output)
     try:
         value = float(found[-1])
@@ -198,7 +205,10 @@ def _explain_exit(output: str, code: int) -> str:
 
 
 def _json_error(lines: list[str], code: int) -> str | None:
-    """Return the first line of the error in `--json` output; of a traceback, the last line."""
+    """Return the first line of the error in `--json` output.
+
+    If the exit code is 1, the error may be a traceback, so return its last line.
+    """
     written = [line for line in lines if line.startswith('{"error"')]
     with suppress(ValueError, KeyError, TypeError, IndexError):
         told = str(json.loads(written[-1])["error"]).strip().splitlines()

@@ -42,10 +42,10 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Run rounds until the verdicts are clear or a limit is reached.
+    """Run rounds, in which each arm runs once, until the verdicts are clear or a limit is reached.
 
-    `before` are the outcomes of earlier rounds, which are not repeated. `told` is called with each
-    outcome and the verdicts so far.
+    `before` are the outcomes of earlier rounds, which are not repeated. `told` is called after each
+    run with its outcome and the verdicts so far.
     """
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
@@ -77,9 +77,10 @@ def _format_end(rounds: int) -> str:
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
-    """Compare each arm with the first one over the rounds in which both succeeded.
+    """Judge for each arm but the first whether it is slower or faster than the first one.
 
-    The probability of any false claim, over all arms, is at most ALPHA.
+    Only rounds in which both succeeded count. The probability that any claimed difference is false,
+    over all arms, is at most ALPHA.
     """
     of: dict[str, dict[int, float]] = {arm.name: {} for arm in experiment.arms}
     for one in outcomes:
@@ -96,9 +97,10 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
 
 
 def is_clear(one: Verdict, within: float) -> bool:
-    """Return whether a difference is claimed and precise enough, or too small to matter.
+    """Return whether a verdict is clear enough to stop measuring.
 
-    Relative differences of at most `within` do not matter.
+    It is if there is a statistically significant difference whose size is known precisely, or if
+    the difference is too small to matter: at most `within`, relative to the step time.
     """
     if one.low is None or one.high is None or one.slowdown is None:
         return False

@@ -26,8 +26,9 @@ _LOST = 0.1  # smallest fraction of a run's time lost in slow steps that is repo
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Return sentences on how runs differ: settings, the part of a step, slow steps, other load.
+    """Return sentences on how runs differ, which may explain their step times.
 
+    They compare settings, the parts of a step, slow steps, and the load from other processes.
     `runs` are folders by arm, in the order of `results`.
     """
     records = [RunRecord.load(run / RUN_FILE) for run in runs.values()]
@@ -67,7 +68,10 @@ def _find_differing_values(records: Sequence[RunRecord]) -> dict[str, list[str]]
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Return whether values differ; for loads, by at least 1, since they vary on idle machines."""
+    """Return whether the values of a property differ between runs.
+
+    Loads must differ by at least 1, since they vary even on idle machines.
+    """
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1
@@ -75,7 +79,10 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
 
 
 def _describe_run(record: RunRecord) -> dict[str, str]:
-    """Return plan, settings and facts of a run as text, likely explanations first."""
+    """Return the plan, settings, versions, machine and data of a run as text, by name.
+
+    What is likely to explain a difference in speed comes first.
+    """
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))

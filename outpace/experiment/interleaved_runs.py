@@ -43,7 +43,11 @@ for one in started:
 
 @dataclass(frozen=True)
 class TurnTraining:
-    """A training run to start: its settings except `steps`, its directory and config file."""
+    """A training run that is to take turns with others.
+
+    `given` has its settings except `steps`, `run` is its directory, and `config` the file for its
+    settings.
+    """
 
     given: Mapping[str, Any]
     run: Path
@@ -53,17 +57,26 @@ class TurnTraining:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps at the start of a turn that include the time suspended."""
+        """Number of steps at the start of a turn that are not counted.
+
+        Their times include the time for which the run was suspended.
+        """
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
-        """Return the number of steps to run, with a spare one per turn in case it ends late."""
+        """Return the number of steps for a run of `turns` turns.
+
+        Each turn includes a spare step, since the run may be suspended late.
+        """
         return WARMUP_STEPS + turns * (self.turn_steps + self.skipped_steps + 1)
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """Result of a run that took turns, with the seconds of each counted step by turn."""
+    """Result of a run that took turns.
+
+    `turns` has the step times of each turn in seconds, without those of steps that do not count.
+    """
 
     result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]
@@ -72,9 +85,10 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Warm up all runs, then let one at a time run for a turn; the order rotates each round.
+    """Train several runs in turn, one at a time, after all have warmed up.
 
-    `limit_s` limits the total time. If a run fails, the others continue.
+    The order of the runs rotates from one round of turns to the next. `limit_s` limits the total
+    time. If a run fails, the others continue.
     """
     until_s = time.monotonic() + limit_s
     with ExitStack() as stack:
@@ -103,14 +117,21 @@ def _warm_up(started: Sequence["_SuspendableRun"], until_s: float) -> None:
 
 @dataclass
 class _SuspendableRun:
-    """A training run that can be suspended; `turns` has (begin, end) in counted steps."""
+    """A training run that can be suspended.
+
+    `turns` has a range (begin, end) for each turn: the run's steps that count.
+    """
 
     training: TurnTraining
     running: ProcessTree
     turns: list[tuple[int, int]] = field(default_factory=list)
 
     def take_turn(self, last: bool, until_s: float) -> None:
-        """Let the run train for one turn, then suspend it; in the last turn, let it finish."""
+        """Let the run train for one turn, then suspend it.
+
+        In its last turn, it is not suspended, but trains until it ends. Return at the time
+        `until_s` in any case.
+        """
         if self.running.exit_code is not None:
             return
         begin = self.steps_done() + self.training.skipped_steps
