@@ -36,7 +36,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Stepper
-from outpace.training.synthetic import Batch, shares
+from outpace.training.synthetic import Batch, rank_micro_batches
 
 # Builds an optimizer from parameter groups, as a layout's `make_optimizer` does.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
@@ -262,7 +262,9 @@ def train_under_plan(
         use.found.clear()
         stepper.begin()
         with wire if step == trial.steps else nullcontext():
-            raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
+            raw = stepper.run(
+                step, trial.lr, rank_micro_batches(batch, plan, ranks.rank), lambda: False
+            )
         held = _step_tensors(
             dict(use.found), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm
         )

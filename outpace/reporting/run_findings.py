@@ -14,7 +14,7 @@ _LEAST_LOST = 0.05  # minimum share of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:
-    """Return findings on a run's bottlenecks, slow steps, expected step time, and end."""
+    """Examine a run for bottlenecks, slow steps, an unexpected step time, and an early end."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
     inputs = _bottleneck_inputs(run)

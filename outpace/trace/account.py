@@ -50,9 +50,9 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors and return the memory they use.
 
-    `settings` configure the optimizer. Without an `accelerator`, a CPU is traced. With one, the
-    simulated allocator has its `usable_bytes`, minus the memory of contexts and collectives.
-    Raises BadInputError if the plan cannot be applied.
+    `settings` configure the optimizer. Without an `accelerator`, the account is for a CPU. For an
+    accelerator, the simulated allocator has its `usable_bytes`, minus the memory of contexts and
+    collectives. Raises BadInputError if the plan cannot be applied.
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
@@ -66,11 +66,10 @@ def account(
 def _record_or_extrapolate(
     work: Workload, traced: Callable[[Workload], list[PartTrace]]
 ) -> list[PartTrace]:
-    """Return the traces of the whole model, extrapolated from two shallower models if possible.
+    """Trace the whole model, if possible by extrapolating from the traces of two shallower models.
 
-    Work that is split by bytes rather than by layers, such as DDP's first broadcast, may not
-    extrapolate: the result would free storages that were never allocated. All layers are then
-    recorded.
+    Some work is divided by bytes instead of layers, such as DDP's first broadcast. The extrapolated
+    trace may then free storages that it never allocated. In this case, all layers are traced.
     """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
@@ -105,13 +104,16 @@ def at_depth(work: Workload, layers: int) -> Workload:
 
 
 def record_parts(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[PartTrace]:
-    """Record the allocations and frees of one rank in two steps under fake tensors."""
+    """Record one rank's allocations and frees in two steps under fake tensors.
+
+    `rules` say how the traced device differs from a CPU.
+    """
     watch = AllocationTracer(rules)
     collecting = gc.isenabled()
     gc.disable()  # otherwise, the time at which cycles are freed would depend on earlier work
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
-            with separate_host_memory(watch, rules), work.functions(rules):
+            with separate_host_memory(watch, rules), work.dropout_context(rules):
                 run_steps(work, ranks, watch, lay_out, rules, OffloadScratch(watch))
             segments = watch.segments
     finally:
@@ -128,7 +130,7 @@ def summarise_parts(
 ) -> MemoryAccount:
     """Summarise traces in a MemoryAccount.
 
-    `passes` is the number of passes in a step, divided by the number of traced ones.
+    `passes` is the ratio of the passes in a whole step to those that were traced.
     """
     history = unroll(traces)
     position = int(history.live_bytes.argmax())
@@ -175,7 +177,7 @@ def _describe_moments(history: AllocationHistory, positions: Sequence[int]) -> l
 
 
 def _timeline(history: AllocationHistory) -> list[Moment]:
-    """Return the moment of highest memory in each of up to `_POINTS` intervals of the last step."""
+    """Divide the last step into up to `_POINTS` intervals, and return each one's peak of memory."""
     steps = np.array([trace.step for trace in history.traces])
     of_step = np.flatnonzero(steps[history.trace_of] == steps[-1])
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
@@ -184,9 +186,9 @@ def _timeline(history: AllocationHistory) -> list[Moment]:
 
 
 def _activation_bytes(history: AllocationHistory, position: int) -> dict[str, int]:
-    """Return bytes of activations live at `position` by the module that created them.
+    """Return the bytes of live activations by the module that created them, largest first.
 
-    The largest come first.
+    `position` is the index of a change in the history.
     """
     sums: dict[str, int] = {}
     for origin, count in zip(

@@ -30,7 +30,7 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
 @dataclass(eq=False, slots=True)
 class TrackedStorage:
-    """A storage from its allocation to its release; `kind` says what it is for."""
+    """A storage from its allocation to its release. `kind` is the use of its memory."""
 
     nbytes: int
     module: str
@@ -97,7 +97,7 @@ class AllocationTracer(TorchDispatchMode):
                     self._track(storage).module = name
 
     def begin_step(self, number: int) -> None:
-        """Begin step `number`; unmarked earlier work counts as preparation."""
+        """Begin step `number`. Work since the last mark is counted as preparation."""
         self.mark("prepare")
         self._step = self._now.step = number
 
@@ -113,7 +113,7 @@ class AllocationTracer(TorchDispatchMode):
         self._now = Segment(self._step, "other")
 
     def classify(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
-        """Set the kind of the tensors' storages, unless they are offloaded."""
+        """Record that the tensors' memory is of this kind, unless they are offloaded."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 tracked = self._track(storage)
@@ -160,7 +160,10 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def ignore(self, wanted: bool = True) -> Iterator[None]:
-        """Stop recording operators in the context; with `wanted=False`, resume recording."""
+        """Do not record operators in the context.
+
+        With `wanted=False`, record them, even inside another `ignore`.
+        """
         before, self._ignores = self._ignores, wanted
         try:
             yield
@@ -262,7 +265,10 @@ class AllocationTracer(TorchDispatchMode):
             tracked.kind = tracked.kind or "communication"
 
     def _guess_module(self, tensors: list[Tensor]) -> str:
-        """Return the module of the inputs, since a backward pass does not call modules."""
+        """Return the module that owns the first known input, or else the current module.
+
+        A backward pass does not call modules, so the current one says nothing about it.
+        """
         for tensor in tensors:
             for storage in _storages(tensor):
                 held = self._tracked.get(storage._cdata)

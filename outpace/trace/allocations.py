@@ -15,9 +15,10 @@ class Allocations:
     """Counter of allocations and frees in the context, by this thread and the backward's thread.
 
     `peak_bytes` is the maximum of live bytes, `left_bytes` the bytes live at the end. Both are
-    relative to the start, so freeing earlier memory subtracts. Allocations inside kernels are
-    included. torch's profiler does not report frees by other threads: pass these to `note_free`.
-    Otherwise, they count when the address is allocated again.
+    relative to the start, so they decrease if memory from before the context is freed. Allocations
+    inside kernels are included. torch's profiler does not report frees by other threads, so report
+    these by `note_free`. A free that is not reported counts only when its address is allocated
+    again.
     """
 
     def __init__(self) -> None:

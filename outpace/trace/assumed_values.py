@@ -19,9 +19,10 @@ _MOST_FLOATS = 2**16
 
 
 class AssumedValues:
-    """Runner of operators on a mix of CPU tensors, which have values, and meta tensors.
+    """Runner of operators for a model whose tensors have no values (meta tensors).
 
-    A result has values if all its inputs are CPU tensors.
+    Where code reads values, as routing to experts does, it assumes that experts are used equally.
+    Results that depend only on CPU tensors are computed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class AssumedValues:
         self._reads = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. Raises torch's error if it reads values of meta tensors."""
+        """Run an operator. torch raises an error if this would read the values of meta tensors."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return self._run_with_values(func, args, kwargs)
@@ -46,10 +47,10 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the CPU if its result may be read: integers, booleans and masks.
+        """Run an operator without meta inputs; on the CPU if code may read its result.
 
-        Results are reproducible: random tensors stay on the meta device, and uninitialised memory
-        is zeroed.
+        Code may read integers, booleans and small tensors of other types. Random tensors stay on
+        the meta device and uninitialised memory is zeroed, so results are reproducible.
         """
         made = func(*args, **kwargs)
         if (
@@ -71,10 +72,11 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _assume_indices(self, mask: Tensor) -> Tensor:
-        """Return assumed nonzero indices of a mask.
+        """Return the indices at which a mask is assumed to be nonzero.
 
-        A 1-D mask over experts selects all experts; each later mask selects an equal share of the
-        tokens for the next expert. Before any routing, return the real indices.
+        After a routing decision, a 1-D mask over experts selects all experts. Each later mask
+        selects an equal share of the tokens, for the next expert. Before any decision, masks have
+        values, and the indices are computed.
         """
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
@@ -86,7 +88,7 @@ class AssumedValues:
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
 
     def _assume_counts(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Return assumed token counts if a tensor of counts per expert is moved to the CPU.
+        """Move counts of tokens per expert to the CPU, with assumed values: equal for all experts.
 
         Other tensors stay on the meta device.
         """

@@ -34,7 +34,7 @@ _TENSOR = object()  # placeholder for tensors among arguments
 
 
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
-    """Replace the compiled forwards of a model by the graphs that would be compiled.
+    """Make a model's compiled forwards run the graphs that the compiler would build.
 
     Do nothing if blocks are recomputed (which uses the same memory when compiled), if saved tensors
     are offloaded, under tensor or context parallelism, or in fp8: the forwards then run eagerly.
@@ -81,7 +81,10 @@ class _PartitionedForward:
             return self._graphs[key](tensors_by_name, tensors)
 
     def _build_graphs(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return a function of the module's tensors and inputs that runs the forward as graphs."""
+        """Return a function that runs the module's forward and backward graphs.
+
+        Its arguments are the module's tensors by name, and the tensors among the inputs `leaves`.
+        """
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -133,9 +136,10 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 class _NodeInterpreter(fx.Interpreter):
-    """Interpreter that counts only the results of nodes in `written` as memory.
+    """Interpreter of a graph that counts memory only for the results of the nodes in `written`.
 
-    It clears the list of inputs, so that each input is freed after its last use.
+    Fused kernels do not write other results to memory. The list of inputs is cleared, so that each
+    input is freed after its last use.
     """
 
     def __init__(

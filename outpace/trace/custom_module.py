@@ -48,8 +48,8 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 class ModuleWorkload:
     """Training of a custom model, in steps of `accumulation` passes.
 
-    `build` constructs the module with its loss. `samples` returns a batch with the given number of
-    samples, which is `plan.samples_read` for a pass.
+    `build` constructs the module with its loss. `samples` returns a batch with a given number of
+    samples; a pass reads `plan.samples_read`.
     """
 
     build: Callable[[], CustomModel]
@@ -64,12 +64,12 @@ class ModuleWorkload:
         """Return the batch of one pass on a rank that reads data."""
         return self.samples(self.plan.samples_read)
 
-    def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context in which functions behave as on the traced device."""
-        return rules.functions(self.drops, self.plan)
+    def dropout_context(self, rules: Rules) -> AbstractContextManager[object]:
+        """Return a context in which dropout saves what it saves on the traced device."""
+        return rules.dropout_context(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the plan's mixed precision."""
+        """Return the mixed precision that the plan and the settings describe."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 

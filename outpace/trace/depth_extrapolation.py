@@ -22,12 +22,16 @@ _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Two traces differ by more than repeated layers."""
+    """The traces of two depths differ by more than additional layers."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An allocation, or a free if `nbytes` is negative. `block` is the layer, −1 outside layers."""
+    """An allocation, or a free if `nbytes` is negative.
+
+    `module` runs the operator, and `made_in` allocated the memory. `block` is the layer's number,
+    −1 outside of layers.
+    """
 
     nbytes: int
     kind: Kind
@@ -38,13 +42,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Properties that entries of different depths must have in common to match."""
+        """Properties that must be equal in two entries to match them between models' depths."""
         return (self.nbytes > 0, self.kind, self.operator, self.module)
 
 
 @dataclass(frozen=True)
 class PartTrace:
-    """Memory changes in one part of a step."""
+    """Memory changes in one part of a step, with layers that repeat stored once."""
 
     step: int
     part: Part
@@ -96,7 +100,10 @@ def drop_temporaries(trace: PartTrace) -> PartTrace:
 
 
 def _sort_frees(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort runs of frees by one operator by size, since their order depends on addresses."""
+    """Sort each run of frees by the same operator by size.
+
+    Their original order depends on addresses, which differ between traces.
+    """
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
@@ -107,8 +114,8 @@ def extend(
 ) -> list[PartTrace]:
     """Return traces of a model that is `times * period` layers deeper than `deeper`.
 
-    `deeper` has `period` more layers than `shallow`. Raises IrregularError if the two differ in
-    other ways.
+    `shallow` is the trace of a model with `period` fewer layers than `deeper`. Raises
+    IrregularError if the two differ by more than these layers.
     """
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
         raise IrregularError("the parts of a step differ")
@@ -142,8 +149,8 @@ def _extend_part(shallow: PartTrace, deeper: PartTrace, times: int, period: int)
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     """Align `a` with `b` and count the entries inserted in `b` before each of `a` and at the end.
 
-    The alignment has the lowest cost: matched entries with different bytes have a cost, and so has
-    each position with insertions. Entries with different keys never match.
+    The alignment has the lowest cost. Each position with insertions has a cost, and so has each
+    match of entries with different sizes. Entries with different `key` never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
@@ -173,7 +180,7 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
     """Split the inserted entries `begin` to `end` where their layer numbers jump.
 
-    For example, if all layers' matrices come first and then all layers' vectors, a deeper model has
+    If all layers' matrices come before all layers' vectors, for example, then a deeper model has
     insertions in both lists.
     """
     starts, last = [begin], -1
@@ -191,9 +198,10 @@ def _relative_difference(sizes: NDArray[np.float64], size: int) -> NDArray[np.fl
 
 
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the lowest cost per number of insertions so far, if entries may be inserted here.
+    """Return the lowest costs of alignments in which entries may be inserted at this position.
 
-    Write each optimum's predecessor to `came_from`. Ties go to the fewest insertions here.
+    `cost` and the result are indexed by the total number of insertions so far. The number before
+    this position is written to `came_from`; of equal costs, the fewest insertions here win.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -218,10 +226,11 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 
 @dataclass(frozen=True)
 class AllocationHistory:
-    """All memory changes in execution order, with repeated layers expanded.
+    """All memory changes in execution order, including those of repeated layers.
 
-    Change n is `entries[origin[n]]`, in trace `trace_of[n]` and layer `block[n]`. It has
-    `nbytes[n]` bytes of kind `KINDS[kind[n]]`, after which `live_bytes[n]` are live.
+    Change n is described by `entries[origin[n]]`. It belongs to `traces[trace_of[n]]` and to layer
+    `block[n]`, and allocates or frees `nbytes[n]` bytes of kind `KINDS[kind[n]]`. Afterwards,
+    `live_bytes[n]` bytes are live.
     """
 
     traces: Sequence[PartTrace]

@@ -53,7 +53,10 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Memory rules of a device; without an `accelerator`, those of a CPU."""
+    """Differences between a device's memory use and that of the CPU operators that are traced.
+
+    Without an `accelerator`, the device is a CPU. The rules are numbered in the module's docstring.
+    """
 
     accelerator: Accelerator | None = None
 
@@ -68,7 +71,7 @@ class Rules:
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """Return the bytes of each workspace that a library keeps from its first use on."""
+        """Return the bytes of each workspace that cuBLAS allocates once and keeps (rule 2)."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -76,11 +79,11 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Return whether the model is built in host memory (rule 6)."""
+        """Return whether the model is built in host memory, as it is for 4-bit weights (rule 6)."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Make a model select the same kernels as on the device."""
+        """Make a model's attention and loss use the kernels that the device would select."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -91,8 +94,8 @@ class Rules:
                 mix = fused_attention if module.mix is suited_attention else module.mix
                 module.mix = partial(_attend_as_gpu, mix)
 
-    def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Return a context in which dropout follows rule 9.
+    def dropout_context(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
+        """Return a context in which dropout saves a mask, if the device is a GPU (rule 9).
 
         `drops`: whether the model has dropout.
         """
@@ -137,7 +140,7 @@ class _DropoutWithMasks(TorchFunctionMode):
 def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Apply dropout as `F.dropout` does, but save a mask of one byte per element (rule 9)."""
+    """Apply dropout as `F.dropout` does, but save a mask of one byte per element, as a GPU does."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
@@ -148,7 +151,7 @@ _ATTENTION_BACKWARDS = (
 
 
 def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
-    """Return the bytes that attention's backward allocates and frees (rule 3)."""
+    """Return the bytes that FlashAttention's backward allocates and frees (rule 3)."""
     batch, heads, queries, width = query_BHSC.shape
     keys_heads, keys = key_BKTC.shape[1:3]
     rounded_queries = -(-queries // 128) * 128
@@ -164,7 +167,10 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
 def _attend_as_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Save the tensors that a GPU would save (rules 4 and 7); values are not those of a GPU."""
+    """Compute attention so that it saves the same tensors as on a GPU (rules 4 and 7).
+
+    Only the memory is that of a GPU, not the values of the result.
+    """
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None

@@ -19,11 +19,12 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode on top of FakeTensorMode that makes small tensors real, unless computed from fake ones.
+    """Mode on top of FakeTensorMode that gives small tensors values.
 
-    Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters. None of these
-    depends on weights or data. Reading a fake tensor returns 1, which suits flags: a gradient
-    exists, a stage knows its shapes.
+    Some code reads values that do not depend on weights or data: optimizers read step counts,
+    device meshes read ranks, and DDP reads the sizes of parameters. Tensors computed from fake ones
+    stay fake. Reading one returns 1, which means "true" for the flags that are read: a gradient
+    exists, or a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,12 +44,12 @@ class RealSmallTensors(TorchDispatchMode):
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """Return torch's fake tensor mode, without breaking gradients in processes forked later.
+    """Return torch's fake tensor mode, after making sure that forked processes can run backwards.
 
     If torch is built for an accelerator that the host lacks, the mode pretends that there is one.
-    The first backward pass under the mode would then start threads for it, after which torch
-    refuses gradients in forks. A backward pass before the mode makes torch record that no
-    accelerator exists.
+    The first backward pass under the mode would then start threads for it, and torch refuses
+    backward passes in processes forked later. This runs a backward pass before the mode, which
+    makes torch record that there is no accelerator.
     """
     if not torch.accelerator.is_available():
         torch.zeros((), requires_grad=True).backward()

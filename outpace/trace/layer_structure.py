@@ -15,9 +15,10 @@ from outpace.trace.matmuls import MatmulCall
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Parameter shapes of a traced layer by name, its residual width, and its number of rows.
+    """The parameters of a traced layer, and the sizes by which its matmuls are recognised.
 
-    `cross_rows`: the number of rows that cross-attention reads.
+    `shapes` has the parameters' shapes by name. `hidden` is the width of the layer's output. `rows`
+    is the number of tokens that the layer reads, `cross_rows` that of its cross-attention.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -26,9 +27,9 @@ class LayerWeights:
     cross_rows: int | None = None
 
     def is_whole(self, one: MatmulCall, *, cross: bool = False) -> bool:
-        """Return whether a matmul multiplies each of the layer's tokens by a whole weight.
+        """Return whether a matmul multiplies all tokens of the layer by a whole weight matrix.
 
-        With `cross`, the tokens may also be those that cross-attention reads.
+        With `cross`, these may also be the tokens that cross-attention reads.
         """
         shape = self.shapes.get(one.weight or "")
         return (
@@ -50,7 +51,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """A stack with its recognised parts, and the matmuls that belong to none of them."""
+    """A stack of equal layers with its recognised parts, and the matmuls that belong to none."""
 
     stack: Stack
     rest: tuple[MatmulCall, ...]
@@ -59,10 +60,10 @@ class LayerStructure:
 def recognise_layer(
     stack: Stack, matmuls: Sequence[MatmulCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
-    """Recognise a stack's attention projections and its MLP or experts.
+    """Recognise the attention projections and the MLP or experts in the layers of a stack.
 
-    `matmuls` are in execution order. `places` has the number of matmuls before the self-attention
-    ("own") and before the cross-attention ("cross").
+    `matmuls` are a layer's matmuls in execution order. `places` has the number of them that run
+    before the self-attention ("own") and before the cross-attention ("cross").
     """
     rest = list(matmuls)
     uses = Counter(one.weight for one in matmuls)
@@ -111,9 +112,10 @@ def _group_by_module(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]
 
 
 def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Sequence[MatmulCall]]:
-    """Yield groups that may contain an attention's projections.
+    """Yield groups of matmuls that may contain an attention's projections, the likeliest first.
 
-    The first has the matmuls in the module of `out`; then come all matmuls, then submodules.
+    These are the matmuls in the module of the output projection `out`, then all, then those of each
+    submodule.
     """
     start = f"{_module_path(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
@@ -129,7 +131,11 @@ def _find_projections(
     after: Sequence[MatmulCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return the attention with its projections among `before` and its output among `after`."""
+    """Find an attention's projections of queries, keys and values, and its output projection.
+
+    The former are searched in `before`, the output in `after`. Return the attention with what they
+    show, and their matmuls; None if they are not found.
+    """
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -149,7 +155,8 @@ def _find_plain_projections(
 ) -> Projected | None:
     """Find the projections of queries, keys and values, fused or separate.
 
-    They also give the number of key heads, since masked attention may repeat keys for all heads.
+    The number of key heads is derived from their width, because the traced attention may have
+    repeated the keys for all heads.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -181,9 +188,9 @@ def _find_qkv(
 
 
 def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the gate's half of a query projection that is twice as wide as the queries.
+    """Return the matmul of an output gate, if the query projection also computes one.
 
-    Such a projection also computes a gate that multiplies attention's output.
+    The projection is then twice as wide as the queries. The gate multiplies attention's output.
     """
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
@@ -270,7 +277,7 @@ def _find_mlps_in(
 def _find_experts(
     rest: Sequence[MatmulCall], whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> tuple[Mlp, list[MatmulCall]] | None:
-    """Find experts with stacked weights, with their router and a shared expert if there is one."""
+    """Find experts with stacked weights, their router, and a shared expert if there is one."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
     for down in sorted(stacked, key=lambda one: one.inputs * one.outputs, reverse=True):
@@ -308,7 +315,7 @@ def _module_path(one: MatmulCall) -> str:
 
 
 def _extra_router_outputs(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the router's outputs that are not experts (LongCat's identity experts) as a matmul."""
+    """Return a matmul of the router's outputs that are no experts (LongCat's identity experts)."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:
         return []

@@ -36,7 +36,7 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 class MatmulCall(NamedTuple):
     """Matmul of (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    Without a weight, it is a batch of `batch` matmuls, and `rows` is the total over the batch.
+    If `weight` is None, both operands are activations: `batch` matmuls that have `rows` together.
     """
 
     module: str

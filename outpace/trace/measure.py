@@ -20,8 +20,9 @@ def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     """Run two real steps on the CPU, twice, and return the memory they use.
 
     All ranks of the plan must call this. The first run gives `resident_bytes`, the growth of the
-    process's anonymous resident memory. The second is instrumented, which takes memory itself. It
-    gives the tensors live at the peak, and `allocated_bytes`, the peak of torch's allocator.
+    process's anonymous resident memory. The second run records allocations, and this needs memory
+    itself. This run gives the tensors that are live at the peak, and `allocated_bytes`, the peak of
+    torch's allocator.
     """
     rules = Rules()
     with resident_growth() as grown:

@@ -22,7 +22,7 @@ from outpace.trace.device import Rules
 
 
 class _EmptyRegion(Region):
-    """Region without memory, which is always ready."""
+    """Region of a scratch file that holds no memory, so that it is always ready to read."""
 
     def __init__(self) -> None:
         pass
@@ -35,7 +35,7 @@ class _EmptyRegion(Region):
 
 
 class OffloadScratch(Scratch):
-    """Scratch that writes no files; `watch` counts its tensors as offloaded."""
+    """Scratch that writes no files. `watch` counts the tensors copied to it as offloaded."""
 
     def __init__(self, watch: AllocationTracer) -> None:
         super().__init__()
@@ -58,9 +58,10 @@ class OffloadScratch(Scratch):
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
-    """Return a plan for an accelerator with activations offloaded to disk instead of to the host.
+    """Return the plan with activations offloaded to disk, if it offloads them to the host.
 
-    The trace runs on CPU tensors, for which offloading to the host is refused.
+    A trace for an accelerator runs on CPU tensors, for which offloading to the host is refused. The
+    plan for a CPU is unchanged.
     """
     if rules.device == "cpu" or plan.offload_activations != "cpu":
         return plan
@@ -90,7 +91,10 @@ def _reduce_and_offload(
 
 
 def _patch_device_copies() -> Any:
-    """Return a patch that makes FSDP copy offloaded shards to the device before it gathers them."""
+    """Patch FSDP so that it copies offloaded shards to the device before gathering them.
+
+    The shards are CPU tensors here, so FSDP would not copy them.
+    """
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
     def copy_inputs(held: Any) -> Any:
@@ -107,7 +111,7 @@ def _patch_device_copies() -> Any:
 
 @contextmanager
 def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None]:
-    """Count copies to the device as device memory, and copies to the host as offloaded."""
+    """Count copies to the host as offloaded, and others as device memory, in the context."""
     if rules.device == "cpu":
         yield
         return

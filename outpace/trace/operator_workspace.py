@@ -32,10 +32,10 @@ _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.o
 
 
 class TemporaryBytes:
-    """Callable that returns the bytes an operator allocates and frees internally.
+    """Callable that returns the bytes that an operator allocates and frees internally.
 
-    For operators implemented in Python (norms, GELU, blocked attention), it runs their code on fake
-    tensors. `on_cpu`: whether the traced device is a CPU.
+    An operator implemented in Python (norms, GELU, blocked attention) is run on fake tensors to
+    count them. `on_cpu`: whether the traced device is a CPU.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:

@@ -25,16 +25,20 @@ def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None
     """Run a copy of `module` once and return an outline of its computation.
 
     `example_inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument. The
-    first dimension of the first tensor is the number of samples. Layers are repeated members of a
-    ModuleList, Sequential or ModuleDict. Matmuls of two activations outside of attention keep their
-    size in this run. Raises BadInputError if the forward cannot run or has no matmul with a weight.
+    first dimension of the first tensor is the number of samples. Repeated members of a ModuleList,
+    Sequential or ModuleDict are taken as layers. A matmul of two activations outside of attention
+    is assumed to have the same size for other inputs. Raises BadInputError if the forward cannot
+    run or has no matmul with a weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer. Layers with equal `signature` form a stack."""
+    """A module that may be a layer. Layers with equal `signature` form a stack.
+
+    `done` has its operations in execution order, and `work` their total size.
+    """
 
     path: str
     kind: Any
@@ -95,17 +99,21 @@ class ModuleTracing:
         return self._build_outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
-        """Return the paths of all layers that `part` represents, starting with its own."""
+        """Return the paths of all layers that were traced as `part`, beginning with its own."""
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        """Return further properties that layers of one stack must have in common."""
+        """Return properties, other than shapes, in which the layers of one stack must be equal."""
         return None
 
     def fill_layer(
         self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Return the stack with a layer's matmuls; `places` locates its attentions among them."""
+        """Return the stack with the matmuls `rest` of one of its layers.
+
+        `places` has each attention and the number of matmuls before it. `path` is the layer's
+        module, and `names` are its parameters.
+        """
         matmuls = self.matmuls(rest, path, names, self._tokens_of(stack))
         return stack.model_copy(update={"other": tuple(matmuls)})
 
@@ -128,7 +136,10 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _find_lists(self) -> Iterator[list[LayerPart]]:
-        """Yield the members of each outermost list, if several are equal or of the same class."""
+        """Yield the members of each outermost list of modules that has several layers of one kind.
+
+        If no members are equal, those of the same class count as one kind.
+        """
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -196,10 +207,10 @@ class ModuleTracing:
         )
 
     def _find_length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
-        """Return the tokens per sample.
+        """Return the number of tokens per sample.
 
-        This is the input's sequence length if any matmul uses it, else the rows per sample that
-        account for the most matmul work.
+        If a matmul has as many rows per sample as the input's sequence length, it is that length.
+        Otherwise, it is the number of rows per sample in which most of the matmul work is done.
         """
         work: Counter[int] = Counter()
         for one in done:
@@ -218,8 +229,8 @@ class ModuleTracing:
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
         """Return a layer's matmuls, and its self-attention ("own") and cross-attention ("cross").
 
-        Each attention comes with the number of matmuls before it. Further attentions become
-        matmuls. `seen`: the number of positions that a cross-attention reads.
+        Each attention comes with the number of matmuls before it. Attentions beyond one of each are
+        returned as matmuls. `seen`: the number of positions that a cross-attention reads.
         """
         rest: list[MatmulCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
@@ -278,10 +289,10 @@ class ModuleTracing:
     def matmuls(
         self, done: Sequence[MatmulCall], path: str, names: Sequence[str], length: int | None
     ) -> list[MatmulShape]:
-        """Return matmuls as shapes: one for each weight, with its number of uses, and the others.
+        """Convert matmuls to shapes: one for each weight, with its number of uses, and the others.
 
-        `names` are the parameters of the module at `path`. The others multiply no whole weight of
-        it, and are counted by shape. A matmul with `length` rows per sample has no `positions`.
+        `names` are the parameters of the module at `path`. Matmuls that do not use one of them
+        whole are counted by shape. `positions`, the rows per sample, is left out if it is `length`.
         """
         by_weight: dict[str, MatmulShape] = {}
         others: Counter[MatmulShape] = Counter()
@@ -350,9 +361,9 @@ class ModuleTracing:
         return taken.most_common(1)[0][0]
 
     def _find_embedding(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the name of the token embedding's weight, which has the layers' width.
+        """Return the name of the token embedding's weight, which is as wide as the layers.
 
-        Prefer one with as many rows as the head has outputs, then the largest.
+        Of several, prefer one with as many rows as the head has outputs, then the largest.
         """
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
@@ -365,7 +376,10 @@ class ModuleTracing:
     def _find_head(
         self, after: Sequence[MatmulCall | AttentionCall], hidden: int, there: Sequence[str]
     ) -> MatmulCall | None:
-        """Return the last matmul if it is a head: no other matmul uses its weight."""
+        """Return the last matmul if it is the output head, else None.
+
+        A head reads the layers' output, and no other matmul uses its weight.
+        """
         made = [one for one in after if isinstance(one, MatmulCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None

@@ -56,9 +56,9 @@ class Workload:
             batch["documents"] = torch.zeros(shape, dtype=torch.int32)
         return batch
 
-    def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context in which functions behave as on the traced device."""
-        return rules.functions(self.spec.dropout > 0, self.plan)
+    def dropout_context(self, rules: Rules) -> AbstractContextManager[object]:
+        """Return a context in which dropout saves what it saves on the traced device."""
+        return rules.dropout_context(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
         """Return the plan's mixed precision."""
@@ -104,7 +104,7 @@ class Trainable(Protocol):
     @property
     def settings(self) -> TrainSettings: ...
     def batch(self) -> Any: ...
-    def functions(self, rules: Rules) -> AbstractContextManager[object]: ...
+    def dropout_context(self, rules: Rules) -> AbstractContextManager[object]: ...
     def make_mixed(self) -> MixedPrecision: ...
     def lay_out_model(
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
@@ -122,7 +122,7 @@ def run_steps(
 ) -> None:
     """Build the model, apply the plan and run two steps as the trainer does.
 
-    Call this in the context of `watch`, which learns the parts of each step.
+    Call this in the context of `watch`, which is told when each part of a step begins.
     """
     plan, away = work.plan, keeps_shards_on_host(work.plan, rules)
     lr = work.settings.lr or _ANY_LR
@@ -148,7 +148,10 @@ def run_steps(
 
 
 def _build_objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """Return model and loss in the dtype of the weights; on meta if weights are filled later."""
+    """Create the model and its loss, in the dtype of the plan's weights.
+
+    If the weights are filled in later, the model is on the meta device.
+    """
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:
@@ -198,7 +201,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors of an optimizer's state; ZeRO-1's are in the optimizer that it wraps."""
+    """Yield all tensors of an optimizer's state; for ZeRO-1, that of the optimizer inside."""
     within = getattr(optimizer, "optim", optimizer)
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -166,7 +166,7 @@ def _checked_outline(tracing: "_TransformersTracing", name: str) -> Outline:
 
 
 class _Shapes:
-    """Shapes of a model's parameters by name, without duplicates, and the kinds of its layers."""
+    """Shapes of a model's parameters by name, each once, and the config's type of each layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, Shape] = {
@@ -185,7 +185,7 @@ class _Shapes:
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return what a layer's computation depends on, except shapes and the layer's number."""
+        """Return the layer's type and settings, in which layers of equal shapes may differ."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -200,9 +200,9 @@ class _Shapes:
 
 @contextmanager
 def _leave_out_layers(model: nn.Module, sizes: _Shapes) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Remove the last layers of each list in the context, if they equal earlier ones.
+    """Remove layers that equal earlier ones from the end of each list, within the context.
 
-    Yield the paths of the removed layers by the path of the remaining layer that represents them.
+    Yield the paths of the layers that each remaining layer stands for.
     """
     lists = [
         (path, module)
@@ -299,7 +299,7 @@ class _TransformersTracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Return the stack with properties that matmuls do not show: norms, dropout, masks."""
+        """Return the stack with properties that its matmuls do not show: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -321,7 +321,7 @@ class _TransformersTracing(ModuleTracing):
         )
 
     def _limit_experts(self, stack: Stack) -> Stack:
-        """Return the stack with the config's experts per token if the code runs all experts."""
+        """Set the number of active experts from the config, if the code computes all experts."""
         each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
         mlp = stack.mlp
         if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
@@ -332,9 +332,10 @@ class _TransformersTracing(ModuleTracing):
     def _set_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module, decodes: bool
     ) -> AttentionShape | None:
-        """Return the attention with the mask that its modules define; a traced mask has no values.
+        """Return the attention with the mask of its modules: whether it is causal, and its window.
 
-        `decodes`: whether the layer is a decoder's, which is then causal unless its modules differ.
+        Masks have no values during a trace. `decodes`: whether the layer is a decoder's. Its
+        attention is causal unless a module says otherwise.
         """
         if attention is None:
             return None
@@ -349,20 +350,20 @@ class _TransformersTracing(ModuleTracing):
     def _set_cross_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
     ) -> AttentionShape | None:
-        """Return the cross-attention without a mask.
+        """Return the cross-attention as not causal.
 
-        A model without decoder inputs has none: there, it is a layer's second self-attention
-        (LongCat) and gets that mask.
+        In a model without decoder inputs, what looks like cross-attention is a layer's second
+        self-attention (LongCat), so it gets the mask of a self-attention.
         """
         if attention is None or "decoder_input_ids" not in self.inputs:
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
 
     def _find_window(self, path: str, layer: nn.Module, causal: bool = True) -> int | None:
-        """Return a layer's attention window, from its kind in the config or from its modules.
+        """Return a layer's attention window, by its layer type in the config or from its modules.
 
-        The window includes the position itself. A config's window does not include it if attention
-        is bidirectional (transformers/masking_utils.py, sliding_window_bidirectional_overlay).
+        The window includes the position itself. For bidirectional attention, a config's number
+        leaves it out (transformers/masking_utils.py, sliding_window_bidirectional_overlay).
         """
         config = getattr(self.module, "config", None)
         kind, _ = self.known.settings(path, nn.Identity())
@@ -401,9 +402,9 @@ def _passes_window(kind: type[nn.Module]) -> bool:
 def _join_experts(
     done: Sequence[MatmulCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
 ) -> tuple[list[MatmulCall | AttentionCall], dict[str, Shape]]:
-    """Join the matmuls of experts that run one by one, each on some of the tokens.
+    """Join the matmuls of experts that run one after another, each on some of the tokens.
 
-    Return the operations, and the shapes of the stacked weights.
+    Return all operations, and the shapes of the weights as if experts were stacked.
     """
     groups: dict[Any, list[MatmulCall]] = {}
     for one in done:
@@ -443,7 +444,10 @@ def _list_other_matmuls(outline: Outline) -> Iterator[MatmulShape]:
 
 
 def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
-    """Return the outline for the shorter sequence; mark matmuls that grow with the length."""
+    """Return the outline `short`, with matmuls marked whose number of rows grows with the length.
+
+    `long` is the outline of the same model for a sequence longer by `length`.
+    """
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
@@ -456,9 +460,10 @@ def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
 def _scale_by_length(
     short: Sequence[MatmulShape], long: Sequence[MatmulShape], length: int
 ) -> tuple[MatmulShape, ...]:
-    """Return the matmuls, with a count per token for those that grow with the sequence length.
+    """Return the matmuls of `short`, with those that grow with the sequence counted per token.
 
-    Rows that a convolution adds by padding the sequence are left out.
+    `long` is from a sequence longer by `length`. Rows that only come from padding the sequence for
+    a convolution are left out.
     """
     rows, longer = _count_rows(short), _count_rows(long)
     made = [one for one in short if one.positions is None]

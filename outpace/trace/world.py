@@ -48,7 +48,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _list_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, name, replacement) of functions that wait for other ranks or read memory."""
+    """Yield (owner, name, replacement) of functions that would wait for ranks or read tensors."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_gather_object", _gather_copies
     yield dist, "all_reduce", _with_future(dist.all_reduce)
@@ -79,9 +79,9 @@ def _gather_copies(gathered: list[Any], value: Any, group: Any = None) -> None:
 
 
 class _CompletedWork:
-    """Handle of completed work, with a future of the tensor as if it had been summed.
+    """Handle of a collective that is already complete.
 
-    The fake process group's handles have no future.
+    Its future returns the tensor unchanged. The fake process group's own handles have no future.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -105,7 +105,7 @@ def _with_future(all_reduce: Any) -> Any:
 
 
 class _SequentialRing:
-    """Ring reducer without a thread of its own, since a dispatch mode covers one thread."""
+    """Ring reducer that works in the calling thread, the only one that a dispatch mode covers."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -118,7 +118,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan as `parallel.apply` does, without needing messages from other ranks."""
+    """Apply the plan as `parallel.apply` does, but without messages from other ranks."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.set_form(batch)

@@ -34,7 +34,7 @@ class Costs:
 
 @dataclass
 class Ledger:
-    """A run's totals, and the conversion of raw steps into records."""
+    """A run's totals so far, which also turns the raw figures of steps into StepRecords."""
 
     costs: Costs
     tokens: int | None
@@ -116,9 +116,10 @@ class Ledger:
         return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
     def rate(self, name: str) -> float | None:
-        """Return the field `name` of Costs per second over the latest steps after warm-up.
+        """Return `name`, a field of Costs, per second over the latest steps after warm-up.
 
-        It is based on the median step time, or on total costs and times if costs differ by step.
+        If costs differ by step, it is their sum divided by the sum of the step times. Otherwise,
+        the median step time is used.
         """
         if self.costs_of is None:
             return _rate(getattr(self.costs, name), self.median_step_time_s())
@@ -130,7 +131,7 @@ class Ledger:
         return _rate(amount, sum(times_s))
 
     def median_cache_freed_bytes(self) -> int | None:
-        """Return the median of cached bytes freed per step; None if caches are not freed."""
+        """Return the median bytes of cache freed in a step; None if the run frees no caches."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 

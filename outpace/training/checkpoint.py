@@ -87,7 +87,7 @@ def _mark_complete(folder: Path, past_cache: bool) -> None:
 
 
 def _listed_file_names(folder: Path) -> set[str]:
-    """Return the names of all files that the marker has to list."""
+    """Return the names of all files that the marker file (`MARKER`) of a checkpoint must list."""
     return {path.name for path in folder.iterdir() if path.is_file()} - {MARKER, UNFINISHED}
 
 
@@ -176,7 +176,10 @@ def _step_folders(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints that have a marker, newest first, without verifying their files."""
+    """Return the completely saved checkpoints, newest first, without verifying their files.
+
+    A checkpoint is complete if it has the marker file, which is written last.
+    """
     found = [p for p in _step_folders(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -255,14 +258,17 @@ class Checkpointer:
 
         state = states.collect_tensors(model, optimizer, self._trained_only)
         if self._masters:
-            states.drop_rounded(state, model)
+            states.drop_16bit_weights(state, model)
         self._needed_bytes = _tensor_bytes(state)
         written = self._begin_write(state, folder)
         finish = partial(self._complete_save, written, folder, past_cache=self._lent is not None)
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin_write(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background, or in the foreground if the run makes no copies (`copies`)."""
+        """Start writing a checkpoint in the background.
+
+        Without copies of the state (setting `copies`), it is written before this returns.
+        """
         from outpace.training import states
 
         if self._copies:
@@ -286,17 +292,17 @@ class Checkpointer:
         return done
 
     def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
-        """Return a stager that copies later; None if the state has to be copied at once."""
+        """Return a stager that copies during the save; None if copies must be made before it."""
         from outpace.training import states
 
-        if states.can_lend(state):
+        if states.can_save_in_place(state):
             return states.InPlaceStager()
         if self._pinned is None and self._pins:
             self._pinned = states.pinned_copies(state)
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the current save has not read yet. Call this before the state changes."""
+        """Copy tensors that the current save has yet to write. Call it before the state changes."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
@@ -324,7 +330,7 @@ class Checkpointer:
             _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
-        """Import the modules that `save` needs in the background.
+        """Start importing, in the background, the modules that `save` needs.
 
         A failure is not reported here, since `save` fails in the same way.
         """
@@ -355,7 +361,10 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait until every rank has waited, so that no rank exits during another's save."""
+        """Wait for the saves of all ranks; return whether this rank's succeeded.
+
+        Otherwise, a rank could exit while others still save.
+        """
         saved = self.wait()
         dist.barrier(self._group)
         return saved
@@ -411,10 +420,10 @@ class Checkpointer:
 
 
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
-    """Move checkpoints later than `step`, from which the run resumes, out of `directory`.
+    """Move checkpoints later than `step` out of `directory`, and report them.
 
-    They are damaged, and are kept in a folder next to it and reported. Interrupted saves are
-    removed.
+    The run resumes from `step`, so later checkpoints are damaged. They are kept in a folder beside
+    `directory`. Interrupted saves are removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_step_folders(directory), key=step_of):

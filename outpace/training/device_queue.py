@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point in a work queue, such as a torch.cuda.Event."""
+    """A position in a device's queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
         """Return whether the device has reached this point."""
@@ -28,7 +28,10 @@ class Mark(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """Interface to a device's queue. `steps_behind`: how many steps the host may run ahead."""
+    """Interface to a device's queue of work.
+
+    `steps_behind` is the number of steps that the host may be ahead of the device.
+    """
 
     steps_behind: int
 
@@ -41,7 +44,7 @@ class DeviceQueue(Protocol):
 
 @dataclass(frozen=True)
 class HostMark:
-    """A mark in a host's work, which is always reached."""
+    """A time on the host's clock, in place of a mark in a queue. All work before it is done."""
 
     time_s: float
 
@@ -94,7 +97,10 @@ def queue_of(device: torch.device) -> DeviceQueue:
 
 
 class DeviceFigures:
-    """Small tensors that are being copied to the host. Mark the queue after construction."""
+    """Small tensors that are being copied to the host.
+
+    Call the queue's `mark` after the construction, and pass the mark to `read`.
+    """
 
     def __init__(self, queue: DeviceQueue, tensors: Mapping[str, Tensor]) -> None:
         self._copies = {name: queue.copy_to_host(tensor) for name, tensor in tensors.items()}

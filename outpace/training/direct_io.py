@@ -64,7 +64,10 @@ class DirectWriter:
         """Do nothing: a block is written once it is full, and the last one by `close`."""
 
     def close(self) -> None:
-        """Write the rest, of which an incomplete page goes through the page cache, and sync."""
+        """Write the remaining data to disk and close the file.
+
+        O_DIRECT writes only whole pages, so the last, incomplete one goes through the page cache.
+        """
         if self._file is None:
             return
         try:
@@ -113,7 +116,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
 
 
 def through_cache(file: int) -> bool:
-    """Disable O_DIRECT for a file, and return whether it was enabled."""
+    """Disable O_DIRECT for a file. Return whether the file had it."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

@@ -70,7 +70,7 @@ class _PendingSignals:
                 self._pipe = None
 
     def pop(self) -> bool:
-        """Return whether a signal that ends a run has arrived since the last call."""
+        """Return whether a signal that ends a run has arrived since this was last called."""
         with self._lock, suppress(BlockingIOError):
             return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
         return False
@@ -118,12 +118,12 @@ class StopSignal:
         self._previous = {}
 
     def unless_ended(self, work: Callable[[], Result]) -> Result:
-        """Run code that a signal may interrupt at any point, and return its result.
+        """Call `work` so that a signal can interrupt it at any point, and return its result.
 
-        Raises InterruptedRunError with `message` if interrupted, or immediately if a signal has
-        already ended this or another rank. An error after a signal counts as an interruption, since
-        it may only mean that other ranks have left. Use this for the first step, and for everything
-        after the last.
+        Raises InterruptedRunError when a signal interrupts it, or at once if a signal has already
+        ended this or another rank. After a signal, any error of `work` counts as an interruption,
+        since it may only mean that other ranks have left. Use this for the first step, and for
+        everything after the last.
         """
         try:
             with self._pending:
@@ -143,7 +143,7 @@ class StopSignal:
         return found
 
     def disarm(self) -> None:
-        """Ignore a first signal from now on, because the remaining work takes only a moment.
+        """Ignore the first signal from now on, because the remaining work takes only a moment.
 
         A second signal still ends the process.
         """

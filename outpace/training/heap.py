@@ -109,7 +109,10 @@ class _Heap:
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def next_room(self, nbytes: int) -> range:
-        """Return the `nbytes` addresses that malloc will use next; empty if memory is short."""
+        """Return the addresses of the `nbytes` that malloc is going to use next.
+
+        The range is empty if there is too little memory.
+        """
         start = self._malloc(nbytes)
         if start is None:
             return range(0)

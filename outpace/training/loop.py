@@ -105,10 +105,10 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
-        """Record steps, oldest first, until at most `left` wait for the device.
+        """Record the oldest steps until at most `left` steps are waiting for the device to finish.
 
-        A single rank also records further steps that are done. Several ranks go by the number
-        alone, so that they all see a NaN loss at the same step and end together.
+        A single rank also records any step that the device has already finished. With several
+        ranks, only `left` decides: all ranks then see a NaN loss at the same step and end together.
         """
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):

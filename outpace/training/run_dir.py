@@ -166,10 +166,11 @@ class RunDir:
         )
 
     def put_models_aside(self, say: Callable[[str], None]) -> None:
-        """Rename existing models that writing the model again would destroy.
+        """Rename models in the run's folder that exporting the model again would overwrite.
 
-        These are damaged models, which may be repaired, and models that the user has changed: they
-        have additional files, or no checksums, which the user removes after a deliberate change.
+        Only a model that may be of use to the user is kept. It is damaged and may be repaired, or
+        has files that this run did not write, or has no checksums: users delete these when they
+        change a model on purpose.
         """
         for folder in (self.model, self.base):
             reason, kind = model_damage(folder), "damaged"
@@ -211,7 +212,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove incomplete files that a killed process left; restore a model being replaced."""
+        """Remove incomplete files of a killed process; restore a model that it was replacing."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)
@@ -267,7 +268,7 @@ def _load_record(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | N
 
 
 def _link_target(link: Path) -> Path:
-    """Return the path that a link resolves to; for a circular link, its direct target."""
+    """Return the path that a link resolves to; for links in a circle, the next one."""
     try:
         return link.resolve()
     except (OSError, RuntimeError):

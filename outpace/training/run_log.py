@@ -91,10 +91,10 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _drop_unordered_lines(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Return the lines whose steps increase.
+    """Return the lines whose steps increase, and drop those that are out of order.
 
-    A line is dropped if its step is not above the step of the last line kept, or if the next line's
-    step is above that step but not above this line's, so that this line is the one out of order.
+    A line is dropped if its step is not above that of the last line kept. It is also dropped if the
+    next line follows the last one kept, but not this one: then this line's step is too high.
     """
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
@@ -107,7 +107,6 @@ def _drop_unordered_lines(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
 
 
 def _describe_damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
-    """Return a description of damaged lines: edited, if all checksums differ, else invalid."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""

@@ -54,9 +54,9 @@ _STATE_OF_MASTER = "state.{}.master"  # key in the optimizer's flattened state
 
 
 def _options(trained_only: bool) -> StateDictOptions:
-    """Return options that store optimizer states by parameter name, independent of the layout.
+    """Return options under which checkpoints do not depend on the plan: states by parameter name.
 
-    With `trained_only`, the checkpoint has no frozen parameters, and loading does not expect them.
+    With `trained_only`, checkpoints have no frozen parameters, and loading does not expect them.
     """
     if not trained_only:
         return StateDictOptions(flatten_optimizer_state_dict=True)
@@ -66,12 +66,12 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class InPlaceStager(AsyncStager):
-    """Stager that saves tensors in place, and copies those not saved before the state changes.
+    """Stager that saves tensors in place. Before the state changes, it copies those not yet saved.
 
     A copy of the whole state needs as much memory again, which a virtual machine may be slow to
     provide (docs/development/log.md). Forward and backward do not change the state, and usually
-    take long enough to write most of it. The writer reads each tensor into a buffer, so `give_back`
-    waits for memory at most, never for a disk. For plain CPU tensors only.
+    take long enough to write most of it. The writer reads each tensor into a buffer before writing
+    it, so `give_back` never waits for a disk. It supports only plain CPU tensors.
     """
 
     _synchronize_after_execute = False  # `give_back` waits instead
@@ -82,9 +82,9 @@ class InPlaceStager(AsyncStager):
         self._room: mmap.mmap | None = None  # memory for a copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with new tensors that share the memory of its own.
+        """Return the state with new tensors that share its memory.
 
-        `give_back` later moves those that have not been read to copies.
+        Later, `give_back` copies those tensors that have not been read yet.
         """
         lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
         self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
@@ -97,7 +97,7 @@ class InPlaceStager(AsyncStager):
         """Do nothing."""
 
     def drop_except(self, wanted: Iterable[Any]) -> None:
-        """Forget all staged tensors except `wanted`, which this rank will read."""
+        """Forget all staged tensors that this rank does not write; it writes those in `wanted`."""
         places = {id(one) for one in wanted}
         with self._turn:
             self._unread = {k: v for k, v in self._unread.items() if k in places}
@@ -121,7 +121,7 @@ class InPlaceStager(AsyncStager):
         return copied.view(tensor.shape)
 
     def give_back(self) -> None:
-        """Copy all tensors that have not been read. Call this before the state changes."""
+        """Copy all staged tensors that have not been read. Call this before the state changes."""
         with self._turn:
             for tensor in self._unread.values():
                 tensor.data = tensor.clone()
@@ -203,7 +203,7 @@ class PinnedCopies(AsyncStager):
         self._joined: dict[Any, Tensor] = {}  # joined small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Start the copies, and return the state in host memory, valid once `read` has waited."""
+        """Start the copies. Return the state in host memory; its values are valid after `read`."""
         self._state = state_dict
         with self._stream.copy_after_computing():
             joined = join_small(state_dict, self._joined)
@@ -302,8 +302,8 @@ class _StateWriter(_FileSystemWriter):
             set_crc32_options(before)
 
 
-def can_lend(state: dict[str, Any]) -> bool:
-    """Return whether a state can be saved in place: all its tensors are plain CPU tensors."""
+def can_save_in_place(state: dict[str, Any]) -> bool:
+    """Return whether all tensors of a state are plain CPU tensors, which can be saved in place."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
 
@@ -325,7 +325,8 @@ def begin_write(
 ) -> Future[Any]:
     """Start writing a state in the background.
 
-    The stager `lent` may copy it later; without one, it is copied before this returns.
+    The stager `lent` copies the state while it is written. Without one, the state is copied before
+    this returns.
     """
     planner = None if lent is None else _StagedSavePlanner(lent)
     written = async_save(
@@ -340,7 +341,7 @@ def begin_write(
 
 
 def write_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
-    """Write a state in the foreground and return DCP's metadata. Raises `ERRORS`."""
+    """Write a state and return DCP's metadata when it is written. Raises one of `ERRORS`."""
     return save(state, storage_writer=_StateWriter(folder), process_group=group)
 
 
@@ -386,8 +387,11 @@ def collect_tensors(
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
-    """Remove trained 16-bit weights from a state, since other ranks save their fp32 masters."""
+def drop_16bit_weights(state: dict[str, Any], model: nn.Module | None) -> None:
+    """Remove trained 16-bit weights from a state that this rank is to save.
+
+    Other ranks save the same weights in fp32, as the optimizer's master weights.
+    """
     for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
         kept = state["model"].get(saved_name(name))
         if kept is not None and parameter.requires_grad and kept.itemsize == 2:

@@ -55,7 +55,10 @@ class RankReports:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds in which each rank did not wait for others; empty if unknown for any rank."""
+        """Seconds of the step in which each rank worked; empty if unknown for any rank.
+
+        The rest of the step, ranks waited for each other.
+        """
         own = tuple(own_s for _, _, own_s in self.wait())
         return own if min(own) >= 0 else ()
 
@@ -204,13 +207,13 @@ class Stepper:
 
     @property
     def step_pass(self) -> StepHooks:
-        """Hooks of a step's passes: casts, loss scale and marks."""
+        """Functions to call during a step's passes: casts, loss scaling and the timer."""
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run all forwards and backwards of a step.
+        """Run the forward and backward passes of a step over all micro-batches.
 
-        Returns this rank's loss sum and target count, (2,) float64.
+        Return this rank's sum of losses and number of targets, (2,) float64.
         """
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
@@ -237,7 +240,7 @@ class Stepper:
         return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
     def _share_totals(self, totals: Tensor, stop: bool) -> tuple[RankReports, Any]:
-        """Start summing the totals over ranks and gathering the ranks' reports."""
+        """Start two collectives: the sum of `totals` over ranks, and the gathering of reports."""
         peak = peak_memory_bytes(self._device)
         known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
@@ -250,7 +253,7 @@ class Stepper:
         return RankReports(heard, work), summed
 
     def _wait_for_reports(self, gathered: RankReports) -> None:
-        """Wait for the ranks' reports on this step, or on the previous one on a GPU.
+        """Wait for the ranks' reports on this step; on a GPU, for those on the previous step.
 
         All ranks must use reports on the same step, so that they stop together.
         """
@@ -265,8 +268,8 @@ class Stepper:
     def _update_weights(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Clip the gradients, step the optimizer, and free the gradients.
 
-        Return the norm before clipping, and for fp16 the loss scale and, for each device, whether
-        the step was skipped because of an overflow.
+        Return the gradients' norm before clipping. In fp16, also return the loss scale and, for
+        each device, whether it skipped the step because of an overflow.
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:

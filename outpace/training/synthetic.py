@@ -49,8 +49,8 @@ class SyntheticTraining:
         return self.global_batch * self.seq_len
 
 
-def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
-    """Return a rank's micro-batches of a global batch, as the loader splits it.
+def rank_micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
+    """Return the micro-batches that a rank reads of a global batch, as the data loader splits it.
 
     They are None on ranks that read no data.
     """
@@ -103,7 +103,7 @@ class SyntheticSteps:
             parts_of(layout, whole_values),
         )
         del whole_values
-        self._batches = shares(course.batch(device), plan, own.rank)
+        self._batches = rank_micro_batches(course.batch(device), plan, own.rank)
         self._stepper = Stepper(
             layout=layout,
             optimizer=optimizer,

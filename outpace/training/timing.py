@@ -54,10 +54,10 @@ def durations(marks: Marks) -> dict[str, float]:
 
 
 class BusyTime:
-    """Time of a step in which this rank does not wait for others.
+    """Counter of the time of a step in which this rank works instead of waiting for others.
 
-    On a CPU, it is the time in which the rank's main thread is busy. On a GPU, it is the time of
-    waiting for data and of forwards, in which replicas do not communicate.
+    On a CPU, it is the time in which the rank's main thread is busy. On a GPU, it is the time that
+    the rank waits for data and runs forwards, because replicas do not communicate then.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -72,9 +72,9 @@ class BusyTime:
             self._running.append(marks)
 
     def pop_seconds(self) -> float:
-        """Return the busy seconds since the last call; on a GPU, of the latest finished step.
+        """Return the busy seconds since the last call; on a GPU, those of the latest finished step.
 
-        Return −1 if unknown. Never waits.
+        Return −1 if the time is unknown. This never waits for the device.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()

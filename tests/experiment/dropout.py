@@ -20,7 +20,7 @@ from outpace.nn.model_options import apply_checkpointing
 from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.records.ranks import Ranks
 from outpace.training.guards import seed_step
-from outpace.training.synthetic import shares
+from outpace.training.synthetic import rank_micro_batches
 
 DRAWS = 64
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class Dropping:
         objective = trial.objective(plan)
         apply_checkpointing(objective.model, checkpointing)
         self.layout = apply(LayoutRequest(objective, plan, ranks, CPU))
-        self.batches = shares(trial.batches()[0], plan, ranks.rank)
+        self.batches = rank_micro_batches(trial.batches()[0], plan, ranks.rank)
         self.masks = []
         for name, module in self.layout.model.named_modules():
             if name == "blocks.0.dropout":

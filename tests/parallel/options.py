@@ -25,7 +25,7 @@ from outpace.parallel import Layout, StepHooks
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Strategy
 from outpace.training.evaluate import evaluate
-from outpace.training.synthetic import shares
+from outpace.training.synthetic import rank_micro_batches
 
 DROPS = SPEC.model_copy(update={"dropout": 0.2})
 PLAIN = Trial(SPEC, steps=2)
@@ -160,7 +160,9 @@ def evaluation(name: str) -> float:
 
     def measure(of: str, groups: Groups) -> float:
         run = Run(WITH_DROPOUT, plan_of(of), groups)
-        steps = [shares(batch, run.plan, groups.ranks.rank) for batch in PLAIN.batches()]
+        steps = [
+            rank_micro_batches(batch, run.plan, groups.ranks.rank) for batch in PLAIN.batches()
+        ]
         return evaluate(
             run.layout, steps, step=0, mixed=run.mixed, device=CPU, group=groups.control
         ).loss

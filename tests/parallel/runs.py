@@ -26,7 +26,7 @@ from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.training.guards import seed_step
 from outpace.training.step import RawStep, Stepper
-from outpace.training.synthetic import shares
+from outpace.training.synthetic import rank_micro_batches
 
 CPU = torch.device("cpu")
 # What is so much smaller than the largest of its kind may be rounding.
@@ -101,7 +101,7 @@ class Run:
         batch = self.trial.batches()[number - 1]
         self.stepper.begin()
         seed_step(self.trial.seed, number, self.plan.random_rank(self.ranks.rank), CPU)
-        mine = shares(batch, self.plan, self.ranks.rank)
+        mine = rank_micro_batches(batch, self.plan, self.ranks.rank)
         return self.stepper.run(number, self.trial.lr, mine, lambda: False)
 
     def held(self) -> dict[str, torch.Tensor]:

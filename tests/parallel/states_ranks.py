@@ -24,7 +24,7 @@ from outpace.parallel import Layout, LayoutRequest, StepHooks, apply
 from outpace.records.plan import Plan
 from outpace.training.checkpoint import Checkpointer, Progress
 from outpace.training.step import Stepper
-from outpace.training.synthetic import shares
+from outpace.training.synthetic import rank_micro_batches
 
 CPU = torch.device("cpu")
 TRIAL = Trial(tiny_spec([Plan()]), steps=2)
@@ -82,7 +82,9 @@ def train(layout: Layout, optimizer, plan: Plan, groups) -> None:
     )  # fmt: skip
     for step, batch in enumerate(TRIAL.batches(), 1):
         stepper.begin()
-        stepper.run(step, TRIAL.lr, shares(batch, plan, groups.ranks.rank), lambda: False)
+        stepper.run(
+            step, TRIAL.lr, rank_micro_batches(batch, plan, groups.ranks.rank), lambda: False
+        )
 
 
 def worst(layout: Layout, optimizer, plan: Plan) -> dict[str, float]:

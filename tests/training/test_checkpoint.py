@@ -159,7 +159,7 @@ def pinned(monkeypatch):
 
     def use(stream):
         copies = states.PinnedCopies(StateDictStager(), stream)
-        monkeypatch.setattr(states, "can_lend", lambda state: False)
+        monkeypatch.setattr(states, "can_save_in_place", lambda state: False)
         monkeypatch.setattr(states, "pinned_copies", lambda state: copies)
         return copies
 

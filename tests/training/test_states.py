@@ -6,7 +6,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from outpace.optim.build import make_optimizer
 from outpace.records.settings import TrainSettings
-from outpace.training.states import collect_tensors, drop_rounded, load_tensors
+from outpace.training.states import collect_tensors, drop_16bit_weights, load_tensors
 
 
 def collect(module, value):
@@ -28,5 +28,5 @@ def test_wrapped_layers_have_the_names_of_plain_ones():
     load_tensors(wrapped, optimizer, known, trained_only=False)
     assert all(bool((optimizer.state[p]["master"] == 1).all()) for p in wrapped.parameters())
     rounded = {"model": {name: tensor.bfloat16() for name, tensor in found["model"].items()}}
-    drop_rounded(rounded, wrapped)
+    drop_16bit_weights(rounded, wrapped)
     assert rounded == {"model": {}}

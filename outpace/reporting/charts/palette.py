@@ -45,10 +45,13 @@ PREDICTED, MEASURED = ORANGE, BLUE
 
 
 def colour(place: int) -> str:
-    """Return the colour of series number `place`: one of eight, then repeated (see `dash`)."""
+    """Return the colour of the series with index `place`.
+
+    There are eight colours. Further series repeat them, with another line pattern (see `dash`).
+    """
     return _SERIES[place % len(_SERIES)]
 
 
 def dash(place: int) -> str:
-    """Return the dash of line number `place`."""
+    """Return the line pattern (solid, dashed, …) of the series with index `place`."""
     return _DASHES[place // len(_SERIES) % len(_DASHES)]

@@ -21,7 +21,10 @@ def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
 
 
 def in_words(parts: TimeParts) -> str:
-    """Format the parts that take at least 1 % of a step: "backward 53.5 %, forward 45.1 %"."""
+    """Return each part's share of the step time as text: "backward 53.5 %, forward 45.1 %".
+
+    Parts that take less than 1 % are left out.
+    """
     whole = parts.total_s or 1.0
     found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
     shown = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)

@@ -28,9 +28,10 @@ class _TracedAction:
 
 
 def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline | str:
-    """Read the last traced pass of the first pipeline's ranks, or return why there is none.
+    """Return when each rank of the first pipeline computed, or a sentence on why this is unknown.
 
-    Ranks on several hosts are aligned only as well as the hosts' clocks.
+    The times are those of the last forwards and backwards in the traces of `--profile`. Ranks on
+    several hosts are aligned only as well as the hosts' clocks.
     """
     across = (plan.world_size - plan.servers) // plan.pp
     paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]
@@ -57,9 +58,9 @@ def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline |
 
 
 def _read_last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
-    """Return a rank's actions in the last pass of its trace, in order.
+    """Return a rank's actions in the last pipeline pass of its trace, in order.
 
-    The list is empty if there are none, or if a killed run left the trace incomplete.
+    The list is empty if the trace has no actions, or is incomplete because the run was killed.
     """
     try:
         document = from_json(path.read_bytes())
@@ -98,7 +99,7 @@ def _read_action(event: Any, base_s: float) -> tuple[str, _TracedAction] | None:
 def _number_microbatches(
     actions: list[_TracedAction], begin_s: float, microbatches: int
 ) -> tuple[Span, ...]:
-    """Return the actions with micro-batch numbers, which the trace does not contain.
+    """Convert traced actions to spans, with micro-batch numbers, which the trace does not contain.
 
     Micro-batches are assumed to pass through each stage in order.
     """

@@ -18,9 +18,10 @@ from outpace.records.run import RunRecord
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's plan with its estimate.
+    """The planner's estimate for the plan of a run.
 
-    `basis` is a sentence on the origin of the rates. `stages` has the times of pipeline stages.
+    `basis` is a sentence on where the hardware's speeds come from. `stages` has the times of
+    pipeline stages.
     """
 
     planned: RankedPlan
@@ -31,8 +32,8 @@ class Prediction:
 def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
     """Return the planner's estimate for a run on `hosts` hosts, or the reason why there is none.
 
-    `probe` is the machine's record of `outpace probe`. Without it, rates come from the catalog, or
-    for a CPU from a guess.
+    `probe` is the record that `outpace probe` wrote on this machine. Without it, the hardware's
+    speeds come from the catalog; those of a CPU are then guessed.
     """
     why_not = _explain_missing(record, hosts, probe)
     if why_not is not None:

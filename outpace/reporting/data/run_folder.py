@@ -24,9 +24,10 @@ _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The content of a run's folder. `measurement` is None before the last step.
+    """The content of a run's folder.
 
-    `changed`: sentences about files that were changed since they were written.
+    `measurement` is None until the run has reached its last step. `changed` has a sentence for each
+    file that was changed since outpace wrote it.
     """
 
     path: Path
@@ -48,19 +49,22 @@ class RunFolder:
 
     @property
     def last_untimed_step(self) -> int:
-        """Return the last step that does not count in times and rates; 0 if all count."""
+        """Return the step after which times and rates are taken.
+
+        It is the step from which the run was resumed, or 0.
+        """
         return self.record.last_untimed_step(self.measurement)
 
     @property
     def timed_steps(self) -> StepLog:
-        """Return the steps after `last_untimed_step`, without warm-up after a later resume."""
+        """Return the steps after `last_untimed_step`, except warm-up steps after later resumes."""
         begun, steps = self.last_untimed_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))
 
     @property
     def hosts(self) -> int:
-        """Return the number of hosts that recorded their load, or 1."""
+        """Return the number of hosts with a utilisation log; 1 if there are no such logs."""
         return max(1, len({one.node for one in self.utilisation}))
 
 

@@ -29,7 +29,7 @@ _BYTES_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class StepLog:
-    """Columns named as in StepRecord, with one value per step; NaN if unknown."""
+    """Steps of a run as columns: the fields of StepRecord, one value per step, NaN if unknown."""
 
     columns: dict[str, Floats]
 
@@ -49,7 +49,7 @@ class StepLog:
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
     def select(self, chosen: npt.NDArray[np.bool_]) -> "StepLog":
-        """Return the steps for which `chosen` is true."""
+        """Return the steps at which the mask `chosen` is true."""
         return StepLog({name: values[chosen] for name, values in self.columns.items()})
 
     def median_parts(self) -> TimeParts:
@@ -77,9 +77,10 @@ def read_steps(path: Path) -> StepLog:
 
 
 def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
-    """Read the file with Arrow, on all cores.
+    """Read metrics.jsonl with Arrow, which uses all cores.
 
-    Returns None if a line is not one flat object in standard JSON: if it was cut off or has NaN.
+    Return None if a line is not one flat object in standard JSON, for example if it was cut off or
+    contains NaN.
     """
     data = path.read_bytes()
     if not _is_flat(data):

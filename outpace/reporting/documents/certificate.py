@@ -7,7 +7,7 @@ from outpace.reporting.sections.environment import machine_table, versions
 
 
 def certificate_document(certificate: Certificate) -> Document:
-    """Create a document that shows only a certificate."""
+    """Create the report on a certificate: the proof that plans compute what one process does."""
     known = {name: str(value) for name, value in certificate.versions.items()}
     environment = (machine_table(certificate.machine), versions(known))
     return Document(
@@ -17,5 +17,5 @@ def certificate_document(certificate: Certificate) -> Document:
 
 
 def section(certificate: Certificate) -> DocumentSection:
-    """Return the section with the table of plans, and the conditions of the proof."""
+    """Return the section with the certificate's table of plans, and the conditions of the proof."""
     return DocumentSection("Proof", certificate_answer(certificate).parts)

@@ -55,7 +55,11 @@ _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 def comparison_document(
     comparison: Comparison, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show the claims, their certainty, and how the arms differ. Runs are read from `folder`."""
+    """Create the report on an experiment that compared several commands ("arms").
+
+    It says which one is faster, how certain that is, and how their settings differ. Their runs are
+    read from `folder`.
+    """
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
     answer = comparison_answer(comparison)
@@ -85,7 +89,7 @@ def _training_sections(
 
 
 def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFolder]:
-    """Read the first finished run of each arm whose folder exists."""
+    """Read the first finished run of each arm from `folder`, without runs that are not there."""
     found: dict[str, RunFolder] = {}
     for one in comparison.outcomes:
         if folder is None or one.run is None or one.value is None or one.arm in found:
@@ -97,7 +101,7 @@ def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFold
 
 
 def unit_of(comparison: Comparison) -> Unit:
-    """Return the unit of the compared values, which are step times or a command's metric."""
+    """Return the unit of the compared values: seconds for step times, none for other metrics."""
     values = [one.value for one in comparison.outcomes]
     return seconds(values) if comparison.experiment.metric is None else plain("", 6)
 

@@ -14,7 +14,7 @@ _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answe
 
 
 def hang_document(report: HangReport) -> Document:
-    """Show everything that the ranks reported."""
+    """Create the report on ranks that hung, with the stacks and collectives that each reported."""
     sections = [DocumentSection("Ranks", (_ranks_table(report),))]
     sections += [DocumentSection(f"Rank {one.rank}", tuple(_rank_parts(one)))
                  for one in report.ranks if one.stacks or one.collectives]  # fmt: skip

@@ -30,7 +30,7 @@ from outpace.reporting.sections.estimate import parts_bars
 
 
 def plan_document(answer: Plans) -> Document:
-    """Show the planner's answer."""
+    """Create the report on the plans that the planner recommends, and those that it rejected."""
     first = answer.plans[0]
     sections = [
         DocumentSection("How they compare", (_times_chart(answer), *ranking(answer))),

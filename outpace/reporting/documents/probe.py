@@ -44,7 +44,7 @@ _MOST_BARS = 16
 
 
 def probe_document(machine: Machine, probed: ProbeRecord) -> Document:
-    """Show the figures with their certainty, and advice."""
+    """Create the report of `outpace probe`: the measured speeds, their uncertainty, and advice."""
     sections = []
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind not in COLLECTIVES:

@@ -44,7 +44,10 @@ _WIDEST = 4.0
 
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
-    """Show a run's results, its time by part, its memory by kind, and the prediction's error."""
+    """Create the report on a run.
+
+    It shows the results, where time and memory went, and how far the planner's prediction was off.
+    """
     prediction = predict(run.record, run.hosts, probe)
     sections = [_loss_section(run), _time_section(run)]
     if run.record.plan.pp > 1:
@@ -141,9 +144,10 @@ def _step_time_check(run: RunFolder) -> StepTimeCheck | None:
 
 
 def _prediction_sentences(run: RunFolder, prediction: Prediction | str) -> list[str]:
-    """Compare the step time with the expected one, else with the planner's prediction.
+    """Return sentences that compare the run's step time with what was expected.
 
-    A prediction that is right only because its interval is wide is not reported.
+    That is the expected step time that the run recorded, if it did, else the planner's prediction.
+    Nothing is said of a prediction that is right only because its interval is wide.
     """
     check, step_time_s = _step_time_check(run), step_time(run)
     if check is not None:
@@ -205,13 +209,13 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _measurement_of_timed_steps(run: RunFolder) -> Measurement | None:
-    """Return the measurement if its times cover the timed steps, else None."""
+    """Return the run's measurement if it started at the first timed step, else None."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.last_untimed_step else None
 
 
 def step_time(run: RunFolder) -> float | None:
-    """Return the median time of the timed steps so far, in seconds."""
+    """Return the median time of the timed steps in seconds, also for an unfinished run."""
     measured = _measurement_of_timed_steps(run)
     return _steady_median(run, "step_time_s") if measured is None else measured.step_time_s
 
@@ -223,7 +227,7 @@ def tokens_per_s(run: RunFolder) -> float | None:
 
 
 def median_parts(run: RunFolder) -> TimeParts | None:
-    """Return the parts of a timed step of median length on rank 0; None if not recorded."""
+    """Return the typical times of the parts of a step on rank 0; None if they were not recorded."""
     measured = _measurement_of_timed_steps(run)
     if measured is not None:
         return measured.parts if measured.parts.total_s else None
@@ -402,7 +406,11 @@ def _prediction_charts(one: Estimate, run: RunFolder) -> list[Part]:
 
 
 def _memory_comparison(predicted_bytes: float, run: RunFolder) -> list[Part]:
-    """Compare the predicted bytes with those of a GPU's allocator, or on a CPU of live tensors."""
+    """Compare the predicted bytes with the measured ones.
+
+    On a GPU, these are the allocator's. On a CPU, they are the bytes of tensors, which only some
+    runs record.
+    """
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None

@@ -40,7 +40,10 @@ from outpace.reporting.sections.environment import command, machine_table, topol
 def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show the fastest plan, and each trial with its prediction. Runs are read from `folder`."""
+    """Create the report on a search for the fastest plan, with the prediction for each trial.
+
+    The trials' runs are read from `folder`.
+    """
     runs, answer = _read_runs(tuning, folder), tuning_answer(tuning)
     return Document(
         "tuning", f"{_model_name(tuning, runs)}: {len(tuning.trials)} trials",

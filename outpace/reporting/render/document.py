@@ -17,7 +17,7 @@ class Number:
 
 @dataclass(frozen=True)
 class StyledText:
-    """A text that a terminal shows in a style, or by a shorter `sign`."""
+    """A text and its style in a terminal. Lists may replace it by the shorter `sign`."""
 
     text: str
     style: Style
@@ -36,7 +36,7 @@ def cell_text(cell: Cell) -> str:
 class DataTable:
     """A table. Columns without any content are left out.
 
-    `terminal`: the columns to show in a terminal, with their names there; {} for all.
+    `terminal` maps the columns that a terminal shows to their headings there; {} means all columns.
     """
 
     kind: ClassVar[str] = "table"
@@ -63,7 +63,11 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for the horizontal axis: the button's label, the title, and each trace's values."""
+    """A quantity that the user can select for the horizontal axis of a chart.
+
+    `label` is the text of its button, `title` that of the axis. `values` has one sequence per
+    trace.
+    """
 
     label: str
     title: str
@@ -72,9 +76,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chart:
-    r"""A chart as plotly's traces and layout, and its content as text and as a table.
+    r"""A chart for plotly. `alt` describes it in words, and `table` has its content.
 
-    Texts in traces and layout are plain, with "\n" for line breaks. Only `hovertemplate` and
+    Texts in `traces` and `layout` are plain, with "\n" for line breaks. Only `hovertemplate` and
     `texttemplate` are in plotly's template language; they contain no text from users.
     """
 
@@ -100,7 +104,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph of text, which a terminal shows in a style."""
+    """A paragraph of text, and its style in a terminal, such as "bold"."""
 
     kind: ClassVar[str] = "words"
     text: str
@@ -109,7 +113,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Items:
-    """Sentences, each after a mark: a number, a bullet, or the sign of a result."""
+    """A list of sentences. Each row has a mark (number, bullet or sign) and a sentence."""
 
     kind: ClassVar[str] = "items"
     rows: tuple[tuple[Cell, str], ...]
@@ -129,7 +133,11 @@ Part = DataTable | Chart | Picture | Paragraph | Items | Code
 
 @dataclass(frozen=True)
 class Answer:
-    """A result as a verdict, facts and parts, for a terminal or the beginning of a document."""
+    """A result for a terminal, or for the beginning of a report.
+
+    `verdict` has the main sentences, `facts` are pairs of name and value, and `parts` are tables
+    and charts.
+    """
 
     verdict: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
@@ -146,9 +154,9 @@ class DocumentSection:
 
 @dataclass(frozen=True)
 class Document:
-    """A report on one subject. The first line of the verdict is its headline.
+    """A report on one subject, such as a run. The first line of `verdict` is its headline.
 
-    `subject` is its type: a word such as `run`, `comparison` or `standstill`.
+    `subject` is the kind of report: a word such as `run`, `comparison` or `standstill`.
     """
 
     subject: str

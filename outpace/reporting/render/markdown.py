@@ -74,7 +74,10 @@ def _escape(words: str) -> str:
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Render documents as CSV: a line per table cell or sentence, with position, value and text."""
+    """Render documents as CSV, with a line per table cell or sentence.
+
+    Each line names the place in the document, followed by the number and the text found there.
+    """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)

@@ -21,7 +21,10 @@ _DRAWING_MS = 20_000
 
 
 def find_browser(asked: str | None) -> str:
-    """Return the path of a browser. Raises BadInputError if there is none."""
+    """Return the path of the browser that the user `asked` for; None means any known one.
+
+    Raises BadInputError if there is none.
+    """
     for name in (asked,) if asked is not None else BROWSERS:
         found = shutil.which(name)
         if found is not None:
@@ -39,8 +42,9 @@ def find_browser(asked: str | None) -> str:
 
 
 def picture(html: str, browser: str, root: bool) -> bytes:
-    """Return a PNG of a whole page. `root`: disable Chromium's sandbox, which fails for root.
+    """Return a PNG of a whole page.
 
+    Set `root` if this process runs as root: Chromium's sandbox does not work there and is disabled.
     Raises BadInputError if the browser fails, or if the page is too long for one picture.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -79,9 +83,9 @@ def _run_browser(words: list[str], page: Path) -> str:
 
 
 def _height_px(document: str) -> int:
-    """Return the height in px that the page's script has noted once everything is drawn.
+    """Return the page's height in px, which its script writes into the document after drawing.
 
-    Raises BadInputError if it is missing, or too large for one picture.
+    Raises BadInputError if there is no height yet, or if it is too large for one picture.
     """
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:

@@ -31,7 +31,7 @@ _NATS = plain("nats", 5)
 
 
 def losses(steps: StepLog, evaluations: Sequence[Evaluation]) -> Chart:
-    """Draw the loss of every step, its mean, and the loss on held-out data."""
+    """Draw the loss of every step, its mean over groups of steps, and the loss on held-out data."""
     along = axis_choices(steps)
     series = [_thin_series("each step", steps, steps["loss"], along, _FAINT)]
     if len(steps) > 4 * _MEANS:
@@ -100,7 +100,10 @@ def _mean_series(steps: StepLog, along: Sequence[AxisChoice]) -> LineSeries:
 def _evaluation_series(
     evaluations: Sequence[Evaluation], steps: StepLog, along: Sequence[AxisChoice]
 ) -> LineSeries:
-    """Return the held-out losses; an evaluation before the first step is at 0 on every axis."""
+    """Return the held-out losses over the axes `along`.
+
+    An evaluation before the first step is drawn at 0 on every axis.
+    """
     ends = np.concatenate([[0.0], steps["step"]])
     x = tuple(
         np.interp([one.step for one in evaluations], ends, np.concatenate([[0.0], column])).tolist()

@@ -63,7 +63,7 @@ def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
 
 
 def run_environment(record: RunRecord) -> DocumentSection:
-    """Show everything that determined a run, and its command."""
+    """Show the run's command, and what its results depend on: settings, versions and hardware."""
     state = {True: ", with changes that were not committed", False: "", None: ""}
     commit = None if record.commit is None else record.commit + state[record.uncommitted_changes]
     about = pairs(

@@ -63,7 +63,7 @@ def _largest_kinds(by_kind: Mapping[Kind, int]) -> list[tuple[Kind, int]]:
 
 
 def _parts_axis(account: MemoryAccount) -> dict[str, object]:
-    """Return the layout of an axis that names the long parts of a step: forward, backward, …."""
+    """Return the layout of an axis that names a step's longer parts: forward, backward, …."""
     parts = [moment.part for moment in account.timeline]
     begins = [at for at, part in enumerate(parts) if at == 0 or parts[at - 1] != part]
     ends = [*begins[1:], len(parts)]
@@ -105,7 +105,7 @@ def _size_cell(size: int) -> Number:
 def at_the_peak(
     bars: Mapping[str, Mapping[str, int]], limit: int | None = None
 ) -> tuple[Part, ...]:
-    """Draw a bar per name, stacked by kind of memory, and explain the kinds below.
+    """Draw a bar of peak memory for each name, stacked by kind of memory, and explain the kinds.
 
     `limit`: the device's memory in bytes.
     """
@@ -128,7 +128,7 @@ def at_the_peak(
 
 
 def peak_by_source(use: MemoryUse) -> dict[str, Mapping[str, int]]:
-    """Return memory at the peak by kind, for each available source."""
+    """Return the peak memory by kind: as traced in simulation and as measured, if available."""
     found = {"traced": use.traced, "measured": use.measured}
     return {
         name: {str(kind): size for kind, size in account.peak.by_kind.items()}

@@ -42,9 +42,9 @@ def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float 
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:
-    """Return the same times for all stages, which add up to the estimate's forward and backward.
+    """Return equal times for all stages. Together, they take the estimate's forward and backward.
 
-    The forward takes a third of a stage's time.
+    A stage's forward is assumed to take a third of its time.
     """
     passes = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
     each = sum(estimate.parts_s[name] for name in _PASSES) / passes / 3
@@ -54,7 +54,10 @@ def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[Stag
 def measured_stages(
     plan: Plan, parts: Sequence[TimeParts], global_batch: int
 ) -> list[StageTime] | None:
-    """Return stages with the measured times of their ranks; None unless all ranks recorded them."""
+    """Return the time of a micro-batch on each stage, from the measured times of all ranks.
+
+    Return None if a rank's times are missing.
+    """
     if len(parts) != plan.world_size:
         return None
     each = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
@@ -155,7 +158,11 @@ def _describe_action(action: Action, took_s: float) -> str:
 def bubbles(
     plan: Plan, by_name: Mapping[str, Timeline], parts: Sequence[TimeParts]
 ) -> DataTable:  # fmt: skip
-    """Tabulate the idle shares: planned, by the papers' formula, and measured."""
+    """Tabulate the share of time in which ranks wait for the pipeline.
+
+    The table has the simulated shares, the share by the schedule's published formula, and the
+    shares that ranks measured.
+    """
     rows: list[tuple[str, Number]] = [
         (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in by_name.items()
     ]

@@ -14,7 +14,7 @@ _EACH_DRAWN = 4  # maximum number of runs with separate figures
 
 
 def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Draw the parts of a step by rank, for runs with several ranks."""
+    """Draw a chart of each rank's step time by part, for runs with several ranks."""
     several = {
         name: run.measurement.parts_by_rank
         for name, run in runs.items()
@@ -48,7 +48,7 @@ def loads(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
 
 
 def peak_memory(bytes_by_name: Mapping[str, int | None], shades: Sequence[str] = ()) -> Part:
-    """Draw the peak memory of each run's fullest rank."""
+    """Draw the peak memory of each run's fullest rank. `shades`: the colours of the bars."""
     values = [None if size is None else float(size) for size in bytes_by_name.values()]
     if all(value is None for value in values):
         return Paragraph("The memory of these runs is not recorded.")
@@ -70,7 +70,7 @@ def memory_by_rank(bytes_by_run: Mapping[str, Sequence[int]]) -> Iterator[Part]:
 
 
 def versions(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield a table for each distinct set of versions."""
+    """Yield a table of package versions. Runs with equal versions share one."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, run in runs.items():
         found.setdefault(tuple(sorted(run.record.versions.items())), []).append(name)

@@ -16,7 +16,7 @@ _MOST_RANKS = 24
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:
-    """Draw a bar per rank; if there are many, only for the ranks that compute longest."""
+    """Draw each rank's step time by part; of many ranks, only those that compute longest."""
     slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:
@@ -25,9 +25,9 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
 
 
 def step_intervals(steps: StepLog, parts: TimeParts | None) -> Chart:
-    """Draw the `parts` of rank 0's median step, each with the interval of 90 % of the steps.
+    """Draw the parts of rank 0's median step, with the range of each part in 90 % of the steps.
 
-    By default, the parts come from the log.
+    Without `parts`, the medians are computed from `steps`.
     """
     parts = parts or steps.median_parts()
     found = {

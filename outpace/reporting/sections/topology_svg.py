@@ -27,7 +27,10 @@ _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
 
 
 def topology_svg(topology: Topology, placement: Placement) -> str:
-    """Return an SVG document of the links between devices, with a legend and advice."""
+    """Return an SVG drawing of the links between devices, with a legend.
+
+    Below it is advice on where to place ranks (`placement`).
+    """
     gpus = topology.gpus
     angle = {gpu: -math.pi / 2 + 2 * math.pi * at / len(gpus) for at, gpu in enumerate(gpus)}
     parts = []
@@ -111,7 +114,10 @@ def _mean_angle(angles: list[float]) -> float:
 
 
 def _widest_gap(taken: list[float]) -> float:
-    """Return the middle of the widest gap between angles; pi / 2 (below the centre) without any."""
+    """Return the middle of the widest gap between angles.
+
+    Without any angles, return pi / 2, which is below the centre.
+    """
     around = sorted(angle % (2 * math.pi) for angle in taken)
     if not around:
         return math.pi / 2
@@ -197,7 +203,10 @@ def _text(
 
 
 def _svg_document(parts: list[str], height: float) -> str:
-    """Join parts to an SVG on a white background, which a page that contains it hides."""
+    """Join elements to an SVG document with a white background.
+
+    The background is of class `paper`, so that the style of a page around the drawing can hide it.
+    """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'

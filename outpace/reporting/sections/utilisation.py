@@ -31,10 +31,11 @@ _MOST_CURVES = 16  # maximum number of memory curves
 
 @dataclass(frozen=True)
 class _Row:
-    """Values of a device or core over time: `shares` (busy, 0 to 1) and memory, NaN if unknown.
+    """Samples of a device or core over time; NaN if unknown.
 
-    `begins_s` and `ends_s` are the ends of each sample, in seconds after the first one. The time
-    between the parts of a resumed run is not covered.
+    Each sample covers the time from `begins_s` to `ends_s`, in seconds since the start of the first
+    one. `shares` is the busy share of that time (0 to 1). Samples leave out the time between a
+    run's end and its resumption.
     """
 
     host: str
@@ -64,7 +65,7 @@ class _Row:
         )  # fmt: skip
 
     def resample(self, edges_s: Floats) -> Floats:
-        """Return time-weighted mean shares between edges; NaN where unknown."""
+        """Return the mean share in each interval between edges, weighted by time; NaN if none."""
         known = ~np.isnan(self.shares)
         lasted_s = np.where(known, self.ends_s - self.begins_s, 0.0)
         known_s = self._sums_between(edges_s, lasted_s)
@@ -73,7 +74,10 @@ class _Row:
         return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
 
     def _sums_between(self, edges_s: Floats, each: Floats) -> Floats:
-        """Return the sums of `each` period's amount between edges."""
+        """Return the total amount in each interval between edges. `each` has the samples' amounts.
+
+        A sample's amount is spread evenly over its time.
+        """
         sums = np.cumsum(each)
         times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
         found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())
@@ -81,7 +85,10 @@ class _Row:
 
 
 def utilisation(series: Sequence[Utilisation]) -> list[Chart]:
-    """Draw the utilisation of devices, or without devices of cores, and their memory."""
+    """Draw how busy the devices were over time, and their memory.
+
+    If no devices were recorded, draw the CPU's cores and the hosts' memory.
+    """
     devices = _merge_rows(_device_rows(series))
     rows = devices or _merge_rows(_core_rows(series))
     if not rows:
@@ -123,7 +130,7 @@ def _busy_chart(rows: Sequence[_Row], what: str) -> Chart:
 def _heat_map(
     title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: DataTable
 ) -> Chart:
-    """Draw a heat map of all rows on one time grid, since their samples differ in time."""
+    """Draw a heat map. Rows are resampled to common times, since each was sampled at its own."""
     columns = min(_COLUMNS, max(len(row.ends_s) for row in rows))
     edges_s = np.linspace(0.0, end_s, columns + 1)
     drawn = {row.name: row.resample(edges_s) for row in rows}
@@ -215,10 +222,10 @@ def _to_array(values: Values) -> Floats:
 
 
 def _align_series(series: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Yield each series that has samples, when it begins, and its host's name.
+    """Yield each series that has samples, the time when it begins, and its host's name.
 
-    Series are in order of host and time. Times are in seconds after the first series begins. The
-    name is '' if all series are of one host.
+    Series are in order of host and time. The time is in seconds since the start of the earliest
+    series. The name is '' if all series are of one host.
     """
     with_points = sorted(
         (one for one in series if one.ends_s), key=lambda one: (one.node, _start_time(one))
@@ -235,7 +242,7 @@ def _start_time(series: Utilisation) -> datetime:
 
 
 def averages_table(loads: Sequence[Load]) -> DataTable:
-    """Return a table of the averages over the training, as in result.json."""
+    """Return a table of the mean loads of devices and hosts over the training (result.json)."""
     rows = []
     for load in loads:
         for device in load.devices:

@@ -56,7 +56,7 @@ def _pairs_list(table: DataTable) -> Group:
 
 
 def _figures_table(table: DataTable, name_width: int, title: str = "") -> RenderableType:
-    """Format a table; its columns that are not numbers are joined to the names of the rows."""
+    """Format a table for a terminal. Cells that are not numbers become part of the row's name."""
     if not table.rows:
         return Text(f"{table.title}: none.")
     terminal = table.terminal or {name: name for name in table.columns}

@@ -28,10 +28,10 @@ def document(
     next_command: str | None = None,
     hints: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the JSON of `outpace memory`: the fullest rank's peak by kind first.
+    """Return the JSON of `outpace memory`, which begins with the fullest rank's peak by kind.
 
-    `next_command` finds plans that fit; it is null unless this plan does not fit. An estimate has
-    neither the moment of the peak nor the number of the fullest rank.
+    `next_command` searches for plans that fit, and is null if this plan fits. If `traced` is an
+    estimate, the number of the fullest rank and the moment of its peak are unknown.
     """
     estimated = traced.source == "estimated"
     capacity = None if accelerator is None else accelerator.usable_bytes
@@ -68,7 +68,8 @@ def document(
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
     """Return the relative error of the traced peak; None without a measurement.
 
-    It is compared with the memory that the allocator handed out or, if unknown, with live tensors.
+    The peak is compared with the bytes that the allocator handed out, or if these are unknown, with
+    the bytes of live tensors.
     """
     if measured is None:
         return None
@@ -89,8 +90,8 @@ def memory_table(
 ) -> Group:
     """Return a table of the memory at the peak by kind, traced and measured, with notes.
 
-    `about` is a sentence on the training. `next_command` finds plans that fit if this one does
-    not.
+    `about` is a sentence that describes the training. `next_command` searches for plans that fit,
+    for the case that this one does not.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")
@@ -128,7 +129,7 @@ def memory_table(
 
 
 def step_in_words(plan: Plan, global_batch: int, seq_len: int | None) -> str:
-    """Describe a step: batch, sequences, and the options that affect memory most."""
+    """Describe a step in words: batch, sequence length, and the plan's main options."""
     sequences = "" if seq_len is None else f"sequences of {seq_len:,} tokens; "
     recomputed = f", checkpointing {plan.checkpointing}" if plan.checkpointing != "none" else ""
     return (

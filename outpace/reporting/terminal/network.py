@@ -20,7 +20,11 @@ _MOST_COLUMNS = 4
 
 
 def network_text(report: NetworkReport) -> Group:
-    """Show the training and machine, the needs of plans, the cost of networks, and conclusions."""
+    """Format the answer of `outpace network`.
+
+    It shows the bandwidth that plans need, the time that each kind of network would cost them, and
+    conclusions.
+    """
     parts: list[RenderableType] = [*_head_lines(report), _needs_table(report)]
     if len(report.needs) == 1:
         parts.append(_traffic_table(report.needs[0]))
@@ -37,7 +41,13 @@ def network_text(report: NetworkReport) -> Group:
 
 @dataclass(frozen=True)
 class _ComparedLinks:
-    """The networks between nodes to compare, or on a single node the links between its devices."""
+    """Links to compare: networks between nodes, or on a single node those between its devices.
+
+    `what` is "network" or "link", and `present` the one that the cluster has. The functions take
+    the needs of a plan. They return the costs of all networks (`costs`) and of the present one
+    (`mine`), the slowest that suffices (`slowest`), and the lowest sufficient rate as text
+    (`least`). `rate` formats a rate.
+    """
 
     what: str  # network or link
     of: str  # heading of the column
@@ -50,7 +60,10 @@ class _ComparedLinks:
 
 
 def _choose_links(report: NetworkReport) -> _ComparedLinks | None:
-    """Return the networks, or for a single node its links; None for a single device."""
+    """Return the kind of links to compare: networks between nodes, or links within a single node.
+
+    Return None for a single device.
+    """
     if report.nodes > 1:
         return _ComparedLinks(
             what="network", of="a node's network", present=report.present,

@@ -31,7 +31,7 @@ _LEAST_TITLE = 16  # columns; of 80, the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Format plans with their reasons, details of the first plan, and rejected families."""
+    """Format the recommended plans with reasons, the details of the first, and rejected plans."""
     parts: list[RenderableType] = [Text(plans_head(answer))]
     notes = [*_host_memory_notes(answer.plans[0].estimate), *common_obstacle(answer.plans)]
     parts += [Text(line) for line in notes]
@@ -45,7 +45,7 @@ def plans_text(answer: Plans) -> Group:
 
 
 def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
-    """Format the nearest published steps with their predictions, one or two lines each."""
+    """Format published measurements that are similar to a plan, each with its prediction."""
     if not cases:
         return []
     return [Text("\nNearest published steps:"), _bullets(case_lines(cases), "  •")]
@@ -155,7 +155,7 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
 
 
 def _largest_parts(values: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Return the parts of at least a thousandth, largest first, each with its share."""
+    """Return values with their share of the total, largest first, without shares below 0.1 %."""
     whole = sum(values.values()) or 1.0
     shares = {name: (value, value / whole) for name, value in values.items()}
     return dict(sorted(
@@ -221,9 +221,9 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
 
 
 def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem) -> Group:
-    """Show the fastest plan and its throughput by number of nodes.
+    """Format a table of the fastest plan and its throughput by number of nodes.
 
-    Rows are nodes, devices, and the plan, None if no plan fits.
+    Each row is (nodes, devices, plan). The plan is None if no plan fits.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     unit = next((one.estimate.rate[1] for _, _, one in rows if one is not None), "tokens/s")

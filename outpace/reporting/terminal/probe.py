@@ -32,7 +32,7 @@ class _LineProgress:
     def show_stopping(self) -> None:
         """Print that the probe is stopping. A signal handler calls this.
 
-        If it interrupts another print, Python raises RuntimeError, and nothing is printed.
+        If the signal interrupts another print, Python raises RuntimeError, and nothing is printed.
         """
         with suppress(RuntimeError):
             self._console.print("stopping…")
@@ -77,7 +77,10 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
 
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield everything to show, from the machine to the notes."""
+    """Yield everything that a probe shows: the machine, its figures, advice and notes.
+
+    `kept`: whether the record is saved to a file.
+    """
     yield _head_lines(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
@@ -98,7 +101,7 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 
 def _strip_numbers(unstable: str) -> str:
-    """Remove the numbers from a reason, so that figures with the same reason share a note."""
+    """Return why a figure is unstable, without numbers, so that equal reasons can be counted."""
     if unstable.startswith("a repeat may"):  # older records: "may lie"
         limit = "15 points" if "points" in unstable else "a quarter"
         return f"a repeat may differ by more than {limit}"

@@ -41,7 +41,7 @@ def _array_size(figure: Figure) -> str:
 
 
 def _by_key(*names: str) -> Named:
-    """Return a function that names a figure by these values of its key."""
+    """Return a function that names a figure, by joining the values that its key has for `names`."""
 
     def join_parts(figure: Figure) -> str:
         of = figure.key.of
@@ -98,7 +98,7 @@ _LAYOUTS = {
 
 
 def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
-    """Yield a table for each kind of figure. Collectives share one."""
+    """Yield a table, or several, for each kind of measured figures, and one for collectives."""
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind in COLLECTIVES:
             continue
@@ -132,7 +132,7 @@ def _select_slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
 
 
 def _collectives_table(figures: Sequence[Figure]) -> RenderableType:
-    """Tabulate collectives of all ranks by size, with algbw and busbw as defined by nccl-tests."""
+    """Tabulate collectives over all ranks by size. algbw and busbw are as in nccl-tests."""
     table = _empty_table()
     table.add_column("")
     for name in ("array", "time", "algbw", "busbw"):
@@ -180,7 +180,7 @@ def _empty_table() -> Table:
 
 
 def _cell(figure: Figure) -> Text:
-    """Format a value with its spread; unstable and published figures are marked as such."""
+    """Format a figure's value and spread, and mark it if it is unstable or from the catalog."""
     if figure.origin == "catalog":
         return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:
@@ -199,7 +199,7 @@ def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
 
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:
-    """Return a table of the latency and bandwidth fitted to collectives."""
+    """Return a table of latencies and bandwidths, fitted to the times of collectives."""
     table = _empty_table()
     table.add_column("", no_wrap=True)
     for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):

@@ -49,7 +49,7 @@ class TrainingProgress(Callback):
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
-        """Start a phase, and mark the previous one as done, with its time."""
+        """End the previous phase of the run, which prints its time, and start a new one."""
         self._end_stage()
         self._stage = (message, time.monotonic())
         if message == TRAINING:
@@ -125,7 +125,7 @@ class TrainingProgress(Callback):
         return left * (fmean(one.step_time_s for one in self._latest) if left else 0.0)
 
     def on_load(self, load: Load, step: int) -> None:
-        """Keep the latest load, from which the bottleneck is determined."""
+        """Keep the latest load, from which the progress line tells what limits the speed."""
         self._load = load
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
@@ -141,7 +141,7 @@ class TrainingProgress(Callback):
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Show memory by kind."""
+        """Show a table of the memory at the peak by kind."""
         self._end_stage()
         if use.traced is not None:
             self.console.print(memory_table(plan, use.traced, use.measured, None))

@@ -47,7 +47,10 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """Return a table with two lines per run: path over description, and time over state."""
+    """Return a table of runs with two lines each.
+
+    The first line has the run's path and start time. Below them are its description and state.
+    """
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
@@ -67,7 +70,6 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
 
 
 def _figure_columns(rows: Sequence[PastRun]) -> dict[str, list[str]]:
-    """Return the figures of the runs by column name, without empty columns."""
     found = {
         "loss": [_cell_text(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
         "step": [_cell_text(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],

@@ -20,20 +20,21 @@ _MOST_WORDS = 24  # characters of a proposed prompt
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Return the label of `train_runtime`, which in a resumed run starts at the last resume."""
+    """Return the label of the training time, which in a resumed run starts at the last resume."""
     started = measurement.start_step
     return f"training since step {started:,}" if started else "training time"
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Return the label of `first_step_s`, which in a resumed run is that of the first new step."""
+    """Return the label of the time to a run's first step, or a resumed run's first new step."""
     return f"time to step {measurement.start_step + 1:,}"
 
 
 def summary(measurement: Measurement) -> RenderableType:
-    """Show losses, speed, time by part, a sample and the run's path, in at least 80 columns.
+    """Format the result of a run: losses, speed, time by part, a sample and the run's path.
 
-    Generated text and paths are shown literally, never interpreted as markup.
+    This needs at least 80 columns. Generated text and paths are shown literally, never interpreted
+    as markup.
     """
     above = Table.grid(padding=(0, 4))
     above.add_row(_losses_table(measurement), _speed_table(measurement))
@@ -83,7 +84,7 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
 
 
 def target_of(evaluation: Evaluation | None) -> str:
-    """Return what a loss is averaged over: samples (of classifiers), tokens, or other targets."""
+    """Return what the loss is averaged over: "sample" (classifiers), "token", else "target"."""
     if evaluation is None:
         return "token"
     if evaluation.metrics:

@@ -15,11 +15,12 @@ _MOST_BESIDE = 4  # maximum number of names to show as columns
 
 
 class NarrowTable:
-    """A table with a row per name. Columns that do not fit are moved to tables below, or left out.
+    """A table for narrow terminals, with a row per name.
 
-    Up to four names get a column each instead, if everything then fits in one table. `figures`:
-    cells by column, the most important columns first. `left_out`: a note, with which columns that
-    do not fit are left out. Long names are folded to a width of at least `name_width`.
+    `figures` has the cells by column, the most important columns first. Columns that do not fit are
+    moved to further tables below. If `left_out` is given, they are left out instead, and this note
+    names them. Long names are folded, but not to less than `name_width`. Up to four names get a
+    column each instead of a row, if everything then fits in one table.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class NarrowTable:
     def _minimum_width(
         self, console: Console, options: ConsoleOptions, columns: Sequence[str]
     ) -> int:
-        """Return the minimum width of a table with complete figures and folded names."""
+        """Return the table's width when names are folded as far as possible, and cells are not."""
         wide = options.update(max_width=_ANY_WIDTH)
         whole = Measurement.get(console, wide, self._make_table(columns)).maximum
         return whole - max(self._longest_name - self.name_width, 0)

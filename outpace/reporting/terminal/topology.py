@@ -30,7 +30,8 @@ _PAIRS_SHOWN = 6
 def topology_text(topology: Topology, placement: Placement) -> Group:
     """Show missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
 
-    Network cards have only rows: the matrix is symmetric, and their columns would not fit.
+    The matrix has the link between each two devices. It is symmetric, so network cards have only
+    rows; their columns would not fit.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     gpus = topology.gpus
@@ -79,7 +80,7 @@ def _shorten_names(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Return sentences on the groups for tensor parallelism, and on slow links."""
+    """Return sentences on which GPUs to group for tensor parallelism, and on slow links."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
@@ -172,7 +173,7 @@ def _to_whole(number: float | None) -> int | None:
 
 
 def link_faults(placement: Placement, topology: Topology) -> list[str]:
-    """Describe missing NVLinks, or say that the matrix does not have NVLinks."""
+    """Return sentences on NVLinks that are missing, or on why `topology` cannot tell."""
     if topology.pcie_only:
         return [
             "This matrix is from `nvidia-smi topo -mp`, which leaves NVLinks out, so it is "

@@ -203,7 +203,7 @@ def _host_cells(host: HostLoad) -> list[str]:
 
 
 def _known_cells(cells: Sequence[str]) -> Iterator[str]:
-    """Yield the cells that are known, those of the run in parentheses, for one line."""
+    """Yield a line's known cells; what the run itself uses is in parentheses."""
     yield cells[0]
     if cells[1] != "n/a":
         yield f"(run {cells[1]})"
